@@ -1,4 +1,4 @@
-"""Tables of the model types and encoders that are known and refused, for docs/models-reference.md."""
+"""Tables of supported and unsupported model types and encoders, for docs/models-reference.md."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mmpos.schemes import get_scheme
 
 
 def supported() -> str:
-    """Write a row for model types of which the same is to be said, in the order of the table of types."""
-    rows = ["| model_type | scheme | rotation | what is special |", "|---|---|---|---|"]
+    """Write a table with one row per group of model types with equal cells, in the order of MODEL_TYPES."""
+    rows = ["| model_type | scheme | rotation | notes |", "|---|---|---|---|"]
     rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _cells(model) for model in MODEL_TYPES})]
     return "\n".join(rows) + "\n"
 
 
 def encoders() -> str:
-    """Write a row for vision encoders of which the same is to be said."""
-    rows = ["| vision encoder | patches | a head turns by | what is special |", "|---|---|---|---|"]
+    """Write a table with one row per group of vision encoders with equal cells."""
+    rows = ["| vision encoder | patches | axes of a head | notes |", "|---|---|---|---|"]
     rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _encoder(model) for model in ENCODERS})]
     return "\n".join(rows) + "\n"
 
 
 def refused(reasons: Mapping[str, str]) -> str:
-    """Write a line for model types that are refused for the same reason."""
+    """Write a line per reason with all model types that are refused for it."""
     return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
 
 
@@ -37,23 +37,23 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "refused": lambda: refused(UNSUPPORTED_TYPES),
     "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
 }
-"""What a page may quote, by name."""
+"""Texts of pages by name."""
 
 
 def rotation(model: str) -> str:
-    """Say how the language model that a class has by default shares channels among axes, and pairs them."""
+    """Describe the axes, allocation and pairing of the default language model of a model type."""
     axes = get_scheme(MODEL_TYPES[model].scheme).axes
     if axes == 1:
         return "one axis"
     row = class_defaults().get(model, {})
     row = class_defaults()[row["parts"]["thinker_config"]] if "thinker_config" in row.get("parts", {}) else row
     text = {**row.get("parts", {}), **row.get("auto_parts", {})}.get("text_config")
-    if text in OTHER_ROTATIONS:  # which is read with the settings of the whole model alone
+    if text in OTHER_ROTATIONS:  # can be read only with the settings of the whole model
         return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:
         section = ROTATIONS[text].section
-        assert section is not None, "models of several axes have one"
+        assert section is not None, "models with several axes have a section"
         sizes = {"head_dim": 2 * sum(section), "partial_rotary_factor": 1.0, "rope_theta": 1e4}
         rotary = Rotary.from_hf_config({"model_type": text, **sizes})
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
@@ -61,24 +61,24 @@ def rotation(model: str) -> str:
 
 
 def _encoder(model: str) -> str:
-    known, rotary = ENCODERS[model], Rotary.from_hf_config({"model_type": model})
-    patches = f"{known.order}" + (", from 1" if known.first else "")
+    encoder, rotary = ENCODERS[model], Rotary.from_hf_config({"model_type": model})
+    patches = f"{encoder.order}" + (", from 1" if encoder.first else "")
     axis = list(rotary.head_axes or rotary.pair_axis.tolist())
     names = [("frames", "rows", "columns")[a - rotary.axes] for a in dict.fromkeys(axis)]
-    turns = f"{' and '.join(names)} in turn" if axis[0] != axis[1] else ", ".join(names)
+    axes = f"{' and '.join(names)} alternating" if axis[0] != axis[1] else ", ".join(names)
     one_ladder = "" if rotary.allocation != "pixtral" else " of one ladder"
-    return f"{patches} | {turns}{one_ladder}; {rotary.pairing} | {known.note}"
+    return f"{patches} | {axes}{one_ladder}; {rotary.pairing} | {encoder.note}"
 
 
 def _cells(model: str) -> str:
-    known = MODEL_TYPES[model]
-    serving = f"; serving: `{known.serving}`" if known.serving else ""
-    return f"`{known.scheme}`{serving} | {rotation(model)} | {known.note}"
+    model_type = MODEL_TYPES[model]
+    serving = f"; serving: `{model_type.serving}`" if model_type.serving else ""
+    return f"`{model_type.scheme}`{serving} | {rotation(model)} | {model_type.note}"
 
 
 def _grouped(texts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """List every text with the names that have it."""
+    """Return each text with the names that share it."""
     names: dict[str, list[str]] = {}
     for name, text in texts.items():
         names.setdefault(text, []).append(f"`{name}`")
-    return [(text, ", ".join(listed)) for text, listed in names.items()]
+    return [(text, ", ".join(group)) for text, group in names.items()]

@@ -1,10 +1,10 @@
-"""Train a small transformer under each scheme, and ask it: which colour is right of, or below, the patch of colour c?
+"""Train a small transformer with each scheme to answer: which colour is right of, or below, the patch of colour c?
 
 python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
-python benchmarks/neighbours.py --json                                the same, kept in results/ and drawn for the page
-python benchmarks/neighbours.py --schemes rope-tie mrope --seeds 3    some of it
+python benchmarks/neighbours.py --json                                also write results/ and the plot of the page
+python benchmarks/neighbours.py --schemes rope-tie mrope --seeds 3    selected schemes and three seeds
 
-With --json, what is kept already is not trained again, so that a run which was stopped goes on where it was: after a
+With --json, trainings whose results are already in the file are skipped, so that an interrupted run continues. After a
 change to the code, delete the file first.
 """
 
@@ -37,46 +37,46 @@ from mmpos_bench.results import Rows, json_with_rows, markdown
 from mmpos_bench.timing import one_thread
 
 PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
-NONE, GUESS = "none", "(a guess among the other patches)"  # no rotation at all; the last row of the table
-PLACED = (  # the schemes that differ on text and single images, in the order of the table
+NONE, GUESS = "none", "(a guess among the other patches)"  # the row without rotations, and the last row of the table
+PLACED = (  # schemes that differ on text and single images, in the order of the table
     *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
     *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
 )
-# A document is filler words, an image, and questions of two words each, a direction and a colour. Every patch of an
-# image has another colour, and only patches with a neighbour in that direction are asked for.
-COLOURS, DIRECTIONS = 64, ("right", "below")  # the words; an image has at most as many patches as there are colours
-FILLER_ID = COLOURS + len(DIRECTIONS)  # the last word, which is padding too
-QUESTIONS, MOST_FILLER, BATCH = 8, 4, 32  # after an image, before it, and the images of a step
+# A document consists of filler words, an image, and questions of two words each, a direction and a colour. All patches
+# of an image have different colours, and questions refer only to patches with a neighbour in that direction.
+COLOURS, DIRECTIONS = 64, ("right", "below")  # the words; an image has at most COLOURS patches
+FILLER_ID = COLOURS + len(DIRECTIONS)  # the last word, also used as padding
+QUESTIONS, MOST_FILLER, BATCH = 8, 4, 32  # questions after an image, maximum filler before it, and images per step
 LAYERS, HEADS, HEAD_DIM, HIDDEN = 2, 2, 32, 128
-WIDTH, THETA = HEADS * HEAD_DIM, 100.0  # ids are small here
+WIDTH, THETA = HEADS * HEAD_DIM, 100.0  # a small theta, since ids are small
 
-# Least and most height, and width: at least 2, so that there are neighbours. Where the two differ, half are turned.
+# Ranges of height and width, from 2 so that patches have neighbours. If they differ, half of the images are transposed.
 Sizes = tuple[tuple[int, int], tuple[int, int]]
 SETS: Mapping[str, Sizes] = {"inside": ((2, 5), (2, 5)), "larger": ((6, 8), (6, 8)), "longer": ((2, 3), (9, 14))}
-"""Sets of images to judge by: of the trained sizes, and of others."""
+"""Test sets of images: of the trained sizes and of other sizes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quiz:
-    """Documents padded on the right to the longest."""
+    """Batch of documents with questions, padded on the right to the longest document."""
 
     segments: mmpos.SegmentTable  # without padding
-    patches: IntArray  # (batch,) of each image
+    patches: IntArray  # (batch,) number of patches of each image
     input_ids: IntArray  # (batch, length)
-    asked: IntArray  # (batch, questions) column of the last word of each question, where its answer is due
-    directions: IntArray  # (batch, questions) indexes of DIRECTIONS
+    asked: IntArray  # (batch, questions) column of the last word of each question, where the model answers
+    directions: IntArray  # (batch, questions) indices into DIRECTIONS
     answers: IntArray  # (batch, questions) colours
 
 
 def draw(sizes: Sizes, count: int, random: np.random.Generator) -> Quiz:
-    """Draw images of random sizes and colours, and random questions about each."""
+    """Draw images with random sizes and colours, and random questions about each image."""
     height, width = (random.integers(*ends, count, endpoint=True) for ends in sizes)
-    turn = random.random(count) < 0.5 * (sizes[0] != sizes[1])
-    height, width = np.where(turn, width, height), np.where(turn, height, width)
+    transposed = random.random(count) < 0.5 * (sizes[0] != sizes[1])
+    height, width = np.where(transposed, width, height), np.where(transposed, height, width)
     patches = height * width
     colours = np.argsort(random.random((count, COLOURS)), axis=1)
     directions = random.integers(len(DIRECTIONS), size=(count, QUESTIONS))
-    row, col = (  # of patches that have a neighbour: not in the last row, or column
+    row, col = (  # of patches with a neighbour: not in the last row for "below", not in the last column for "right"
         (random.random(directions.shape) * (side[:, None] - (directions == DIRECTIONS.index(name)))).astype(np.int64)
         for side, name in ((height, "below"), (width, "right"))
     )
@@ -99,12 +99,12 @@ def draw(sizes: Sizes, count: int, random: np.random.Generator) -> Quiz:
 
 
 def held_out(images: int = 300) -> dict[str, Quiz]:
-    """Draw the images and questions to judge by, the same for all schemes and seeds, and apart from training."""
+    """Draw the test images and questions, which are independent of the scheme, the seed and training data."""
     return {name: draw(SETS[name], images, np.random.default_rng((1, i))) for i, name in enumerate(SETS)}
 
 
 class Block(nn.Module):
-    """Attention over what came before, then a feed-forward net, each added to its normalised input."""
+    """Pre-norm transformer block: causal attention and a feed-forward net with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,19 +113,19 @@ class Block(nn.Module):
         self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
     def forward(self, x: Tensor, positions: DevicePositions | Tensor | None, rotary: Rotary | None) -> Tensor:
-        """Map (batch, seq, width) to the same."""
+        """Compute the (batch, seq, width) outputs of the block."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         if positions is not None and rotary is not None:
             q, k = apply_rotary(q, k, positions, rotary, layout="bshd")
-        # Padding stands on the right, so causal attention keeps it from every token.
+        # Padding is on the right, so causal attention excludes it.
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.net(self.norm2(x))
 
 
 class Transformer(nn.Module):
-    """A transformer that answers with colours; the numbers drawn for its parameters are the same for every scheme."""
+    """Transformer that answers with colours; its initial parameters depend only on the seed, not on the scheme."""
 
     def __init__(self, scheme: str, seed: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COLOURS, bias=False)
 
     def forward(self, quiz: Quiz, positions: DevicePositions | Tensor | None = None) -> Tensor:
-        """Compute (batch, questions, colours) logits in the asked columns, with positions of the scheme or others."""
+        """Compute (batch, questions, colours) logits in the asked columns, by the scheme or by other positions."""
         if positions is None and self.rotary is not None:
             positions = DevicePositions.from_table(mmpos.place(quiz.segments, self.scheme).pad())
         x = self.embedding(torch.from_numpy(quiz.input_ids))
@@ -149,9 +149,9 @@ class Transformer(nn.Module):
         return logits
 
 
-@one_thread()  # as many trainings as cores go on at a time, and sums have one order
+@one_thread()  # one thread per training, so that sums have a fixed order and trainings can run in parallel
 def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[str, Any]:
-    """Train from scratch, and judge; the same arguments give the same outcome, but for the seconds of CPU."""
+    """Train from scratch and test; equal arguments give equal results, except for the CPU seconds."""
     began = time.process_time()
     model, random = Transformer(scheme, seed), np.random.default_rng((0, seed))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -161,27 +161,27 @@ def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(quiz.answers).flatten())
         optimizer.zero_grad()
         loss.backward()
-        # It grows for a tenth of the steps, and then falls to zero as a cosine.
+        # The learning rate has a linear warm-up of a tenth of the steps and cosine decay to zero.
         share = min(10 * (step + 1) / steps, 1.0) * (0.5 + 0.5 * cos(pi * step / steps))
         optimizer.param_groups[0]["lr"] = 8e-3 * share
         optimizer.step()
     accuracy: dict[str, float] = {}
     for name, quiz in held_out(images).items():
         with torch.no_grad():
-            right = model(quiz).argmax(-1).numpy() == quiz.answers
+            correct = model(quiz).argmax(-1).numpy() == quiz.answers
         for i, direction in enumerate(DIRECTIONS):
-            accuracy[f"{name}, {direction}"] = round(100 * float(right[quiz.directions == i].mean()), 2)
+            accuracy[f"{name}, {direction}"] = round(100 * float(correct[quiz.directions == i].mean()), 2)
     seconds = round(time.process_time() - began, 1)
     return {"scheme": scheme, "seed": seed, "loss": round(loss.item(), 6), "accuracy": accuracy, "seconds": seconds}
 
 
 def guess() -> dict[str, float]:
-    """Compute percent of correct answers, by set, of one who knows the patches of an image but not where they are."""
+    """Compute the accuracy in percent, by set, of random guesses among the other patches of an image."""
     return {name: round(100 * float(np.mean(1 / (quiz.patches - 1))), 2) for name, quiz in held_out().items()}
 
 
 def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
-    """List percent of correct answers by scheme: (seeds, sets and directions)."""
+    """Return accuracies in percent by scheme as (seeds, sets · directions) arrays."""
     cells: dict[str, list[list[float]]] = {}
     for one in kept["outcomes"]:
         cells.setdefault(one["scheme"], []).append(list(one["accuracy"].values()))
@@ -189,7 +189,7 @@ def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def table(kept: Mapping[str, Any]) -> Rows:
-    """Make head and rows: mean, and least to most over the seeds, in percent."""
+    """Return a table of accuracies in percent: the mean and the range over seeds."""
     rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
     for name, percent in percents(kept).items():
         spread = (f"{fsum(at) / len(at):.0f} ({at.min():.0f}–{at.max():.0f})" for at in percent.T)
@@ -198,7 +198,7 @@ def table(kept: Mapping[str, Any]) -> Rows:
 
 
 def picture(kept: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel per set: means as points, least to most as lines, a guess as a dashed line."""
+    """Draw a panel per set, with means as points, ranges as lines and the guess as a dashed line."""
     schemes = percents(kept)
     with canvas(path, 8.0, 0.26 * len(schemes) + 1.3) as figure:
         panels = figure.subplots(1, len(kept["guess"]), sharey=True)
@@ -219,29 +219,30 @@ def picture(kept: Mapping[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
-    """Train what is not kept, two at a time; toys for other steps, and judged by other numbers of images."""
+    """Run the missing trainings, two at a time; ``toy`` overrides the steps and test images of ``train``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [NONE, *PLACED]
-    parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="some of them")
-    parser.add_argument("--seeds", type=int, default=5, help="how often each is trained")
-    parser.add_argument("--json", action="store_true", help="keep the figures in results/, and draw the picture")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="schemes to train")
+    parser.add_argument("--seeds", type=int, default=5, help="number of trainings per scheme")
+    parser.add_argument("--json", action="store_true", help="write the figures to results/ and draw the plot")
+    options = parser.parse_args(arguments)
 
     machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
     path = RESULTS / f"neighbours-{machine.name}.json"
-    outcomes = [one for kept in kept_figures(path.name) if asked.json for one in kept["outcomes"]]
+    outcomes = [one for kept in kept_figures(path.name) if options.json for one in kept["outcomes"]]
     kept = {"command": command, "machine": asdict(machine), "guess": guess(), "outcomes": outcomes}
-    known = {(one["scheme"], one["seed"]) for one in outcomes}
-    missing = [run for seed in range(asked.seeds) for scheme in asked.schemes if (run := (scheme, seed)) not in known]
-    # Fresh processes, each with one thread: the threads of this one do not survive a fork.
+    done = {(one["scheme"], one["seed"]) for one in outcomes}
+    runs = [(scheme, seed) for seed in range(options.seeds) for scheme in options.schemes]
+    missing = [run for run in runs if run not in done]
+    # Spawned processes, since the threads of this process do not survive a fork.
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for outcome in pool.map(train, *zip(*((*run, *toy) for run in missing), strict=True)) if missing else ():
             print(f"{outcome['scheme']}, seed {outcome['seed']}: {outcome['seconds']} s", file=sys.stderr, flush=True)
             outcomes.append(outcome)
-            if asked.json:
+            if options.json:
                 write_text(path, json_with_rows(kept) + "\n")
     print(markdown(table(kept)))
-    if asked.json:
+    if options.json:
         picture(kept, PICTURE)
 
 

@@ -1,9 +1,9 @@
-"""Run every suite on this machine, keep the figures in results/, and bring the tables that quote them up to date.
+"""Run suites on this machine, write the figures to results/, and update the tables in pages.
 
-python benchmarks/record.py                          every suite with every peer, with both mallocs
-python benchmarks/record.py images service:tuned     these again, beside the figures that are there
-python benchmarks/record.py --tables                 only the tables, from the figures that are there; those of
-                                                     properties are measured, which takes no time
+python benchmarks/record.py                          every suite with every peer and both malloc settings
+python benchmarks/record.py images service:tuned     only these suites; other figures are kept
+python benchmarks/record.py --tables                 only update tables from existing figures; properties are measured
+                                                     again, which is fast
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from mmpos_bench.suites import SUITES
 
 ROOT = Path(__file__).parents[1]
 QUOTING = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-"""The pages that may quote results."""
+"""Pages that may contain tables of results."""
 
 
 schemes, encodings = cache(measure), cache(measure_encodings)
-"""The properties of all forms of all schemes where grids follow text, and of all encodings."""
+"""Properties of all forms of all schemes that place grids after text, and of all encodings."""
 
 
 @cache
 def latent_schemes() -> Matrix:
-    """Measure the schemes of models that generate."""
+    """Measure the schemes of generation models."""
     names = [name for name, scheme in SCHEMES.items() if issubclass(scheme, LatentScheme)]
     return measure(names).part(names)
 
 
 def definitions(matrix: Matrix) -> str:
-    """Write a line for every property: its definition."""
-    return "".join(f"- **{each.title}**: {each.definition}\n" for each in matrix.properties)
+    """Write a line with the definition of each property."""
+    return "".join(f"- **{prop.title}**: {prop.definition}\n" for prop in matrix.properties)
 
 
 def counterexamples(matrix: Matrix) -> str:
-    """Write a line for everything that does not hold: where it fails."""
-    wrong = ((name, each) for name, each, _ in matrix.reasons if matrix[name, each.name].value is False)
-    return "".join(f"- `{name}`, {each.title}: {matrix[name, each.name].why}\n" for name, each in wrong)
+    """Write a line with the counterexample of each property that does not hold."""
+    failed = ((name, prop) for name, prop, _ in matrix.reasons if matrix[name, prop.name].value is False)
+    return "".join(f"- `{name}`, {prop.title}: {matrix[name, prop.name].why}\n" for name, prop in failed)
 
 
 QUOTES: Mapping[str, Callable[[], str]] = {
@@ -64,13 +64,13 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "counterexamples of schemes": lambda: counterexamples(schemes()),
     "counterexamples of encodings": lambda: counterexamples(encodings()),
 }
-"""The quotes of pages, by name."""
+"""Texts of pages by name."""
 
 
-def run_suites(wanted: Sequence[tuple[str, str]]) -> list[SuiteReport]:
-    """Run suites with mallocs, each in a process of its own: what one leaves behind would help the next."""
+def run_suites(runs: Sequence[tuple[str, str]]) -> list[SuiteReport]:
+    """Run suites with malloc settings, each in its own process so that no suite affects the next."""
     reports: list[SuiteReport] = []
-    for suite, malloc in wanted:
+    for suite, malloc in runs:
         print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "mmpos", "bench", suite, "--peers", "--malloc", malloc, "--json", "-"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -79,35 +79,35 @@ def run_suites(wanted: Sequence[tuple[str, str]]) -> list[SuiteReport]:
 
 
 def keep(reports: Sequence[SuiteReport]) -> Path:
-    """Write reports into the file of this machine, in the place of those of the same suite and malloc."""
+    """Write reports to the file of this machine, replacing those with the same suite and malloc setting."""
     path = RESULTS / f"{reports[-1].machine.name}.json"
-    known = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
-    merged = {(report.suite, report.machine.malloc): report for report in (*known, *reports)}
+    earlier = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
+    merged = {(report.suite, report.machine.malloc): report for report in (*earlier, *reports)}
     order = [(suite, malloc) for suite in SUITES for malloc in MALLOCS]
     write_text(path, to_json([merged[name] for name in order if name in merged]))
     return path
 
 
 def named(run: str) -> list[tuple[str, str]]:
-    """Read SUITE or SUITE:MALLOC: the suites and mallocs to run."""
+    """Parse SUITE or SUITE:MALLOC into pairs of suite and malloc setting."""
     suite, _, malloc = run.partition(":")
     if suite not in SUITES or malloc not in ("", *MALLOCS):
-        raise argparse.ArgumentTypeError(f"got {run!r}, want one of {', '.join(SUITES)}, and :default or :tuned")
+        raise argparse.ArgumentTypeError(f"got {run!r}, want one of {', '.join(SUITES)}, optionally :default or :tuned")
     return [(suite, malloc)] if malloc else [(suite, name) for name in MALLOCS]
 
 
 def quoted_table(name: str) -> str:
-    """Write the table of "machine; suite; malloc; group"."""
+    """Write the table named "machine; suite; malloc; group"."""
     machine, suite, malloc, group = name.split("; ", 3)
     path = RESULTS / f"{machine}.json"
     for report in from_json(path.read_text(encoding="utf-8")) if path.exists() else ():
         if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
             return to_markdown(report.group(group))
-    raise SystemExit(f"{name}: got no such figures in {RESULTS}, want them measured")
+    raise SystemExit(f"{name}: got no such figures in {RESULTS}")
 
 
 def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:
-    """Write what a page quotes by a name."""
+    """Write the text of a page with a name."""
     if name not in quotes:
         raise SystemExit(f"quote: got {name!r}, want one of {', '.join(quotes)}")
     return quotes[name]()
@@ -120,14 +120,14 @@ MARKS: Mapping[str, Callable[[str], str]] = {
     "endurance": lambda _: quoted("*.endurance.json", endurance.tables),
     "neighbours": lambda _: quoted("neighbours-*.json", lambda kept: [neighbours.table(kept)]),
 }
-"""The marks of pages, and what writes the text between them."""
+"""Marks of pages, and functions that write the text between them."""
 
 
 def filled_in(page: str) -> str:
-    """Make everything anew that a page quotes.
+    """Return a page with all of its tables updated.
 
     Raises:
-        SystemExit: a table of figures that are not there, or properties or model types that are not known.
+        SystemExit: a table has no figures, or a name is unknown.
     """
     for mark, write in MARKS.items():
         page = fill_in(page, mark, write)
@@ -135,14 +135,14 @@ def filled_in(page: str) -> str:
 
 
 def main() -> None:
-    """Measure unless told not to, and fill in the tables."""
+    """Run suites unless --tables is set, and update the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=named, help="suites, or SUITE:MALLOC; all if none is named")
-    parser.add_argument("--tables", action="store_true", help="only make the tables anew")
+    parser.add_argument("runs", nargs="*", type=named, help="suites or SUITE:MALLOC; default all")
+    parser.add_argument("--tables", action="store_true", help="only update the tables")
     options = parser.parse_args()
     if not options.tables:
         runs = options.runs or [named(suite) for suite in SUITES]
-        print(keep(run_suites([wanted for run in runs for wanted in run])))
+        print(keep(run_suites([pair for run in runs for pair in run])))
     for page in QUOTING:
         text = page.read_text(encoding="utf-8")
         filled = filled_in(text)

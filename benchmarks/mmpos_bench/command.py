@@ -1,4 +1,4 @@
-"""The command that runs a benchmark suite: progress on stderr, tables or JSON on stdout."""
+"""The command that runs a benchmark suite, with progress on stderr and tables or JSON on stdout."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_LIST = " ".join(f"[bold]{name}[/bold]: {what}." for name, what in SUITES.items())
+_LIST = " ".join(f"[bold]{name}[/bold]: {subject}." for name, subject in SUITES.items())
 
 
-@app.command(help=f"Measure on this machine: equality first, then ratios to what memory can do.\n\n{_LIST}")
+@app.command(help=f"Check equality on this machine, then measure ratios to memory limits.\n\n{_LIST}")
 def bench(
     suite: Annotated[
         str,
         typer.Argument(
             metavar="|".join(SUITES),
-            help="What to measure.",
+            help="The suite to measure.",
             show_default=False,
-            autocompletion=lambda incomplete: [each for each in SUITES.items() if each[0].startswith(incomplete)],
+            autocompletion=lambda incomplete: [suite for suite in SUITES.items() if suite[0].startswith(incomplete)],
         ),
     ],
-    peers: Annotated[bool, typer.Option("--peers", help="Also other projects, those that are installed.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Also measure other installed projects.")] = False,
     json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints them alone.")
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints only the JSON.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A figure for a paper, one column wide: .pdf, .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="Draw a figure one column wide: .pdf, .svg or .png.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, every path once; figures mean nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, run once; the figures are meaningless.")] = False,
     malloc: Annotated[
         str,
         typer.Option(
             metavar="|".join(MALLOCS),
-            help="The C library's own settings, or those of the server, which keep large blocks.",
+            help="The settings of the C library, or those of the server, which keep large blocks.",
             autocompletion=lambda incomplete: [name for name in MALLOCS if name.startswith(incomplete)],
         ),
     ] = "default",
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only measure cases whose name contains this text.")] = "",
 ) -> None:
     """Measure on this machine."""
     path, target = None if json in (None, "-") else Path(json), picture_path(plot, "--plot")
     for option, file in (("--json", path), ("--plot", target)):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):  # before minutes are spent
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):  # before a long run
             raise InvalidInputError(f"{option}: got {str(file)!r}, want a file in an existing folder")
     with _watch() as watch:
         report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
@@ -82,7 +82,7 @@ def bench(
 
 @contextmanager
 def _watch() -> Iterator[Watch]:
-    """Show a bar on a terminal, and a line per case elsewhere; both on stderr."""
+    """Show a progress bar on a terminal and a line per case elsewhere, both on stderr."""
     err = Console(stderr=True)
     if not err.is_terminal:
         yield lambda title, done, rounds: None if done else print(title, file=sys.stderr, flush=True)
@@ -96,22 +96,22 @@ def _watch() -> Iterator[Watch]:
 
 
 def print_report(out: Console, report: SuiteReport) -> None:
-    """Print machine, command, one table per group, and the peers that were missing."""
+    """Print the machine, the command, one table per group, and missing peers."""
     out.print(f"{report.machine}\n{report.machine.versions}\n", soft_wrap=True)
-    out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants in turn", soft_wrap=True)
+    out.print(f"{report.command}; medians and 20th to 80th percentiles, contestants alternating", soft_wrap=True)
     if report.quick:
-        out.print("quick: every path once, the figures mean nothing")
+        out.print("quick: every path ran once; the figures are meaningless")
     if report.interrupted:
-        out.print("interrupted: the cases that were done")
+        out.print("interrupted: only completed cases are shown")
     for group in report.groups:
         out.print(f"\n{group}")
         _print_group(out, report.group(group))
-    for name, why in report.missing.items():
-        out.print(f"\nmissing: {name} ({why})", soft_wrap=True)
+    for name, reason in report.missing.items():
+        out.print(f"\nmissing: {name} ({reason})", soft_wrap=True)
 
 
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
-    """Print a line per contestant under the name of each case: names are too long for a column of a table."""
+    """Print the contestants of each case under its name, since names are too long for a table column."""
     units = {m.unit for m in measurements}
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
     peers = any(e.role == "peer" for m in measurements for e in m.entries)
@@ -122,7 +122,7 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
     first, *middle, _ = (max(map(len, column)) for column in columns)
 
     def write(line: list[str]) -> None:
-        name, *numbers, over = line  # names and peers flush left
+        name, *numbers, over = line  # names and peers are left-aligned
         right = [f"{cell:>{width}}" for cell, width in zip(numbers, middle, strict=True)]
         out.out("  ".join([f"{name:<{first}}", *right, over]).rstrip(), highlight=False)
 
@@ -135,17 +135,17 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
             out.out(f"  {name}: {number_text(value)}", highlight=False)
     if limits:
         below = any((m.of_limit(e) or 1) < 1 for m in measurements for e in m.entries)
-        words = ", one plain call over as many bytes; below 1×: faster than that call"
+        words = ", a single call over the same number of bytes; below 1×: faster than that call"
         out.print(f"limit: {', '.join(limits)}{words * below}", soft_wrap=True)
 
 
 def _cells(measurement: Measurement, entry: Timed) -> Iterator[list[str]]:
-    """Write the line of a contestant, and one more for each further peer."""
-    timing, each = entry.timing, measurement.per_unit(entry)
+    """Yield the line of a contestant, and a line for each peer after the first."""
+    timing, seconds = entry.timing, measurement.per_unit(entry)
     size, _ = unit_of(timing.median)
     digits = 0 if timing.p20 >= 100 * size else 1 if timing.p20 >= 10 * size else 2
     spread = f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}"
-    per_unit = "" if each is None else seconds_text(each)
+    per_unit = "" if seconds is None else seconds_text(seconds)
     ratio = "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry))
     first, *more = [f"{ratio_text(over)} {name}" for name, over in measurement.over_peers(entry).items()] or [""]
     yield [f"  {entry.name}", seconds_text(timing.median), spread, per_unit, ratio, first]

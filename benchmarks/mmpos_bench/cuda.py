@@ -1,6 +1,6 @@
-"""Time by the clock of a GPU, with cold caches and a host that is ahead; and graphs.
+"""Measure GPU time with cold caches and a host that runs ahead, and capture CUDA graphs.
 
-Where there is no CUDA, calls are made as they are and timed by the clock of the host: toys, which prove the code alone.
+Without CUDA, calls are timed by the clock of the host; such times only test this code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 from mmpos_bench.timing import Budget, Call, Tick, Timing, in_turns
 
-_WARM = 3  # rounds that do not count
-_EVICTED = 4  # times the second-level cache: what is read between calls
-_LEAST_EVICTED = 256 << 20  # bytes
-_AHEAD, _LONGEST = 1 << 20, 1 << 28  # cycles that the device sleeps, at first and at most
+_WARM = 3  # warm-up rounds
+_EVICTED = 4  # size of the buffer that is read between calls, as a multiple of the second-level cache
+_LEAST_EVICTED = 256 << 20  # minimum size of that buffer in bytes
+_AHEAD, _LONGEST = 1 << 20, 1 << 28  # initial and maximum number of cycles that the device sleeps
 
 
 def synchronize() -> None:
@@ -25,12 +25,12 @@ def synchronize() -> None:
 
 
 class Clock:
-    """Measures calls by events of a GPU, so that neither a warm cache nor a slow host is in the result.
+    """Measures calls by GPU events, excluding the effects of warm caches and of a slow host.
 
-    Before every call a buffer of several times the second-level cache is read: reading leaves lines that nobody has to
-    write back, which writing would leave. Then the device sleeps while the host queues the call. Where the device woke
-    before all of it was queued, the measurement is made again behind a longer sleep; a call that itself waits for the
-    device never gets ahead, and its waits count.
+    Before every call, a buffer several times as large as the second-level cache is read. Reading leaves no dirty lines
+    to write back, unlike writing. The device then sleeps while the host queues the call. If the device wakes before
+    everything is queued, the measurement is repeated with a longer sleep. A call that waits for the device never gets
+    ahead of it, so its waiting time is included.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,7 @@ class Clock:
             self._cycles *= 2
 
     def _turn(self, call: Call) -> tuple[float, bool]:
+        """Return the seconds of a call and whether the host was ahead of the device."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._evicting.sum()
         torch.cuda._sleep(self._cycles)
@@ -66,10 +67,10 @@ class Clock:
 
 
 class Replays:
-    """Several calls that do the same work on memory of their own, as one graph that replays them all.
+    """CUDA graph that replays several calls, which do the same work on separate memory.
 
-    Each is made once in a replay, and so finds its memory cold; what they share, such as a table, is warm from the
-    second on, as it is in the layers of a model. A call counts with the gap before it.
+    A replay runs each call once, so each call has cold memory. Shared data, such as a table, is warm from the second
+    call on, as in the layers of a model. The time of a call includes the gap before it.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -77,8 +78,8 @@ class Replays:
         self._replay: Call | None = None
 
     def capture(self) -> Call:
-        """Capture them, if they are not yet."""
-        kept: list[object] = []  # a result that stays makes the next call write elsewhere
+        """Capture the calls unless they are captured already, and return the replay."""
+        kept: list[object] = []  # keeping results alive makes each call write to other memory
 
         def all_of_them() -> None:
             kept.clear()
@@ -89,12 +90,12 @@ class Replays:
         return self._replay
 
     def __call__(self) -> None:
-        """Replay them."""
+        """Replay the calls."""
         self.capture()()
 
 
 def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-    """Time contestants by the clock of a GPU, with a cold cache before every call; of replays, one of their calls."""
+    """Measure the GPU time of contestants with a cold cache before every call; for replays, the time of one call."""
     clock = Clock()
 
     def seconds(call: Call) -> float:
@@ -104,11 +105,11 @@ def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str
 
 
 def capture(call: Call, warm: Call | None = None) -> Callable[[], object]:
-    """Capture a call in a CUDA graph, and return what replays it; without CUDA, the call itself.
+    """Capture a call in a CUDA graph and return a function that replays it; without CUDA, return the call.
 
     Args:
-        call: waits for nothing.
-        warm: is called three times before, in a stream of its own; None is the call itself.
+        call: the call, which must not wait for the device.
+        warm: warm-up function that is called three times before, in a separate stream; None means the call.
     """
     if not torch.cuda.is_available():
         return call

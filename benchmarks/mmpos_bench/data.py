@@ -1,4 +1,4 @@
-"""Training data: examples into batches and packs."""
+"""Training data: collate and pack examples."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ Loop = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case, with one thread."""
+    """Yield every case, on one thread."""
     with one_thread():
         yield from _collating(options)
         yield from _packing(options)
 
 
 def labelled(key: str, parts: Sequence[object]) -> Example:
-    """Make an example whose text is all trained on."""
+    """Build an example that is trained on all of its text."""
     sequence = _BUILDER.build(list(parts))
     return Example(key, sequence, np.where(sequence.token_type_ids == 1, IGNORE_INDEX, sequence.input_ids))
 
 
 def evenly(documents: int, tokens: int, images: int, side: int) -> list[Example]:
-    """Make documents of equal length with square images spread evenly between texts."""
+    """Build documents of equal length with evenly spaced square images."""
     text = np.arange(tokens - images * (side * side + 2)) % 250
     parts = [part for piece in np.array_split(text, images + 1) for part in (piece, Grid(side, side))][:-1]
     return [labelled(f"d{i}", parts) for i in range(documents)]
 
 
 def mix(documents: int, seed: int = 0) -> Iterator[Example]:
-    """Draw the realistic mix; every document is its own, and the same for the same seed.
+    """Yield a realistic mix of different documents, which depends only on the seed.
 
-    Text of log-normal length (median 500 tokens, sigma 1), cut at random places by 0 to 8 images (uniform) of 64 to
-    1024 tokens (log-uniform, with two markers each).
+    The text has log-normal length (median 500 tokens, sigma 1) and contains 0 to 8 images (uniform) at random places,
+    each of 64 to 1024 tokens (log-uniform) plus two markers.
     """
     rng = np.random.default_rng(seed)
     for i in range(documents):
@@ -72,7 +72,7 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
 
 
 def _collating(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield a few documents, and a batch of a training step."""
+    """Yield cases with a few documents and with a batch of a training step."""
     for documents in (1, 4) if options.quick else (1, 4, 16):
         name = f"{counted(documents, 'document')} of 1,024 tokens, 2 images of 16×16 each"
         make = partial(evenly, documents, 1024, 2, 16)
@@ -84,7 +84,7 @@ def _collating(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineup:
-    """Line up batches with their dense ids, as a model that knows no tables takes them; and the stages."""
+    """Line up batches with dense ids, for models without tables, and the stages of collating."""
     examples = make()
     packed, padded, sharded = PackedCollator(), PaddedCollator(), PackedCollator(multiple_of=4)(examples)
     want, tables = collate_loop(examples), [example.sequence.positions for example in examples]
@@ -94,18 +94,18 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
         return batch, batch.position_ids()
 
     def flat(batch: Batch, positions: Tensor | None = None) -> Loop:
-        # Documents of equal length are the same numbers packed and padded.
+        # For documents of equal length, packed and padded batches hold the same numbers.
         positions = batch.position_ids() if positions is None else positions
         return batch.input_ids.view(-1), batch.labels.view(-1), positions.flatten(1), batch.cu_seqlens
 
-    # Each rank has the first and the last, or the second and the third quarter of every document.
+    # Rank 0 has the first and last quarter of every document, rank 1 the second and third.
     quarters = sharded.input_ids.view(len(examples), 4, -1)
     shares = tuple(quarters[:, [rank, 3 - rank]].flatten() for rank in range(2))
     part = partial(giving, role=Role.PART)
     contestants = [
         limit("copies into new tensors", lambda: [tensor.clone() for tensor in want]),
-        giving("packed, and ids", partial(ids, packed), want, read=lambda made: flat(*made)),
-        giving("padded, and ids", partial(ids, padded), want, read=lambda made: flat(*made)),
+        giving("packed, and ids", partial(ids, packed), want, read=lambda result: flat(*result)),
+        giving("padded, and ids", partial(ids, padded), want, read=lambda result: flat(*result)),
         part("packed", partial(packed, examples), want, read=flat),
         part("padded", partial(padded, examples), want, read=flat),
         part("tables joined", partial(PositionTable.concatenate, tables), want[2], read=PositionTable.dense),
@@ -113,7 +113,7 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
             "one of two shards",
             partial(sharded.shard, 0, 2),
             shares,
-            read=lambda shard: tuple(each.input_ids.flatten() for each in (shard, sharded.shard(1, 2))),
+            read=lambda shard: tuple(x.input_ids.flatten() for x in (shard, sharded.shard(1, 2))),
         ),
     ]
     if options.peers:
@@ -123,7 +123,7 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
 
 
 def collate_loop(examples: Sequence[Example]) -> Loop:
-    """Pack a batch as a plain loop over documents does it in torch, with the ids of every document.
+    """Pack a batch and its ids by a plain loop over documents in torch.
 
     Returns:
         (tokens,) token ids and labels, (axes, tokens) position ids, and (documents + 1,) first tokens.
@@ -139,7 +139,7 @@ def collate_loop(examples: Sequence[Example]) -> Loop:
 
 
 def _packing(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield streams into packs, with documents whole and cut."""
+    """Yield cases that pack a stream of documents, with and without splitting text."""
     documents = 200 if options.quick else 20_000
     examples = cache(lambda: list(mix(documents)))
     for max_tokens in _SIZES:
@@ -149,12 +149,12 @@ def _packing(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def _packer(max_tokens: int, split_text: bool) -> Packer:
-    """Make a packer with the default buffer, which without splitting truncates longer documents."""
+    """Build a packer with the default buffer, which truncates overlong documents unless it splits text."""
     return Packer(max_tokens, split_text=split_text, overlong="truncate")
 
 
 def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool) -> tuple[PackCounts, int]:
-    """Pack, and count also the examples that the buffer holds at most."""
+    """Pack examples and return the counts and the maximum number of buffered examples."""
     packer = _packer(max_tokens, split_text)
     held = 0
     for example in examples:
@@ -164,7 +164,7 @@ def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool
 
 
 def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: bool) -> Lineup:
-    """Line up the packer, against a copy of all token ids, which it does not read."""
+    """Line up the packer, with a copy of all token ids as the limit, although the packer does not read them."""
     documents = examples()
     lengths = [example.num_tokens for example in documents]
 
@@ -174,21 +174,19 @@ def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: 
 
     def facts() -> Mapping[str, float]:
         counts, held = packed_counts(documents, max_tokens, split_text)
-        known = {"packs": counts.packs, "cuts": counts.splits, "truncated": counts.truncated, "most held": held}
-        return {"fill": counts.fill, "fill in order of arrival": _fill_in_order(lengths, max_tokens), **known}
+        totals = {"packs": counts.packs, "cuts": counts.splits, "truncated": counts.truncated, "most held": held}
+        return {"fill": counts.fill, "fill in order of arrival": _fill_in_order(lengths, max_tokens), **totals}
 
     prove = partial(_prove_packs, documents, max_tokens, split_text)
     contestants = (
-        limit("copy of the token ids", lambda: np.concatenate([each.sequence.input_ids for each in documents])),
+        limit("copy of the token ids", lambda: np.concatenate([x.sequence.input_ids for x in documents])),
         Contestant("mmpos", pack, proof=prove),
     )
     return Lineup(contestants, {"documents": len(documents), "tokens": sum(lengths)}, facts)
 
 
 def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> None:
-    """Check that no pack is too long, and that the pieces of a document are the document, but for what was truncated
-    and counted.
-    """
+    """Check that no pack is too long and that the pieces of each document join to it, except for truncated tokens."""
     packer = _packer(max_tokens, split_text)
     packs = [pack for example in examples for pack in packer.add(example)] + packer.flush()
     longest = max(pack.num_tokens for pack in packs)
@@ -198,17 +196,15 @@ def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> 
         pieces[piece.key].append(piece.sequence.input_ids)
     lost = 0
     for example in examples:
-        whole = example.sequence.input_ids
-        joined = np.concatenate([whole[:0], *pieces[example.key]])
-        equal(joined, whole[: joined.size])
-        lost += whole.size - joined.size
-    holds(
-        lost == packer.counts.tokens_lost, f"{lost} tokens lost", f"the {packer.counts.tokens_lost} that were counted"
-    )
+        input_ids = example.sequence.input_ids
+        joined = np.concatenate([input_ids[:0], *pieces[example.key]])
+        equal(joined, input_ids[: joined.size])
+        lost += input_ids.size - joined.size
+    holds(lost == packer.counts.tokens_lost, f"{lost} tokens lost", f"{packer.counts.tokens_lost} as counted")
 
 
 def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:
-    """Compute the fill of packs that end when the next document does not fit."""
+    """Compute the fill of packs that are closed when the next document does not fit."""
     packs, used = 1, 0
     lengths = [min(length, max_tokens) for length in lengths]
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Draw the figures of a run for a paper: one column wide, in small type."""
+"""Draw the figures of a run for a paper, one column wide and in small type."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
 
 WIDTH = 3.35
-"""Inches of one column of a page with two."""
+"""Width in inches of one column of a two-column page."""
 
 _TYPE = 6  # points
-_ROW, _LINE, _FRAME = 0.3, 0.11, 0.55  # inches of a case, of a line of the legend, and of title and axis
+_ROW, _LINE, _FRAME = 0.3, 0.11, 0.55  # inches per case, per line of the legend, and for title and axis
 _LIMIT: Style = {"marker": "|", "markersize": 5, "markeredgewidth": 1, "color": INK}
 
 
 def plot_report(report: SuiteReport, path: str | PathLike[str] | None = None) -> Picture:
     """Draw a panel per group: the time of each contestant in each case, from the 20th to the 80th percentile.
 
-    Parts of a call ("part") are left out: they are within the time of the call.
+    Entries with the role "part" are not drawn, since the time of the call includes them.
 
     Args:
         report: the run.
@@ -51,12 +51,12 @@ def plot_report(report: SuiteReport, path: str | PathLike[str] | None = None) ->
 
 
 def _contestants(group: Sequence[Measurement]) -> dict[str, str]:
-    """List the contestants to draw, with their roles."""
+    """Map each contestant to draw to its role."""
     return {e.name: e.role for m in group for e in m.entries if e.role != "part"}
 
 
 def _draw_group(axes: Axes, group: Sequence[Measurement]) -> None:
-    """Draw cases from top to bottom, each as its name above its contestants, one below the other."""
+    """Draw cases from top to bottom: the name of the case, then one line per contestant below it."""
     from matplotlib.ticker import LogLocator
     from matplotlib.transforms import ScaledTranslation
 
@@ -72,8 +72,8 @@ def _draw_group(axes: Axes, group: Sequence[Measurement]) -> None:
         style = _LIMIT if role == "limit" else line_style(competing.index(name)) | {"markersize": 2.5}
         axes.errorbar(medians, lines, xerr=spread, label=name, elinewidth=0.6, **style | {"linestyle": ""})
     for i, measurement in enumerate(group):
-        where = (0.012, i - 0.2)
-        axes.text(*where, measurement.name, transform=axes.get_yaxis_transform(), fontsize=_TYPE, color=INK)
+        transform = axes.get_yaxis_transform()
+        axes.text(0.012, i - 0.2, measurement.name, transform=transform, fontsize=_TYPE, color=INK)
     axes.set(yticks=[i - 0.5 for i in range(1, len(group))], yticklabels=[], ylim=(len(group) - 0.5, -0.5))
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))

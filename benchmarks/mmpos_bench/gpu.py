@@ -1,9 +1,9 @@
-"""Prove and measure the kernels on a GPU, in parts that can be run apart: `make gpu`.
+"""Test and measure the kernels on a GPU in parts that can run separately: `make gpu`.
 
-Part 1 runs the tests: those marked gpu, and those of the rotations. Part 2 times every launch beside a copy and peers.
-Part 3 times the host, and looks at every launch with compute-sanitizer where it is. Each part ends by itself
-in less than nine minutes. Tests are kept as JUnit's XML, figures as those of `mmpos bench`, and report.md is made of
-all that is there. It needs numpy and torch with triton, and pytest, hypothesis and mpmath for part 1.
+Part 1 runs the tests marked gpu and the tests of rotations. Part 2 measures every launch together with a copy and
+peers. Part 3 measures the host time and, if compute-sanitizer is installed, checks every launch with it. Each part ends
+in less than nine minutes. Test results are written as JUnit XML and figures in the format of `mmpos bench`; report.md
+summarizes all results. Requires numpy and torch with Triton; part 1 also requires pytest, hypothesis and mpmath.
 """
 
 from __future__ import annotations
@@ -30,71 +30,71 @@ from mmpos_bench.machine import stamp
 from mmpos_bench.results import Measurement, SuiteReport, from_json, markdown, to_json, to_markdown
 
 ROOT = Path(__file__).parents[2]
-"""The repository, whose tests are run."""
+"""The repository whose tests are run."""
 
 SECONDS = {1: 530.0, 2: 500.0, 3: 460.0}
-"""Of each part, at most: 25 minutes of all."""
+"""Time limit of each part; 25 minutes in total."""
 
 TESTS: Mapping[str, tuple[float, str]] = {
     "tests/gpu": (300.0, "dense"),
     "tests/rotary": (230.0, "any_number_of_tokens"),
 }
-"""Folders of tests, with the seconds that each may take, and those that are enough of a dry run."""
+"""Test folders with their time limits in seconds and the ``-k`` expressions of a dry run."""
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ((300, 3), (2100, 1))
-"""Tokens and documents at which all launches are looked at: with one warp a program, and with several."""
+"""Tokens and documents of sanitized launches: with one warp per program and with several."""
 
 BROKEN = 75
-"""Exit status of a process whose CUDA context is lost."""
+"""Exit status of a process that has lost its CUDA context."""
 
 _ENDED = "the process ended while this ran"
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def shortened(error: object, most: int = 300) -> str:
-    """Write an error in one line, without what is beyond some characters."""
+    """Return an error as one line of at most ``most`` characters."""
     words = " ".join(str(error).split())
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 class Kept:
-    """The figures of a part in a file, written after every step: a process that was started anew goes on with them.
+    """Figures of a part in a file that is written after every step, so that a restarted process can continue.
 
     Args:
-        path: the file, which `Part` begins.
+        path: the file, which `Part` creates.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         (self.report,) = from_json(path.read_text())
         ended = [name for name, error in self.failed.items() if error == _ENDED]
-        for name in ended:  # a comparison goes on without the contestant that ended it
+        for name in ended:  # a comparison continues without the contestant that ended the process
             if any(other.startswith(f"{name}, ") for other in ended):
                 del self.failed[name]
 
     @property
     def failed(self) -> dict[str, str]:
-        """What went wrong, or is under way."""
+        """Errors by the name of the work, including work in progress."""
         return self.report.failed
 
     def write(self, *measurements: Measurement) -> None:
-        """Add figures, and write all."""
+        """Add measurements and write the file."""
         self.report = replace(self.report, measurements=(*self.report.measurements, *measurements))
         write_text(self.path, to_json([self.report]))
 
     def has(self, title: str) -> bool:
-        """Tell whether there are figures of a comparison, or an error in their place."""
+        """Return whether a comparison has figures or an error."""
         return title in self.failed or any(f"{m.group}: {m.name}" == title for m in self.report.measurements)
 
     def interrupt(self) -> None:
-        """Leave what is under way to the next process."""
+        """Discard the marks of work in progress, which the next process will repeat."""
         for name in [name for name, error in self.failed.items() if error == _ENDED]:
             del self.failed[name]
         self.write()
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do some work, unless it failed before; whatever goes wrong is kept, and tells that it did."""
+        """Do some work unless it failed before; record any error and return whether the work succeeded."""
         if name in self.failed:
             return False
         self.failed[name] = _ENDED
@@ -102,7 +102,7 @@ class Kept:
         try:
             work()
             del self.failed[name]
-        # One contestant that fails, in whatever way, is one line.
+        # Any failure of a contestant becomes one line of the report.
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {shortened(error)}"
         self.write()
@@ -110,7 +110,7 @@ class Kept:
 
 
 class Part:
-    """One part: its time, its file, and the programs that it runs."""
+    """One part of `make gpu`: its time limit, its files and the programs that it runs."""
 
     def __init__(self, number: int, options: argparse.Namespace) -> None:
         self.number, self.options, self.path = number, options, options.out / f"part-{number}.json"
@@ -123,19 +123,19 @@ class Part:
 
     @property
     def kept(self) -> Kept:
-        """The figures so far."""
+        """Figures so far."""
         return Kept(self.path)
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
+        """Remaining seconds."""
         return SECONDS[self.number] - (time.monotonic() - self.begin)
 
     def run(self, *command: str, seconds: float = 3600.0, **variables: str) -> tuple[int | None, str]:
-        """Run a program, which is ended with all that it started when the time is over.
+        """Run a program and kill its process group when the time is over.
 
         Returns:
-            Its status, None if it was ended, and its output, which the log has as it comes.
+            its exit status, or None if it was killed, and its output, which is also written to the log.
         """
         folders = [ROOT, ROOT / "server", ROOT / "benchmarks", os.environ.get("PYTHONPATH"), self.options.peers]
         environment = {
@@ -170,70 +170,70 @@ class Part:
             return status, log.read()
 
     def measure(self, what: str, seconds: float) -> None:
-        """Measure in a process of its own, and in another where that one broke, which goes on behind what broke it."""
+        """Measure in a separate process; if it breaks, continue in another one after the work that broke it."""
         end = time.monotonic() + min(seconds, self.left)
         while (left := end - time.monotonic()) > 5:
             before = self.path.read_bytes()
             words = [what, "--kept", str(self.path), "--seconds", str(int(left - 5)), *["--dry"] * self.options.dry]
-            status, told = self.run(sys.executable, "-m", "mmpos_bench.gpu_launches", *words, seconds=left)
+            status, output = self.run(sys.executable, "-m", "mmpos_bench.gpu_launches", *words, seconds=left)
             if status == 0:
                 return
             if self.path.read_bytes() == before:
                 kept = self.kept
-                kept.failed[what] = f"ended with {status}: {shortened(told[-400:])}"
+                kept.failed[what] = f"ended with {status}: {shortened(output[-400:])}"
                 kept.write()
                 return
 
 
 def tests(part: Part) -> None:
-    """Run the tests, with several workers where pytest has them."""
+    """Run the tests, with several workers if pytest-xdist is installed."""
     for path in part.options.out.glob("tests-*.xml"):
         path.unlink()
-    for folder, (seconds, enough) in list(TESTS.items())[: 1 if part.options.dry else None]:
+    for folder, (seconds, dry_tests) in list(TESTS.items())[: 1 if part.options.dry else None]:
         command = [sys.executable, "-m", "pytest", "-v", "-ra", "-m", "not slow", folder]
         command += [f"--junitxml={part.options.out / folder.replace('/', '-')}.xml", "-p", "no:cacheprovider"]
-        # Warnings are no errors here: versions are not those of the project's own environment.
+        # Do not treat warnings as errors: versions differ from those of the project's own environment.
         command += ["-o", "addopts=", "-o", "filterwarnings=default", "--import-mode=importlib"]
         if part.options.dry:
-            command += ["-k", enough]
+            command += ["-k", dry_tests]
         elif importlib.util.find_spec("xdist"):
-            command += ["-n", str(min(8, cores())), "--dist", "worksteal"]  # loadgroup waits for workers that ended
-        status, told = part.run(*command, seconds=seconds)
+            command += ["-n", str(min(8, cores())), "--dist", "worksteal"]  # loadgroup waits for crashed workers
+        status, output = part.run(*command, seconds=seconds)
         if status not in (0, 1):
             kept = part.kept
-            kept.failed[f"{folder} did not come to its end"] = f"status {status}: {shortened(told[-400:])}"
+            kept.failed[f"{folder} did not finish"] = f"status {status}: {shortened(output[-400:])}"
             kept.write()
 
 
 def looks(part: Part) -> None:
-    """Time the host, and look at the launches with compute-sanitizer."""
-    part.measure("host", 600.0 if part.options.dry else 120.0)  # a dry run costs nobody the time of a GPU
+    """Measure the host time, and check the launches with compute-sanitizer."""
+    part.measure("host", 600.0 if part.options.dry else 120.0)  # a dry run takes no GPU time
     sanitize(part, SANITIZERS)
 
 
 def sanitize(part: Part, tools: Sequence[str]) -> None:
-    """Let compute-sanitizer watch all of our launches, with memory that it can tell apart.
+    """Check all of our launches with compute-sanitizer, with caching of memory disabled.
 
-    A tool that is missing or says nothing is a result, and nothing wrong with ours.
+    A tool that is missing or prints no summary is reported as missing and not as a problem.
     """
     kept = part.kept
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
-        kept.report.missing["compute-sanitizer"] = "there is no such program here"
+        kept.report.missing["compute-sanitizer"] = "the program is not installed"
     for tool, (tokens, documents) in product(tools if program else (), [(8, 1)] if part.options.dry else SANITIZED):
         sizes = "--tokens", str(tokens), "--documents", str(documents)
         launch = sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *sizes
         if part.left <= 20:
             break
-        if tool == SANITIZERS[0]:  # compiles for all of them, which would take long under one
+        if tool == SANITIZERS[0]:  # compile the kernels for all tools first, which is slow under a tool
             part.run(*launch, seconds=60)
-        asked = f"{program}", "--tool", tool, "--print-limit", "5", *launch
-        status, told = part.run(*asked, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        command = f"{program}", "--tool", tool, "--print-limit", "5", *launch
+        status, output = part.run(*command, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         title = f"{tool}, {tokens:,} tokens of {documents}"
-        if said := _SUMMARY.search(told):
-            kept.write(Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(said[1])}))
+        if summary := _SUMMARY.search(output):
+            kept.write(Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(summary[1])}))
         else:
-            kept.report.missing[title] = f"ended with {status}: {shortened(told[-300:])}"
+            kept.report.missing[title] = f"ended with {status}: {shortened(output[-300:])}"
     kept.write()
 
 
@@ -248,75 +248,76 @@ PARTS: Mapping[int, Callable[[Part], None]] = {
 
 
 def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]]:
-    """Yield the name, the counts with the worst share of a bound, and the failures of every file of JUnit's XML."""
+    """Yield the name, the counts with the worst share of an error bound, and the failures of each JUnit XML file."""
     for path in sorted(folder.glob("tests-*.xml")):
         suite = ElementTree.parse(path).getroot()
         suite = suite if suite.tag == "testsuite" else suite[0]
-        found = {name: float(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped", "time")}
-        shares = [each.get("value", "nan") for each in suite.iter("property") if each.get("name") == "share_of_bound"]
-        found["worst error"] = max(map(float, shares), default=0.0)
-        wrong = []
+        counts = {name: float(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped", "time")}
+        shares = [x.get("value", "nan") for x in suite.iter("property") if x.get("name") == "share_of_bound"]
+        counts["worst error"] = max(map(float, shares), default=0.0)
+        failures = []
         for case in suite.iter("testcase"):
-            for bad in (*case.iter("failure"), *case.iter("error")):
-                wrong.append(f"{case.get('classname')}::{case.get('name')}: {shortened(bad.get('message'), 400)}")
-        yield path.stem.replace("-", "/"), found, wrong
+            for failure in (*case.iter("failure"), *case.iter("error")):
+                message = shortened(failure.get("message"), 400)
+                failures.append(f"{case.get('classname')}::{case.get('name')}: {message}")
+        yield path.stem.replace("-", "/"), counts, failures
 
 
 def problems_in(folder: Path) -> list[str]:
-    """List what is wrong with ours: tests, launches, findings of sanitizers, parts that broke; not peers and tools."""
+    """Return failures of our tests, launches and parts, and findings of sanitizers; failures of peers are excluded."""
     from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS
 
-    found = [problem for _, _, wrong in read_tests(folder) for problem in wrong]
+    problems = [failure for _, _, failures in read_tests(folder) for failure in failures]
     for report in reports_in(folder):
-        theirs = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
-        found += [f"{name}: {error}" for name, error in report.failed.items() if not name.endswith(theirs)]
-        looked = ((m.name, m.facts.get("findings")) for m in report.measurements)
-        found += [f"{name}: {findings:.0f} findings" for name, findings in looked if findings]
-    return found
+        peers = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
+        problems += [f"{name}: {error}" for name, error in report.failed.items() if not name.endswith(peers)]
+        findings = ((m.name, m.facts.get("findings")) for m in report.measurements)
+        problems += [f"{name}: {count:.0f} findings" for name, count in findings if count]
+    return problems
 
 
 def reports_in(folder: Path) -> list[SuiteReport]:
-    """Read the figures of all parts that are there."""
+    """Read the figures of all existing parts."""
     return [report for path in sorted(folder.glob("part-*.json")) for report in from_json(path.read_text())]
 
 
 def write_report(folder: Path) -> None:
-    """Write report.md beside the results."""
+    """Write report.md to the folder of the results."""
     lines, reports = ["# The kernels on a GPU"], reports_in(folder)
     if any(report.quick for report in reports):
-        lines += ["\n**A dry run: toys in Triton's interpreter, whose figures mean nothing.**"]
+        lines += ["\n**A dry run with toy sizes in Triton's interpreter; the figures are meaningless.**"]
     lines += [f"\n`{report.command}`: {report.machine}, {report.machine.versions}." for report in reports]
     problems = problems_in(folder)
-    lines += ["\n## Wrong\n" if problems else "\nNothing was wrong.", *(f"- {problem}" for problem in problems)]
-    if counted := list(read_tests(folder)):
-        lines += ["\n## Tests\n\nThe worst error is a share of its bound, of launches against float64.\n"]
-        rows = [[name, *(f"{value:.4g}" for value in found.values())] for name, found, _ in counted]
-        lines += [markdown([["folder", *counted[0][1]], *rows])]
+    lines += ["\n## Problems\n" if problems else "\nNo problems.", *(f"- {problem}" for problem in problems)]
+    if results := list(read_tests(folder)):
+        lines += ["\n## Tests\n\nThe worst error of launches against float64 is a fraction of its bound.\n"]
+        rows = [[name, *(f"{value:.4g}" for value in counts.values())] for name, counts, _ in results]
+        lines += [markdown([["folder", *results[0][1]], *rows])]
     for report in reports:
         lines += [f"\n## {group}\n\n{to_markdown(report.group(group))}" for group in report.groups]
         if report.missing:
-            lines += ["\n## Not here\n", *(f"- {name}: {why}" for name, why in report.missing.items())]
+            lines += ["\n## Missing\n", *(f"- {name}: {reason}" for name, reason in report.missing.items())]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> int:
-    """Run the parts that are asked for; return 1 if anything of ours was wrong."""
+    """Run the requested parts; return 1 if there are problems."""
     parser = argparse.ArgumentParser(prog="python -m mmpos_bench.gpu", description=__doc__)
     parser.add_argument("--part", type=int, nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
-    parser.add_argument("--out", type=Path, help="a folder; benchmarks/results/gpu, or out/gpu of a dry run")
-    parser.add_argument("--peers", type=Path, help="a folder of unpacked packages of peers, behind what is installed")
-    parser.add_argument("--commit", help="the commit, where the sources came without their repository")
-    parser.add_argument("--dry", action="store_true", help="in Triton's interpreter, toy sizes: proves this code alone")
+    parser.add_argument("--out", type=Path, help="output folder; default benchmarks/results/gpu, or out/gpu if dry")
+    parser.add_argument("--peers", type=Path, help="folder of unpacked peer packages; installed packages take priority")
+    parser.add_argument("--commit", help="the commit, if the sources are not in their repository")
+    parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, to test this program")
     options = parser.parse_args()
     import torch
 
     if not options.dry and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --dry runs everything in Triton's interpreter")
+        parser.error("no GPU is available; --dry runs everything in Triton's interpreter")
     options.out = (options.out or ROOT / ("out/gpu" if options.dry else "benchmarks/results/gpu")).resolve()
     options.peers = options.peers and options.peers.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     for number in options.part:
-        print(f"part {number}, at most {SECONDS[number]:.0f} s", flush=True)
+        print(f"part {number}, up to {SECONDS[number]:.0f} s", flush=True)
         part = Part(number, options)
         try:
             PARTS[number](part)

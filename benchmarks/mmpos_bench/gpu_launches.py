@@ -1,6 +1,6 @@
-"""Measure every way at every size, on the device or the host, or launch each between the marks of a profiler.
+"""Measure device or host times of all launches at all sizes, or run launches between the marks of a profiler.
 
-A process of its own: what breaks a CUDA context breaks no more than this one, which is then started anew and goes on.
+This program runs in a separate process, which is restarted and continues if its CUDA context breaks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _HOST_TOKENS = 64
 
 
 def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dry: bool) -> None:
-    """Time every comparison that has no figures yet, and go on behind those that fail."""
+    """Measure every comparison that has no figures yet, and continue after failures."""
 
     def attempt(name: str, work: Callable[[], object]) -> bool:
         done = kept.attempt(name, work)
         if not done:
             try:
                 synchronize()
-            except RuntimeError:  # the context is lost, and all that would follow with it
+            except RuntimeError:  # the CUDA context is lost
                 kept.interrupt()
                 sys.exit(BROKEN)
         return done
@@ -52,17 +52,17 @@ def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dr
 def host_times(
     bench: Bench, size: Size, only: Sequence[str] = (), rounds: int = 9, count: int = 100
 ) -> dict[str, Timing]:
-    """Time the host's part of launches.
+    """Measure the host time of launches.
 
     Args:
-        bench: where the layers are made.
-        size: of the layer whose q and k are rotated.
-        only: launches by group and name; none are all.
-        rounds: of turns that count.
-        count: calls of a turn, fewer than the queue of launches of a GPU takes.
+        bench: creates the layers.
+        size: size of the layer whose q and k are rotated.
+        only: launches by group and name; empty means all.
+        rounds: number of rounds after warm-up.
+        count: calls per turn, fewer than the launch queue of a GPU holds.
 
     Returns:
-        seconds per call, by name.
+        seconds per call by name.
     """
     layer = bench.layer(size, sets=1)
     calls: dict[str, Call] = {name: partial(call, 0) for name, call in launches(bench, size, only).items()}
@@ -80,7 +80,7 @@ def host_times(
 
 
 def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
-    """Time what the host spends on a call whose kernel is shorter than that."""
+    """Measure the host time of calls with few tokens, whose kernels are shorter."""
     size = Size("7B layer", 8 if dry else _HOST_TOKENS)
     times = host_times(bench, size, ("in place: mmpos, table",), 2, 1) if dry else host_times(bench, size)
     for name, timing in times.items():
@@ -90,7 +90,7 @@ def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
 
 
 def launched(bench: Bench, size: Size, names: list[str], warm: int) -> None:
-    """Launch ways once between the marks of a profiler."""
+    """Run launches once between the marks of a profiler."""
     calls = launches(bench, size, names).values()
     for _ in range(warm):
         for call in calls:
@@ -106,28 +106,28 @@ def launched(bench: Bench, size: Size, names: list[str], warm: int) -> None:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m mmpos_bench.gpu_launches", description=__doc__)
     parser.add_argument("what", choices=["speed", "host", "launch"])
     parser.add_argument("--kept", type=Path, help="the file of results")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start nothing new after so many")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no measurement after this time")
     parser.add_argument("--dry", action="store_true", help="toy sizes, for the interpreter")
-    parser.add_argument("--way", action="append", default=[], help="launch these; none are all of ours")
+    parser.add_argument("--way", action="append", default=[], help="launches to run; default all of ours")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=1)
     parser.add_argument("--warm", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     begin = time.monotonic()
     bench = Bench("cuda" if torch.cuda.is_available() else "cpu", toy=not torch.cuda.is_available())
-    if asked.what == "launch":
-        launched(bench, Size("7B layer", asked.tokens, asked.documents), asked.way, asked.warm)
-    elif asked.what == "host":
-        hosts(Kept(asked.kept), bench, asked.dry)
+    if arguments.what == "launch":
+        launched(bench, Size("7B layer", arguments.tokens, arguments.documents), arguments.way, arguments.warm)
+    elif arguments.what == "host":
+        hosts(Kept(arguments.kept), bench, arguments.dry)
     else:
-        options, kept = SuiteOptions(quick=asked.dry, peers=not asked.dry), Kept(asked.kept)
+        options, kept = SuiteOptions(quick=arguments.dry, peers=not arguments.dry), Kept(arguments.kept)
         options.missing = kept.report.missing
         cases = compared(bench, options)
-        speeds(kept, cases, lambda: time.monotonic() - begin > asked.seconds, asked.dry)
+        speeds(kept, cases, lambda: time.monotonic() - begin > arguments.seconds, arguments.dry)
 
 
 if __name__ == "__main__":

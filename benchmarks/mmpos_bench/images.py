@@ -1,4 +1,4 @@
-"""Images: from the bytes of photographs to patches."""
+"""Images: convert the bytes of photographs to patches."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOption
 from mmpos_bench.timing import Budget, one_thread
 
 UINT8 = ImageProcessor(order="merged")
-"""Patches as Qwen-VL wants them."""
+"""Processor with the patch order of Qwen-VL."""
 
 LEVEL = 1 / (255 * min(UINT8.std))
-"""One level of uint8, normalised."""
+"""The largest normalised difference of one uint8 level."""
 
 PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name in ("chelsea", "coffee"))
-"""The files of a photograph of a cat, and of one of a cup."""
+"""Photographs of a cat and of a cup."""
 
-_FRAMES = 2  # of a still image in Qwen-VL's layout, all the same
+_FRAMES = 2  # identical frames of a still image in Qwen-VL's layout
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _BUDGET = Budget(3.0, 21)
-_SCALED = 40  # levels that a pixel of an image decoded at a part of its size may be off
-_ROUNDING = 1e-5  # theirs is computed in float32 in another order, ours may differ by rounding alone
+_SCALED = 40  # tolerance in levels for a pixel of an image decoded at a reduced size
+_ROUNDING = 1e-5  # tolerance for float32 rounding in another order
 
 Array = npt.NDArray[np.number]
 Patches = npt.NDArray[np.uint8]
@@ -43,7 +43,7 @@ A = TypeVar("A", bound=np.generic)
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case, on one thread."""
-    torchvision()  # says which extra is missing
+    torchvision()  # raises the error that names the missing extra
     with one_thread():
         width, height = (128, 96) if options.quick else (1024, 768)
         photos = photographs(width, height)
@@ -59,7 +59,7 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
-    """Line up patches of bytes, which is what to send to the device that normalises them."""
+    """Line up uint8 patches, which are sent to a device and normalised there."""
     want = [expected(data) for data in photos]
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
     ours = _each("mmpos", lambda data: UINT8.process(data).patches, photos, want)
@@ -67,7 +67,7 @@ def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
 
 
 def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
-    """Line up patches normalised on the host, in Transformers' layout and in ours."""
+    """Line up patches that are normalised on the host, in Transformers' layout and in ours."""
     patches = [expected(data) for data in photos]
     want = [as_pixel_values(image).astype(np.float32) for image in patches]
     plain = [
@@ -86,13 +86,13 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
 
 
 def to_fewer(photos: list[bytes], most: int) -> Lineup:
-    """Line up patches of images that are scaled down, decoded whole and at a half, a quarter or an eighth."""
-    whole = replace(UINT8, max_tokens=most)
-    scaled = replace(whole, scaled_decoding=True)
-    want = [cast(Patches, whole.process(data).patches) for data in photos]
+    """Line up patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of it."""
+    full = replace(UINT8, max_tokens=most)
+    scaled = replace(full, scaled_decoding=True)
+    want = [cast(Patches, full.process(data).patches) for data in photos]
     contestants = [
         _copy(want),
-        _each("mmpos", lambda data: whole.process(data).patches, photos, want),
+        _each("mmpos", lambda data: full.process(data).patches, photos, want),
         _each(
             "mmpos, scaled decoding",
             lambda data: scaled.process(data).patches,
@@ -113,7 +113,7 @@ def _each(
     role: Role = Role.OURS,
     at_most: float = 0,
 ) -> Contestant:
-    """Make something of every photograph, one after the other, of which nothing is kept."""
+    """Return a contestant that calls make for each photograph and discards the results."""
 
     def prove() -> None:
         equal(tuple(map(make, photos)), tuple(want), at_most)
@@ -122,13 +122,13 @@ def _each(
 
 
 def _copy(results: list[npt.NDArray[A]]) -> Contestant:
-    """Write the results from the same bytes at hand."""
+    """Return the limit: a copy of the finished patches."""
     targets = [np.empty_like(result) for result in results]
     return limit("copy of the patches", lambda: deque(map(np.copyto, targets, results), maxlen=0))
 
 
 def _peers(photos: list[bytes], patches: list[Patches], options: SuiteOptions) -> Iterator[Contestant]:
-    """Yield Transformers, whose floats must be ours within one level of uint8 each."""
+    """Yield Transformers, whose values must equal ours within one uint8 level."""
     qwen = options.peer("Transformers", partial(import_module, "mmpos_bench.peers.qwen"))
     if qwen is not None:
         want = [as_pixel_values(image) for image in patches]
@@ -137,7 +137,7 @@ def _peers(photos: list[bytes], patches: list[Patches], options: SuiteOptions) -
 
 
 def photographs(width: int, height: int) -> list[bytes]:
-    """Encode the two photographs in another size, as JPEG files.
+    """Encode the two photographs as JPEG files of another size.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -153,7 +153,7 @@ def photographs(width: int, height: int) -> list[bytes]:
 
 
 def expected(data: bytes) -> Patches:
-    """Make the patches of a JPEG by torchvision's own functions, cut one at a time in a loop.
+    """Compute the patches of a JPEG by torchvision's functions and a loop over patches.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -176,7 +176,7 @@ def expected(data: bytes) -> Patches:
 
 
 def as_pixel_values(patches: Patches) -> npt.NDArray[np.float64]:
-    """Put patches into Transformers' layout, normalised in float64."""
+    """Convert patches to Transformers' layout, normalised in float64."""
     values = (patches / 255 - np.array(UINT8.mean)) / np.array(UINT8.std)
     planes = values.transpose(0, 3, 1, 2)[:, :, None]
     return np.repeat(planes, _FRAMES, axis=2).reshape(len(patches), -1)

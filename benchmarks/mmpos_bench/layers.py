@@ -1,4 +1,4 @@
-"""Layers of models as tensors to rotate, and what their rotation should be: a formula in float64 from ids of a loop."""
+"""Layers of models as tensors to rotate, and a float64 formula with ids from a loop to judge their rotation."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from mmpos_bench.workloads import Document, Ids, loop_ids, workload
 Pair = tuple[Tensor, Tensor]
 
 THETA, EPS = 10000.0, 1e-6
-PAGE = 16  # slots in a block of the cache
-_BLOCK = 1024  # tokens that are judged at a time, in float64
+PAGE = 16  # slots per block of the cache
+_BLOCK = 1024  # tokens per block that is judged in float64
 
 ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
-"""Greatest error, over the length of the pair that turns: of one rounding, and with cos and sin rounded before."""
+"""Largest error relative to the length of the rotated pair, with one rounding and with rounded cos and sin."""
 
 
 def interleaved(tokens: int) -> Document:
-    """Make a document of text and images, one of 16×16 in every 320 tokens, or of 2×2 where it is shorter."""
+    """Build a document of text with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens if it is shorter."""
     side, every = (16, 320) if tokens >= 320 else (2, 8)
     (document,) = workload(1, tokens, tokens // every, side)
     return document
 
 
 def prompted_image(tokens: int) -> Document:
-    """Make a document of a prompt, about a ninth of its tokens, and the square image that is made of it."""
+    """Build a document of a prompt with about a ninth of the tokens, and a square image."""
     side = isqrt(tokens - tokens // 9)
     return [Text(tokens - side * side), Grid(side, side)]
 
 
 def video(tokens: int) -> Document:
-    """Make a document of one video: 21 frames of 30 rows, or the largest divisors of these that its tokens have."""
+    """Build a document of one video: 21 frames of 30 rows, or the largest divisors of these that divide the tokens."""
     frames = gcd(tokens, 21)
     height = gcd(tokens // frames, 30)
     return [Grid(height, tokens // frames // height, frames=frames)]
@@ -53,17 +53,17 @@ def video(tokens: int) -> Document:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer of a model: its heads and their rotation, its documents and where a scheme places them.
+    """Layer of a model: its heads, rotation, documents and scheme.
 
     Args:
-        q_heads: heads of q.
-        k_heads: heads of k.
-        head_dim: channels of a head.
-        axes_dim: channels that each axis turns, by a ladder of its own; none where the axes take turns on one ladder.
-        pairing: which two channels are a pair.
-        scheme: of the ids.
-        document: makes a document of as many tokens.
-        joint_norm: whether q and k have one norm over all heads each, not one over every head.
+        q_heads: number of q heads.
+        k_heads: number of k heads.
+        head_dim: channels per head.
+        axes_dim: channels per axis, each with its own ladder; empty if axes interleave on one ladder.
+        pairing: pairing of channels.
+        scheme: scheme of the ids.
+        document: function that builds a document with a number of tokens.
+        joint_norm: whether q and k are each normalised over all heads instead of per head.
     """
 
     q_heads: int
@@ -77,7 +77,7 @@ class LayerShape:
 
     @property
     def rotary(self) -> Rotary:
-        """Rotation of its heads."""
+        """Rotation of the heads."""
         axes_dim, axes = self.axes_dim or None, len(self.axes_dim) or 2
         allocation = "axial" if axes_dim else "interleaved"
         return Rotary(
@@ -86,7 +86,7 @@ class LayerShape:
 
     @property
     def toy(self) -> LayerShape:
-        """The same with the fewest and shortest heads."""
+        """Same layer with the smallest number and size of heads."""
         axes_dim = {0: (), 2: (8, 8), 3: (4, 6, 6)}[len(self.axes_dim)]
         return replace(self, q_heads=2, k_heads=1, head_dim=16, axes_dim=axes_dim)
 
@@ -102,15 +102,15 @@ SHAPES = {
 
 
 class Layer:
-    """q and k of one layer, and their positions in the forms that contestants take.
+    """Tensors q and k of one layer, and their positions in the forms that contestants need.
 
     Args:
-        shape: of the layer.
-        documents: what the tokens are, all together one row.
-        dtype: of q and k.
-        device: where everything lies.
-        sets: of q, k, v and slots, so that each of several calls finds its own cold.
-        how: the implementation that ours are called with.
+        shape: shape of the layer.
+        documents: documents packed into one row.
+        dtype: dtype of q and k.
+        device: device of all tensors.
+        sets: number of sets of q, k, v and slots, so that each call of a graph has cold memory.
+        how: the implementation argument of our calls.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Layer:
         self.q, self.k = self.sets[0]
 
     def random(self, seed: int) -> Pair:
-        """Draw new tensors like q and k, (1, tokens, heads, head_dim)."""
+        """Draw random q and k, (1, tokens, heads, head_dim)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         q, k = (
             torch.randn(1, self.tokens, heads, self.shape.head_dim, generator=generator, device=self.device)
@@ -142,31 +142,31 @@ class Layer:
 
     @property
     def moved(self) -> int:
-        """Bytes of q and k, read and written."""
+        """Bytes of q and k that are read and written."""
         return 2 * (self.q.nbytes + self.k.nbytes)
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """v of each set."""
+        """Tensor v of each set."""
         return [torch.randn_like(k) for _, k in self.sets]
 
     @cached_property
     def caches(self) -> Pair:
-        """Paged keys and values, with room for all sets."""
+        """Paged caches of keys and values with blocks for all sets."""
         blocks = len(self.sets) * -(-self.tokens // PAGE)
         keys, values = torch.zeros(2, blocks, PAGE, *self.k.shape[2:], dtype=self.dtype, device=self.device).unbind(0)
         return keys, values
 
     @cached_property
     def slots(self) -> list[Tensor]:
-        """Slots of each set, in blocks that are dealt out anew."""
+        """Slots of each set, in randomly permuted blocks."""
         order = torch.randperm(self.caches[0].shape[0], generator=torch.Generator().manual_seed(0))
         rows = (order[:, None] * PAGE + torch.arange(PAGE)).view(len(self.sets), -1)
         return [row[: self.tokens].to(self.device) for row in rows]
 
     @cached_property
     def weights(self) -> Pair:
-        """Of the norms of q and of k."""
+        """Norm weights of q and of k."""
         generator = torch.Generator(self.device).manual_seed(7)
         q, k = (
             (torch.rand(width, generator=generator, device=self.device) + 0.5).to(self.dtype)
@@ -181,11 +181,11 @@ class Layer:
 
     @property
     def norm(self) -> Norm:
-        """Of q and k."""
+        """Norm of q and k."""
         return Norm(*self.weights, EPS)
 
     def normed(self, pair: Pair) -> Pair:
-        """Normalise q and k, each by its own weight."""
+        """Normalise q and k by their weights."""
         q, k = (
             rms_norm(x.flatten(2) if self.shape.joint_norm else x, w.shape, w.to(x.dtype), EPS).view_as(x)
             for x, w in zip(pair, self.weights, strict=True)
@@ -194,18 +194,18 @@ class Layer:
 
     @cached_property
     def angles(self) -> Tensor:
-        """Those of all tokens, (tokens, pairs)."""
+        """Angles of all tokens, (tokens, pairs)."""
         return self.angles_of(loop_ids(self.documents, self.shape.scheme))
 
     @cached_property
     def following(self) -> tuple[PositionTable, Tensor]:
-        """As many tokens of text that follow the document, as generation places them, and their angles."""
+        """Table of an equal number of decoded text tokens after the document, and their angles."""
         longer: Document = [*self.documents[0], Text(self.tokens)]
         ids = loop_ids([longer], self.shape.scheme)[:, -self.tokens :]
         return self.positions.decode(self.tokens), self.angles_of(ids)
 
     def angles_of(self, dense: Ids) -> Tensor:
-        """Compute (tokens, pairs) float64 angles of (axes, tokens) ids: every pair's position by its frequency."""
+        """Compute (tokens, pairs) float64 angles of (axes, tokens) ids: the id of each pair times its frequency."""
         ids = torch.from_numpy(dense).to(self.device)
         dims = self.shape.axes_dim or (self.shape.head_dim,)
         frequencies = [THETA ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim) for dim in dims]
@@ -216,12 +216,12 @@ class Layer:
 
     @cached_property
     def tables(self) -> Pair:
-        """cos and sin as models hand them to their layers: (1, tokens, head_dim) in the dtype of q and k."""
+        """Tables of cos and sin as models pass them to layers: (1, tokens, head_dim) in the dtype of q and k."""
         cos, sin = (self.of_channels(table).to(self.dtype)[None] for table in (self.angles.cos(), self.angles.sin()))
         return cos, sin
 
     def of_channels(self, table: Tensor) -> Tensor:
-        """Give both channels of each pair the pair's number: (tokens, pairs) to (tokens, head_dim)."""
+        """Repeat (tokens, pairs) to (tokens, head_dim), for both channels of each pair."""
         if self.shape.pairing == "adjacent":
             return table.repeat_interleave(2, dim=-1)
         return torch.cat((table, table), dim=-1)
@@ -239,33 +239,33 @@ class Layer:
 
         Args:
             got: rotated q and k, or one of them.
-            before: q and k themselves.
-            rounded: whether by cos and sin in the dtype of q and k.
-            norm: whether q and k, both, are normalised before.
-            angles: other ones than those of the positions, such as their negatives.
+            before: q and k before the rotation.
+            rounded: whether cos and sin have the dtype of q and k.
+            norm: whether both q and k are normalised first.
+            angles: angles that replace those of the positions, such as their negatives.
 
         Raises:
-            NotEqualError: saying how far it is from the formula.
+            NotEqualError: the error exceeds its bound; the message contains it.
         """
         at_most = ROUNDING[self.dtype][rounded]
         angles = self.angles if angles is None else angles
         errors: list[Tensor] = []
         for at in range(0, self.tokens, _BLOCK):
-            some = slice(at, at + _BLOCK)
-            wide = [x[:, some].double() for x in before]
-            want = self.normed((wide[0], wide[1])) if norm else wide
-            errors += [self._error(one[:, some], x, angles[some]) for one, x in zip(got, want, strict=True)]
-        worst = float(torch.stack(errors).amax())  # NaN where one is, which Python's max would lose
+            block = slice(at, at + _BLOCK)
+            doubles = [x[:, block].double() for x in before]
+            want = self.normed((doubles[0], doubles[1])) if norm else doubles
+            errors += [self._error(out[:, block], x, angles[block]) for out, x in zip(got, want, strict=True)]
+        worst = float(torch.stack(errors).amax())  # keeps NaN, unlike Python's max
         holds(worst <= at_most, f"an error of {worst:.1e}", f"at most {at_most:.1e}")
 
     def _error(self, got: Tensor, x: Tensor, angles: Tensor) -> Tensor:
-        """Measure how far got is at most from x turned by angles, over the length of the pair; NaN where one is."""
+        """Return the largest error of got relative to the length of the pair, or NaN if any error is NaN."""
         cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
-        (a, b), (turned_a, turned_b) = self._pairs(x), self._pairs(got.double())
-        wrong = torch.hypot(a * cos - b * sin - turned_a, b * cos + a * sin - turned_b)
-        return (wrong / torch.hypot(a, b).clamp_min(1e-30)).amax()
+        (a, b), (got_a, got_b) = self._pairs(x), self._pairs(got.double())
+        error = torch.hypot(a * cos - b * sin - got_a, b * cos + a * sin - got_b)
+        return (error / torch.hypot(a, b).clamp_min(1e-30)).amax()
 
     def _pairs(self, x: Tensor) -> Pair:
-        """View the first and the second channels of pairs."""
+        """View the first and second channels of pairs."""
         a, b = (x[..., ::2], x[..., 1::2]) if self.shape.pairing == "adjacent" else x.chunk(2, dim=-1)
         return a, b

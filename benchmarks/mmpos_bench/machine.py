@@ -1,4 +1,4 @@
-"""The stamp of a run: the machine, what is installed on it, and how its memory is allocated."""
+"""The machine of a run, its installed packages and its memory allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
 MALLOCS = ("default", "tuned")
-"""The C library's own settings, or those of the server, which keep large blocks instead of giving them back."""
+"""The settings of the C library, or those of the server, which keep large blocks instead of returning them."""
 
 _PACKAGES = (
     *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),
@@ -28,24 +28,24 @@ _SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run, and what is installed on it."""
+    """Machine of a run and its installed packages."""
 
-    cpu: str  # the model, as the machine names it
-    cores: int  # that this process may use
+    cpu: str  # model name reported by the machine
+    cores: int  # number of cores that this process may use
     gpu: str | None
     system: str  # operating system and architecture
     python: str
     mmpos: str
-    commit: str | None  # of the repository that mmpos was imported from, "-dirty" if changed since
-    native: bool  # whether the extension in C was there
+    commit: str | None  # commit of the repository from which mmpos was imported, with "-dirty" if it has changes
+    native: bool  # whether the C extension was available
     malloc: str  # one of MALLOCS
-    settings: dict[str, str]  # environment variables that change allocation or threads, where set
-    load: float | None  # processes that wanted a core in the minute before the end; the run's own is one
-    packages: dict[str, str]  # versions of those installed
+    settings: dict[str, str]  # environment variables that affect allocation or threads
+    load: float | None  # load average of the minute before the end, including the run itself
+    packages: dict[str, str]  # versions of installed packages
 
     @property
     def name(self) -> str:
-        """A name for files: model and cores.
+        """Machine name for files, made of model and cores.
 
         >>> Machine("AMD EPYC", 2, None, "", "", "", None, True, "default", {}, None, {}).name
         'amd-epyc-2-cores'
@@ -55,26 +55,26 @@ class Machine:
 
     def __str__(self) -> str:
         where = f"{self.cpu}, {counted(self.cores, 'core')}" + (f", {self.gpu}" if self.gpu else "")
-        what = f"mmpos {self.mmpos}" + (f" ({self.commit})" if self.commit else "")
+        package = f"mmpos {self.mmpos}" + (f" ({self.commit})" if self.commit else "")
         extension = "with" if self.native else "without"
-        parts = [where, f"Python {self.python}", what, f"{extension} the extension in C", f"malloc {self.malloc}"]
+        parts = [where, f"Python {self.python}", package, f"{extension} the C extension", f"malloc {self.malloc}"]
         parts += [f"{name}={value}" for name, value in self.settings.items()]
         return ", ".join(parts)
 
     @property
     def versions(self) -> str:
-        """The versions of what is installed."""
+        """Names and versions of installed packages."""
         return ", ".join(f"{name} {version}" for name, version in self.packages.items())
 
 
 def set_malloc(setting: str) -> None:
-    """Set malloc for this process, for good.
+    """Set the malloc settings of this process until it ends.
 
     Args:
         setting: one of MALLOCS.
 
     Raises:
-        UnsupportedError: this C library cannot be tuned.
+        UnsupportedError: the C library cannot be tuned.
     """
     from mmpos_server.malloc import keep_large_blocks
 
@@ -83,10 +83,10 @@ def set_malloc(setting: str) -> None:
 
 
 def stamp(malloc: str) -> Machine:
-    """Describe this machine, now.
+    """Return a description of this machine.
 
     Args:
-        malloc: the setting that `set_malloc` was called with.
+        malloc: the setting with which `set_malloc` was called.
     """
     gpus = _gpus()
     counts = Counter(name for name, _ in gpus)
@@ -114,24 +114,24 @@ def _cpu() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     if not models and platform.system() == "Darwin":
-        models = [_said("sysctl", "-n", "machdep.cpu.brand_string") or ""]
+        models = [_output_of("sysctl", "-n", "machdep.cpu.brand_string") or ""]
     return next(filter(None, models), platform.processor() or platform.machine() or "unknown")
 
 
 def _gpus() -> list[list[str]]:
-    """The name of every GPU, and the version of its driver."""
-    said = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
-    return [line.split(", ") for line in said.splitlines()]
+    """Return the name and driver version of every GPU."""
+    output = _output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    return [line.split(", ") for line in output.splitlines()]
 
 
 def _commit() -> str | None:
     root = Path(__file__).parents[2]
-    # Not any repository that happens to hold the environment, but the clone that this file is part of.
-    return _said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
+    # Only the clone that contains this file, not a repository that happens to contain the environment.
+    return _output_of("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
 
 
-def _said(program: str, *arguments: str) -> str | None:
-    """The output of a program, or None where there is none, or it fails."""
+def _output_of(program: str, *arguments: str) -> str | None:
+    """Return the output of a program, or None if it is missing, fails or prints nothing."""
     if shutil.which(program) is None:
         return None
     try:

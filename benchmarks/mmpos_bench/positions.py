@@ -1,4 +1,4 @@
-"""Positions: from lists, spans and token ids to dense ids, and how that grows."""
+"""Positions: dense ids from lists, spans and token ids, and their scaling with size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT = Budget(0.25, 11)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; the workloads are no smaller when it is quick."""
+    """Yield every case; with ``quick`` the workloads have the same size."""
     yield from small(options)
     groups: list[tuple[str, LineUp]] = [
         ("from lists to dense ids", partial(from_lists, options=options)),
@@ -44,7 +44,7 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def small(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield single requests, and what follows from the table of one, where a call costs more than its tokens."""
+    """Yield single requests and operations on their tables, where calls cost more than tokens."""
     groups: list[tuple[str, LineUp]] = [
         ("small, from lists to dense ids", partial(from_lists, options=options)),
         ("small, from token ids to dense ids", partial(from_ids, options=options)),
@@ -60,22 +60,22 @@ def small(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def derived(documents: list[Document], derive: Derive, columns: Sequence[int]) -> Lineup:
-    """Line up what is derived from a table, against a copy of the arrays that come out.
+    """Line up an operation on a table, with a copy of its result as the limit.
 
     Args:
-        documents: of the table.
-        derive: makes a table, or what ``padded`` gives.
-        columns: the tokens that come out, counted over the documents if each went on by a token of text; 0 is padding
-            where it is behind the last of these.
+        documents: documents of the table.
+        derive: returns a table, or the result of ``padded``.
+        columns: token indices of the result, counted in the documents extended by one text token each; larger indices
+            are padding, whose ids are 0.
     """
     table = place(SegmentTable.from_documents(documents), "rope-tie")
     longer = loop_ids([[*document, Text(1)] for document in documents], "rope-tie")
     want = np.concatenate([longer, np.zeros((2, max(columns)))], axis=1)[:, columns]
-    made = derive(table)
-    arrays = (made.table, made.documents) if isinstance(made, PositionTable) else made
+    result = derive(table)
+    arrays = (result.table, result.documents) if isinstance(result, PositionTable) else result
 
-    def read(made: PositionTable | tuple[Array, IntArray]) -> Array:
-        return made.dense() if isinstance(made, PositionTable) else made[0][:, 0]
+    def read(result: PositionTable | tuple[Array, IntArray]) -> Array:
+        return result.dense() if isinstance(result, PositionTable) else result[0][:, 0]
 
     contestants = [
         limit("copy of the result", lambda: [array.copy() for array in arrays]),
@@ -95,11 +95,11 @@ _DERIVED: Mapping[str, tuple[Derive, Sequence[int]]] = {
     "padded, ids and mask": (lambda table: table.padded(1100), _PADDED),
     "decode": (PositionTable.decode, [1024]),
 }
-"""What follows from the table of 1,024 tokens, and which tokens these are."""
+"""Operations on a table of 1,024 tokens, with the token indices of their results."""
 
 
 def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up all that a caller pays for, and its parts: the table from Python lists, the positions, the ids."""
+    """Line up dense ids from Python lists, and the stages: segment table, positions and dense ids."""
     make = partial(SegmentTable.from_documents, documents)
     tie, mrope = loop_ids(documents, "rope-tie"), loop_ids(documents, "mrope")
     table, out = place(make(), "rope-tie"), np.empty(tie.shape, np.int32)
@@ -107,7 +107,7 @@ def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
         limit("fill of two axes", partial(out.fill, 1)),
         giving("mmpos, rope-tie", lambda: place(make(), "rope-tie").dense(), tie),
         giving("mmpos, mrope", lambda: place(make(), "mrope").dense(), mrope),
-        giving("table, a part", make, tie, Role.PART, lambda made: place(made, "rope-tie").dense()),
+        giving("table, a part", make, tie, Role.PART, lambda segments: place(segments, "rope-tie").dense()),
         giving("place, a part", partial(place, make(), "rope-tie"), tie, Role.PART, PositionTable.dense),
         giving("dense, a part", table.dense, tie, Role.PART),
     ]
@@ -118,7 +118,7 @@ def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
-    """Line up ids into memory that is there, against filling the memory with one number."""
+    """Line up ids written to existing memory, with filling the memory as the limit."""
     segments, want = SegmentTable.from_documents(documents), loop_ids(documents, scheme)
     out = np.zeros(want.shape, dtype)
     ours = giving("dense(out=)", partial(place(segments, scheme).dense, out), want)
@@ -126,8 +126,9 @@ def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
 
 
 def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up ids from the token ids of a batch, as a tokenizer and a processor leave them, against reading them and
-    writing as many bytes as the result has, and against Transformers.
+    """Line up dense ids from the token ids of a batch, and Transformers as a peer.
+
+    The limit copies the token ids and fills memory of the size of the result.
     """
     input_ids, grid_thw = token_ids_of(documents)
     mrope = loop_ids(documents, "mrope")
@@ -155,7 +156,7 @@ def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
-    """Make (batch, seq) token ids of documents of equal length, and (images, 3) grids before merging."""
+    """Build (batch, seq) token ids of documents with equal length, and (images, 3) grids before merging."""
     parts = [part for document in documents for part in document]
     kinds = np.array([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], np.int64)
     before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
@@ -164,7 +165,7 @@ def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
 
 
 def grown(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield more and more tokens, and more and more images among as many tokens."""
+    """Yield cases with a growing number of tokens, and with a growing number of images at constant tokens."""
     most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
 
@@ -180,7 +181,7 @@ def grown(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up new ids from Python lists and from spans, against a fill and the loop per image."""
+    """Line up dense ids from Python lists and from spans, with a fill as the limit and the loop per image as a peer."""
     want, segments = loop_ids(documents, "mrope"), SegmentTable.from_documents(documents)
     out, held = np.empty(want.shape, np.int32), spans(segments)
     contestants = [
@@ -190,13 +191,14 @@ def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:
     ]
     if options.peers:
         loop = partial(engine_loop, documents)
-        contestants.append(giving("loop per image", loop, want, Role.PEER, lambda made: made[0]))
+        contestants.append(giving("loop per image", loop, want, Role.PEER, lambda result: result[0]))
     return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
 
 
 def from_prompted(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up ids of packed images with their prompts, against a fill and the pipeline of FLUX.1, which makes them in
-    the dtype of the prompt's embeddings.
+    """Line up ids of packed images with prompts, with a fill as the limit and the FLUX.1 pipeline as a peer.
+
+    The pipeline computes ids in the dtype of the prompt's embeddings.
     """
     make, want = partial(SegmentTable.from_documents, documents), loop_ids(documents, "flux")
     out = np.empty(want.shape, np.int32)
@@ -213,7 +215,7 @@ def from_prompted(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def spans(segments: SegmentTable) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Describe documents as inference engines hold them: their lengths; offsets, grids and documents of images."""
+    """Return documents in the form of inference engines: lengths, and offsets, grids and documents of images."""
     grids = np.flatnonzero(segments.kind == GRID)
     owner = np.repeat(np.arange(segments.num_documents), np.diff(segments.segment_offsets))[grids]
     ends = np.append(0, np.cumsum(segments.lengths))

@@ -1,4 +1,4 @@
-"""Equality before timing: what differs is not timed."""
+"""Equality checks before timing: contestants with wrong results are not timed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mmpos.errors import MmposError
 
 
 class NotEqualError(MmposError):
-    """A contestant gives something else than it should: nothing of its case is timed."""
+    """A contestant returns a wrong result; its case is not timed."""
 
 
 def equal(got: object, want: object, at_most: float = 0.0) -> None:
-    """Check every number of a result; NaN equals nothing.
+    """Check every number of a result; NaN is not equal to NaN.
 
     Args:
-        got: the result of a contestant: an array, a tensor or a list of numbers, whose dtype may be another than that
-            of want; a tuple of results; or a dataclass, whose arrays have the dtypes of those of want.
-        want: the right result, of the same shape.
-        at_most: the greatest difference of two numbers.
+        got: the result of a contestant: an array, a tensor or a list of numbers of any dtype; a tuple of results; or a
+            dataclass, whose arrays must have the dtypes of want.
+        want: the right result, with the same shape.
+        at_most: largest allowed difference of two numbers.
 
     Raises:
-        NotEqualError: naming the first difference.
+        NotEqualError: the results differ; the message names the first difference.
     """
     if isinstance(want, tuple):
         results = tuple(got) if isinstance(got, tuple | list) else (got,)
         holds(len(results) == len(want), f"{len(results)} results", f"{len(want)}")
-        for one, other in zip(results, want, strict=True):
-            equal(one, other, at_most)
+        for got_item, want_item in zip(results, want, strict=True):
+            equal(got_item, want_item, at_most)
     elif is_dataclass(want):
         holds(type(got) is type(want), f"a {type(got).__name__}", f"a {type(want).__name__}")
         for name in (field.name for field in fields(want)):
@@ -43,7 +43,7 @@ def equal(got: object, want: object, at_most: float = 0.0) -> None:
 
 
 def _equal_values(got: object, want: object) -> None:
-    """Check a field of a dataclass, with its dtype or type."""
+    """Check a field of a dataclass, including its dtype or type."""
     if isinstance(want, np.ndarray):
         dtype = got.dtype if isinstance(got, np.ndarray) else type(got).__name__
         holds(dtype == want.dtype, dtype, want.dtype)
@@ -63,10 +63,10 @@ def _equal_arrays(got: npt.NDArray[np.generic], want: npt.NDArray[np.generic], a
 
 
 def holds(fact: bool, got: object, want: object) -> None:
-    """Check a fact.
+    """Check a condition.
 
     Raises:
-        NotEqualError: it is not true.
+        NotEqualError: the condition is false.
     """
     if not fact:
         raise NotEqualError(f"got {got}, want {want}")

@@ -1,4 +1,4 @@
-"""Requests to the service, each answer compared with the result of the same question in process."""
+"""Requests to the service, with answers that are compared with in-process results."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.Sequen
 
 @dataclass(frozen=True)
 class Question:
-    """A request and its answer, with what one such call is worth."""
+    """Request to the service, its answer, and the amount of work of one call."""
 
     name: str
-    path: str  # of the method
+    path: str  # path of the method
     request: bytes
     answer: bytes
-    documents: int  # that it is about
-    tokens: int  # that these have
-    proof: Callable[[], None]  # raises NotEqualError if the answer is not what the same question gives in process
+    documents: int  # number of documents in the request
+    tokens: int  # number of tokens in these documents
+    proof: Callable[[], None]  # raises NotEqualError if the answer differs from the in-process result
 
     @property
     def stream(self) -> bool:
-        """True for an item of a stream."""
+        """Whether the request is an item of a stream."""
         return "/Stream" in self.path
 
     @property
     def work(self) -> dict[str, int]:
-        """Counts of one call."""
+        """Amount of work of one call."""
         moved = len(self.request) + len(self.answer)
         return {"calls": 1, "documents": self.documents, "tokens": self.tokens, "bytes": moved}
 
     def answered_by(self, address: str) -> None:
-        """Check that another server gives the same answer.
+        """Check that another server returns the same answer.
 
         Raises:
-            NotEqualError: it does not.
+            NotEqualError: the answers differ.
         """
         with grpc.insecure_channel(address, options=OPTIONS) as channel:
             raw = ask(channel, self.path, self.request)
@@ -58,13 +58,13 @@ class Question:
 
 
 class Asking:
-    """Asks a server.
+    """Builds questions by asking a server.
 
     Args:
-        channel: to it.
-        tokens: of every document of positions and of text.
-        images: in every document of positions.
-        side: of these images, in tokens.
+        channel: channel to the server.
+        tokens: tokens per document of positions and of text.
+        images: images per document of positions.
+        side: side length of these images in tokens.
     """
 
     def __init__(self, channel: grpc.Channel, tokens: int, images: int, side: int) -> None:
@@ -72,7 +72,7 @@ class Asking:
         self._builder = Profiles.from_config(load()).default.builder
 
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
-        """Ask for positions of so many documents."""
+        """Ask for the positions of a number of documents."""
         call = "StreamPlace, items of" if stream else "Place,"
         name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
         segments = SegmentTable.from_documents(workload(documents, *self._sizes))
@@ -89,26 +89,26 @@ class Asking:
         return self._question(name, path, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
-        """Ask for sequences of so many documents of text, a token per letter."""
+        """Ask for sequences of a number of text documents, with one token per letter."""
         return self._build("of text", [["a bird " * max(1, self._sizes[0] // 7)]] * documents)
 
     def photographs(self, documents: int) -> Question:
-        """Ask for sequences of so many documents with two photographs, pixels wanted."""
+        """Ask for sequences with patches of a number of documents with two photographs each."""
         cat, cup = PHOTOGRAPHS
         return self._build("with 2 photographs", [["A cat: ", cat, " and a cup: ", cup]] * documents, patches=True)
 
-    def _build(self, what: str, documents: list[list[str | bytes]], *, patches: bool = False) -> Question:
+    def _build(self, content: str, documents: list[list[str | bytes]], *, patches: bool = False) -> Question:
         request = sequences_pb2.BuildRequest()
         request.query.patches = patches
         for document in documents:
             put_parts(request.query.documents.add(), document)
-        wanted = tuple(map(self._builder.build, documents))
+        want = tuple(map(self._builder.build, documents))
 
         def prove(raw: bytes) -> None:
             results = sequences_pb2.BuildResponse.FromString(raw).sequences.results
-            equal([get_sequence("sequence", result.sequence) for result in results], wanted)
+            equal([get_sequence("sequence", result.sequence) for result in results], want)
 
-        name, tokens = f"Build, {counted(len(documents), 'document')} {what}", sum(w.input_ids.size for w in wanted)
+        name, tokens = f"Build, {counted(len(documents), 'document')} {content}", sum(s.input_ids.size for s in want)
         return self._question(name, f"{_SEQUENCES}Build", request, len(documents), tokens, prove)
 
     def _question(

@@ -1,4 +1,4 @@
-"""The figures of a run as data, as JSON, and as people read them."""
+"""Figures of a run as dataclasses, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mmpos_bench.machine import Machine
 from mmpos_bench.timing import Timing
 
 FORMAT = 1
-"""Of the JSON text; grows when a reader of the one before would misread it."""
+"""Version of the JSON format; incremented when older readers would misread it."""
 
 Rows = Sequence[Sequence[str]]
-"""A table, whose first row is its head."""
+"""A table; its first row is the header."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One contestant, its role ("limit", "ours", "part" or "peer"), and its seconds per call."""
+    """Contestant with its role ("limit", "ours", "part" or "peer") and its seconds per call."""
 
     name: str
     role: str
@@ -28,7 +28,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One comparison; see `mmpos_bench.suites.Comparison` and `Lineup` for the fields."""
+    """Result of one comparison; see `mmpos_bench.suites.Comparison` and `Lineup` for the fields."""
 
     group: str
     name: str
@@ -38,50 +38,50 @@ class Measurement:
     facts: dict[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Timed:
-        """Look up the contestant of this name."""
+        """Return the contestant with this name."""
         return {entry.name: entry for entry in self.entries}[name]
 
     @property
     def limit(self) -> Timed | None:
-        """The contestant that is the limit."""
+        """Contestant with the role "limit", or None."""
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
     def of_limit(self, entry: Timed) -> float | None:
-        """Compute the time of a contestant as a multiple of the limit: 1 is all that the machine can do."""
+        """Compute the time of a contestant as a multiple of the limit, where 1 is the best that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Timed) -> dict[str, float]:
-        """Compute the speed of a contestant as a multiple of each peer's; only ours are compared."""
+        """Compute how many times as fast as each peer a contestant is; empty unless its role is "ours"."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
 
     def per_unit(self, entry: Timed) -> float | None:
-        """Compute seconds per token, or whatever the unit is; None of no work."""
+        """Compute seconds per unit, such as a token; None if there is no work."""
         count = self.work[self.unit]
         return entry.timing.median / count if count else None
 
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """A run of one suite."""
+    """Results of a run of one suite."""
 
     suite: str
-    command: str  # repeats it
-    quick: bool  # whether sizes were toys, so that the figures mean nothing
+    command: str  # command that repeats the run
+    quick: bool  # whether sizes were toys, so that the figures are meaningless
     machine: Machine
-    measurements: tuple[Measurement, ...]  # in the order in which they were made
-    missing: dict[str, str] = field(default_factory=dict)  # peers that were wanted and not there, and why
-    interrupted: bool = False  # whether Ctrl-C ended it before the last comparison
-    failed: dict[str, str] = field(default_factory=dict)  # what went wrong where a run goes on behind it
+    measurements: tuple[Measurement, ...]  # in order of measurement
+    missing: dict[str, str] = field(default_factory=dict)  # missing peers with the reason
+    interrupted: bool = False  # whether Ctrl-C ended the run before the last comparison
+    failed: dict[str, str] = field(default_factory=dict)  # errors after which the run continued, by name
 
     def group(self, name: str) -> tuple[Measurement, ...]:
-        """List the measurements under one heading."""
+        """Return the measurements of a group."""
         return tuple(m for m in self.measurements if m.group == name)
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The headings, in order."""
+        """Names of the groups, in order."""
         return tuple(dict.fromkeys(m.group for m in self.measurements))
 
 
@@ -89,20 +89,20 @@ class SuiteReport:
 
 
 def to_json(reports: Iterable[SuiteReport]) -> str:
-    """Write reports as JSON, a line per measurement; times keep four significant digits."""
+    """Write reports as JSON, with a line per measurement and times of four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
 
 def from_json(text: str) -> tuple[SuiteReport, ...]:
-    """Read the reports of a JSON text."""
+    """Read reports from a JSON text."""
     content = json.loads(text)
     assert content["format"] == FORMAT
     return tuple(_report(**values) for values in content["reports"])
 
 
 def json_with_rows(content: Mapping[str, object]) -> str:
-    """Write a JSON object with a line for every value, and one for every row of the list that is the last value."""
+    """Write a JSON object with a line per value, and a line per row of its last value, which is a list."""
     *head, (name, rows) = content.items()
     lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
     assert isinstance(rows, list)
@@ -111,8 +111,8 @@ def json_with_rows(content: Mapping[str, object]) -> str:
 
 
 def _report_text(report: SuiteReport) -> str:
-    usual = {"interrupted": False, "failed": {}, "machine": report.machine, "measurements": report.measurements}
-    head = {name: value for name, value in vars(report).items() if usual.get(name) != value}
+    omitted = {"interrupted": False, "failed": {}, "machine": report.machine, "measurements": report.measurements}
+    head = {name: value for name, value in vars(report).items() if omitted.get(name) != value}
     rows = [_row(measurement) for measurement in report.measurements]
     return json_with_rows(head | {"machine": asdict(report.machine), "measurements": rows})
 
@@ -129,13 +129,13 @@ def _row(measurement: Measurement) -> dict[str, object]:
 
 
 def _rounded(value: float) -> float:
-    """Round to four significant digits: more is noise."""
+    """Round to four significant digits; further digits are noise."""
     return float(f"{value:.4g}")
 
 
 def _report(machine: dict[str, Any], measurements: list[dict[str, Any]], **values: Any) -> SuiteReport:
-    made = tuple(_measurement(**row) for row in measurements)
-    return SuiteReport(machine=Machine(**machine), measurements=made, **values)
+    rows = tuple(_measurement(**row) for row in measurements)
+    return SuiteReport(machine=Machine(**machine), measurements=rows, **values)
 
 
 def _measurement(*, entries: list[list[Any]], **values: Any) -> Measurement:
@@ -147,14 +147,14 @@ def _measurement(*, entries: list[list[Any]], **values: Any) -> Measurement:
 
 
 def markdown(rows: Rows) -> str:
-    """Write a table for a page, its numbers flush right."""
+    """Write a Markdown table with right-aligned numbers."""
     head, *body = rows
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a row per comparison, a column per contestant and fact; ours as multiples of the limit, peers of ours."""
+    """Write a row per comparison and a column per contestant and fact, with times as multiples of the limit or ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""
@@ -167,19 +167,19 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
         if ours in times:
             ratios |= {name: ratio_text(over) for name, over in m.over_peers(m[ours]).items()}
         times |= {name: f"{times[name]} ({ratio})" for name, ratio in ratios.items() if ratio}
-        beside = {name: number_text(value) for name, value in m.facts.items()}
-        rows.append([m.name, *(times.get(name, "–") for name in roles), *(beside.get(name, "–") for name in facts)])
+        numbers = {name: number_text(value) for name, value in m.facts.items()}
+        rows.append([m.name, *(times.get(name, "–") for name in roles), *(numbers.get(name, "–") for name in facts)])
     return markdown(rows)
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Choose the unit in which a time is at least 1, nanoseconds at the least; gives its seconds and its name."""
+    """Return the size in seconds and the name of the largest unit in which a time is >= 1, else of nanoseconds."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
     return next((unit for unit in units if seconds >= unit[0]), units[-1])
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time with three significant digits.
+    """Format a time with three significant digits.
 
     >>> seconds_text(0.0012345), seconds_text(7.2e-7), seconds_text(0.0), seconds_text(0.009996), seconds_text(0.9999)
     ('1.23 ms', '720 ns', '0 ns', '10.0 ms', '1.00 s')
@@ -189,7 +189,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """Write a ratio with two or three significant digits, or nothing.
+    """Format a ratio with three significant digits and at most two decimals; None becomes an empty string.
 
     >>> ratio_text(0.4567), ratio_text(9.996), ratio_text(1234.5), ratio_text(None)
     ('0.46×', '10.0×', '1,234×', '')
@@ -203,7 +203,7 @@ def _three(value: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """Write a number beside times, without an exponent where it is large.
+    """Format a number, without an exponent if it is large.
 
     >>> number_text(122975.4), number_text(0.99634)
     ('122,975', '0.9963')

@@ -1,7 +1,7 @@
-"""Rotations of q and k: into new tensors, in place, with gradients, norms and stores, against a copy of the bytes.
+"""Rotations of q and k: into new tensors, in place, with gradients, norms and stores, compared with a copy.
 
-A further launch is a `Way` of a group in `GROUPS`, from which timing, host cost and sanitizers take it; a further peer
-is one of `mmpos_bench.peers.rotations`.
+To add a launch, add a `Way` to a group in `GROUPS`, which timing, host times and sanitizers use. To add a peer, add it
+to `mmpos_bench.peers.rotations`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS, ROTATIONS, Make
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
-_REFERENCE = 8192  # tokens up to which plain torch takes part on a GPU: beyond, a call takes most of a second
-_COLD, _MOST_SETS = 128 << 20, 64  # bytes that all sets move together; of many short calls, a graph's start is no part
-_SCALE = 0.25  # of caches in 8 bits
+_REFERENCE = 8192  # maximum tokens for plain torch on a GPU: with more, a call takes most of a second
+_COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, and maximum number of sets
+_SCALE = 0.25  # scale of 8-bit caches
 
 Call = Callable[[int], Any]
-"""Does the work on the set of that number, and gives what came of it."""
+"""Function that does the work on the set with an index and returns the result."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The work to do: a layer of a model, tokens, and the documents that they are of."""
+    """Size of the work: a layer of a model, the number of tokens and of documents."""
 
     shape: str
     tokens: int
@@ -50,10 +50,10 @@ class Size:
 
 
 SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")), Size("7B layer", 256))
-"""Of a CPU."""
+"""Sizes on a CPU."""
 
 SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
-"""Of a CPU: a decoding step, and a few tokens."""
+"""Small sizes on a CPU: a decoding step and a few tokens."""
 
 FUSED, JOINT = "generation, norm and rotation", "generation, one norm over all heads"
 
@@ -61,9 +61,9 @@ GENERATION_SIZES = {
     FUSED: [Size("FLUX.1 layer", 4608), Size("video layer", 32760)],
     JOINT: [Size("Wan layer", 32760)],
 }
-"""Of the groups of models that generate: 512 tokens of text and an image of 64×64, and 21 frames of 30×52."""
+"""Sizes for generation models: 512 tokens of text with an image of 64×64, and 21 frames of 30×52."""
 
-# Those that decide first: a run that is cut off by the clock has them.
+# The most important sizes come first, so that a run that is cut off by the time limit includes them.
 GPU_SIZES = (
     *(Size("7B layer", tokens) for tokens in (8192, 2048, 256, 64, 16, 1)),
     Size("7B layer", 256, 256),
@@ -83,38 +83,38 @@ GPU_SIZES = (
 
 @dataclass(frozen=True)
 class Bench:
-    """Where layers are made: on a device, or as toys in Triton's interpreter, which prove the code of a GPU alone."""
+    """Device of the layers; toy layers in Triton's interpreter only test the GPU code."""
 
     device: Literal["cuda", "cpu"]
     toy: bool = False
 
     def layer(self, size: Size, sets: int | None = None) -> Layer:
-        """Make a layer; on a GPU with so many sets that the caches do not hold them, unless their number is given."""
+        """Create a layer; on a GPU the default number of sets exceeds the caches."""
         shape = SHAPES[size.shape]
         documents = [shape.document(size.tokens // size.documents)] * size.documents
-        if self.toy:  # in float32: the interpreter truncates bfloat16, which no proof passes
+        if self.toy:  # float32, since the interpreter truncates bfloat16 and would fail the proofs
             return Layer(shape.toy, documents, torch.float32, "cpu", sets or 2, "triton")
         moved = 4 * size.tokens * (shape.q_heads + shape.k_heads) * shape.head_dim
         cold = max(2, min(_MOST_SETS, math.ceil(_COLD / moved))) if self.device == "cuda" else 1
         return Layer(shape, documents, torch.bfloat16, self.device, sets or cold)
 
     def compare(self, group: str, size: Size, options: SuiteOptions) -> Comparison:
-        """Line up a group at a size."""
+        """Return the comparison of a group at a size."""
         line_up = partial(self._line_up, group, size, options)
         timer, budget = (by_events, _EVENTS) if self.device == "cuda" else (compare, _BUDGET)
         return Comparison(f"{group}, bfloat16", str(size), line_up, budget=budget, timer=timer)
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
-        layer, known = self.layer(size), ALL_GROUPS[group]
-        ways = [*known.ways, *known.peers(layer, options)]
+        layer, work_of_group = self.layer(size), ALL_GROUPS[group]
+        ways = [*work_of_group.ways, *work_of_group.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
-        work = {"tokens": layer.tokens, "documents": size.documents, "bytes": known.moved(layer)}
+        work = {"tokens": layer.tokens, "documents": size.documents, "bytes": work_of_group.moved(layer)}
         return Lineup([contestant(way, layer) for way in ways], work)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case: on the GPU where there is one, else on one CPU thread."""
+    """Yield every case, on the GPU if there is one, else on one CPU thread."""
     with one_thread():
         yield from compared(Bench("cuda" if torch.cuda.is_available() else "cpu"), options)
 
@@ -128,7 +128,7 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     if not options.quick:
         sizes = GPU_SIZES if bench.device == "cuda" else SIZES
     for size in filter(partial(fits, bench), sizes):
-        # What is compiled takes seconds for each.
+        # Compilation takes seconds per group.
         groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
         yield from (bench.compare(group, size, options) for group in groups)
         if size is sizes[0]:
@@ -136,14 +136,14 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def generation(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield the groups of models that generate."""
+    """Yield the groups of generation models."""
     for group, sizes in GENERATION_SIZES.items():
         for size in [replace(sizes[0], tokens=42)] if options.quick else filter(partial(fits, bench), sizes):
             yield bench.compare(group, size, options)
 
 
 def fits(bench: Bench, size: Size) -> bool:
-    """True where a GPU has memory for q and k in float32 two dozen times: contestants make copies of their own."""
+    """Return whether a GPU has memory for 24 float32 copies of q and k, since contestants make their own copies."""
     if bench.device != "cuda":
         return True
     shape = SHAPES[size.shape]
@@ -154,36 +154,36 @@ def fits(bench: Bench, size: Size) -> bool:
 # Ways.
 
 Prove = Callable[[Layer, Any, Pair], None]
-"""Receives what a call gave for the first set, and q and k as they were before; raises NotEqualError."""
+"""Function of a layer, the result of a call on the first set, and the original q and k; raises NotEqualError."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do the work of a layer."""
+    """One implementation of the work of a layer."""
 
     name: str
     make: Callable[[Layer], Call]
-    prove: Prove = lambda layer, got, before: None  # only a limit may lack it
+    prove: Prove = lambda layer, got, before: None  # required except for limits
     role: Role = Role.OURS
 
 
 @dataclass(frozen=True)
 class WaysOfWork:
-    """Ways of the same work, the limit first."""
+    """Several ways to do the same work; the limit comes first."""
 
     ways: Sequence[Way]
-    moved: Callable[[Layer], int] = lambda layer: layer.moved  # bytes that must be read and written
+    moved: Callable[[Layer], int] = lambda layer: layer.moved  # bytes that are read and written
     peers: Callable[[Layer, SuiteOptions], Iterator[Way]] = lambda layer, options: iter(())
 
 
 def contestant(way: Way, layer: Layer) -> Contestant:
-    """Make what times a way: a call on the first set, or on a GPU replays of a graph of calls on all."""
-    made: list[Call] = []
+    """Return the contestant of a way: a call on the first set, or on a GPU, replays of a graph with all sets."""
+    calls: list[Call] = []
 
     def call(i: int) -> Any:
-        if not made:
-            made.append(way.make(layer))
-        return made[0](i)
+        if not calls:
+            calls.append(way.make(layer))
+        return calls[0](i)
 
     timed: Any = partial(call, 0)
     if layer.device == "cuda":
@@ -205,11 +205,11 @@ def _rotated(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> 
     layer.judge(got[:2], before, rounded=rounded)
 
 
-def _rotated_behind(layer: Layer, got: Any, before: Pair) -> None:
+def _rotated_at_following(layer: Layer, got: Any, before: Pair) -> None:
     layer.judge(got[:2], before, angles=layer.following[1])
 
 
-def _turned_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
+def _rotated_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
     layer.judge(got[:2], before, rounded=rounded, angles=-layer.angles)
 
 
@@ -218,7 +218,7 @@ def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) 
 
 
 def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
-    """Compare with the same call of the reference, where there is no formula here."""
+    """Compare with the same call of the reference, for work without a formula here."""
     for x, kept in zip(layer.sets[0], before, strict=True):
         x.copy_(kept)
     twin = copy(layer)
@@ -227,15 +227,14 @@ def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer
 
 
 def _normalised_after(layer: Layer, got: Any, before: Pair) -> None:
-    wide = before[0].float(), before[1].float()
-    q, k = apply_rotary(*wide, layer.table, layer.rotary, implementation="reference")
+    q, k = apply_rotary(before[0].float(), before[1].float(), layer.table, layer.rotary, implementation="reference")
     assert k is not None
     _close(layer, got, layer.normed((q, k)))
 
 
-def _close(layer: Layer, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    for x, want in zip(got, wanted, strict=True):
-        error = float(((x.double() - want.double()).abs().amax() / want.double().abs().amax()).cpu())
+def _close(layer: Layer, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for x, expected in zip(got, want, strict=True):
+        error = float(((x.double() - expected.double()).abs().amax() / expected.double().abs().amax()).cpu())
         at_most = ROUNDING[layer.dtype][True]
         holds(error <= at_most, f"an error of {error:.1e}", f"at most {at_most:.1e}")
 
@@ -250,7 +249,7 @@ def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded:
 
 
 def _stored_in_8_bits(layer: Layer, got: Any, before: Pair) -> None:
-    """Half a step of e4m3 is a sixteenth of a normal number, and 2⁻¹⁰ of the scale of the others."""
+    """Check that errors are at most half the e4m3 spacing: 1/16 of normal numbers, 2⁻¹⁰ of the scale for others."""
     at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
     layer.judge(got[:1], before[:1])
     error = (got[2][at].double() * _SCALE - layer.values[0][0].double()).abs()
@@ -264,12 +263,12 @@ def _moved(layer: Layer, got: Any, before: Pair) -> None:
 
 
 def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int = 1) -> Call:
-    """Copy what a rotation reads to where it writes, or into new tensors."""
+    """Copy the inputs of a rotation to existing memory or to new tensors."""
 
     def sources(i: int) -> list[Tensor]:
         q, k = layer.sets[i]
-        known = {"q": q, "k": k} | ({"v": layer.values[i]} if "v" in tensors else {})
-        return [known[name] for name in tensors] * times
+        by_name = {"q": q, "k": k} | ({"v": layer.values[i]} if "v" in tensors else {})
+        return [by_name[name] for name in tensors] * times
 
     if fresh:
         return lambda i: [x.clone() for x in sources(i)]
@@ -277,62 +276,62 @@ def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int 
     return lambda i: [out.copy_(x) for out, x in zip(outs[i], sources(i), strict=True)]
 
 
-def _turn(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
+def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
     """Rotate by a table or by dense ids."""
     positions = layer.dense if dense else layer.table
-    asked = {"implementation": layer.how} | options
+    arguments = {"implementation": layer.how} | options
     if norm:
-        asked["norm"] = layer.norm._replace(after=after)
-    return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **asked)
+        arguments["norm"] = layer.norm._replace(after=after)
+    return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **arguments)
 
 
-def _turn_behind(layer: Layer, **options: Any) -> Call:
-    """Rotate by the table of the tokens that follow."""
+def _rotate_at_following(layer: Layer, **options: Any) -> Call:
+    """Rotate by the table of decoded tokens."""
     table, _ = layer.following
     return lambda i: apply_rotary(*layer.sets[i], table, layer.rotary, **options)
 
 
 def _by_cache(layer: Layer) -> Call:
-    """Rotate by the rows of an engine's cache of cos and sin."""
+    """Rotate by an engine's cache of cos and sin."""
     angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * torch.from_numpy(layer.rotary.inv_freq_array.copy())
-    return _turn(layer, cos_sin=torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32))
+    return _rotate(layer, cos_sin=torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32))
 
 
-def _half_turned(layer: Layer) -> Call:
+def _rotate_half(layer: Layer) -> Call:
     half = Rotary(layer.shape.head_dim, rotary_dim=layer.shape.head_dim // 2)
     return lambda i: apply_rotary(*layer.sets[i], layer.table, half, implementation=layer.how)
 
 
 def _phases(layer: Layer) -> Call:
-    """Compute cos and sin alone, which peers are given: what a model spends on them once for all its layers."""
+    """Compute only cos and sin, which peers take as inputs and models compute once for all layers."""
     return lambda i: cos_sin(layer.rotary, layer.table, "transformers")
 
 
-def _right_phases(layer: Layer, got: Any, before: Pair) -> None:
-    """q of ones and zeros, turned, is cos and sin."""
+def _check_phases(layer: Layer, got: Any, before: Pair) -> None:
+    """Check that cos and sin are the rotation of a head of ones and zeros."""
     cos, sin = (table[0, :, None, : layer.shape.head_dim // 2] for table in got)
     ones = torch.cat((torch.ones_like(cos), torch.zeros_like(cos)), dim=-1)[None]
-    turned = torch.cat((cos, sin), dim=-1)[None]
-    layer.judge((turned, turned), (ones, ones))
+    rotated = torch.cat((cos, sin), dim=-1)[None]
+    layer.judge((rotated, rotated), (ones, ones))
 
 
-def _apart(layer: Layer, **options: Any) -> Call:
-    """Normalise by torch, and then rotate."""
-    asked = {"implementation": layer.how} | options
-    return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **asked)
+def _norm_first(layer: Layer, **options: Any) -> Call:
+    """Normalise by torch, then rotate."""
+    arguments = {"implementation": layer.how} | options
+    return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **arguments)
 
 
-def _there_and_back(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
+def _both_ways(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
     positions = layer.dense if dense else layer.table
     weights = [x.detach().clone().requires_grad_() for x in layer.weights if norm]
-    asked = {"implementation": layer.how} | options
+    arguments = {"implementation": layer.how} | options
     if norm:
-        asked["norm"] = Norm(weights[0], weights[1], EPS)
-    return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **asked), weights)
+        arguments["norm"] = Norm(weights[0], weights[1], EPS)
+    return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **arguments), weights)
 
 
 def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weights: Sequence[Tensor] = ()) -> Call:
-    """Rotate copies of q and k, and bring gradients back, which have the values of q and k."""
+    """Rotate copies of q and k and compute gradients; the gradients of the outputs are q and k."""
     leaves = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in layer.sets]
 
     def call(i: int) -> tuple[Tensor, ...]:
@@ -344,20 +343,20 @@ def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weigh
 
 
 def _store(layer: Layer, *, norm: bool = True) -> Call:
-    caches, asked = [Cache(*layer.caches, slots) for slots in layer.slots], layer.norm if norm else None
+    caches, weights = [Cache(*layer.caches, slots) for slots in layer.slots], layer.norm if norm else None
     return lambda i: rotate_and_store(
-        *layer.sets[i], layer.values[i], layer.table, layer.rotary, caches[i], norm=asked, implementation=layer.how
+        *layer.sets[i], layer.values[i], layer.table, layer.rotary, caches[i], norm=weights, implementation=layer.how
     )
 
 
-def _store_apart(layer: Layer, *, norm: bool = False) -> Call:
-    """Normalise and rotate, at once or not, and then store."""
-    turn, (keys, values) = _turn(layer, norm=True) if norm else _apart(layer), layer.caches
-    places = [(slots // PAGE, slots % PAGE) for slots in layer.slots]
+def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
+    """Normalise and rotate, in one call with ``norm`` or in two, then store."""
+    rotate, (keys, values) = _rotate(layer, norm=True) if norm else _norm_first(layer), layer.caches
+    indices = [(slots // PAGE, slots % PAGE) for slots in layer.slots]
 
     def call(i: int) -> Any:
-        q, k = turn(i)
-        keys[places[i]], values[places[i]] = k[0], layer.values[i][0]
+        q, k = rotate(i)
+        keys[indices[i]], values[indices[i]] = k[0], layer.values[i][0]
         return q, k
 
     return call
@@ -369,22 +368,22 @@ def _store_in_8_bits(layer: Layer) -> Call:
 
     def call(i: int) -> tuple[Any, ...]:
         cache = Cache(keys, values, layer.slots[i], k_scale=scale, v_scale=scale)
-        asked = *layer.sets[i], layer.values[i], layer.table, layer.rotary, cache
-        return rotate_and_store(*asked, implementation=layer.how)[0], keys, values
+        arguments = *layer.sets[i], layer.values[i], layer.table, layer.rotary, cache
+        return rotate_and_store(*arguments, implementation=layer.how)[0], keys, values
 
     return call
 
 
 def _move(layer: Layer) -> Call:
-    """Turn stored keys to where they stand in reverse."""
-    keys, there = layer.caches[0], layer.dense.flip(1)
+    """Rotate stored keys from their positions to the same positions in reverse order."""
+    keys, reverse = layer.caches[0], layer.dense.flip(1)
     for slots, (_, k) in zip(layer.slots, layer.sets, strict=True):
         keys.flatten(0, 1)[slots] = k[0]
-    return lambda i: rerotate(keys, layer.slots[i], layer.table, there, layer.rotary, implementation=layer.how)
+    return lambda i: rerotate(keys, layer.slots[i], layer.table, reverse, layer.rotary, implementation=layer.how)
 
 
 def _peers(layer: Layer, options: SuiteOptions, kind: str) -> Iterator[Way]:
-    """Yield the peers that rotate into new tensors ("fresh"), "inplace" or in "training", and take such tensors."""
+    """Yield the peers that support a kind of rotation: into new tensors ("fresh"), "inplace" or "training"."""
     for name, load in ROTATIONS.items():
         rotation = options.peer(name, load)
         if rotation is None or layer.tokens > rotation.most:
@@ -392,7 +391,8 @@ def _peers(layer: Layer, options: SuiteOptions, kind: str) -> Iterator[Way]:
         make: Make | None = getattr(rotation, kind) or (rotation.fresh if kind == "training" else None)
         if make and (rotate := options.peer(name, partial(make, layer))):
             if kind == "training":
-                yield Way(name, partial(_with_gradients, rotate=rotate), partial(_turned_back, rounded=True), Role.PEER)
+                prove = partial(_rotated_back, rounded=True)
+                yield Way(name, partial(_with_gradients, rotate=rotate), prove, Role.PEER)
             else:
                 yield Way(name, partial(_on_sets, rotate=rotate), partial(_rotated, rounded=True), Role.PEER)
 
@@ -401,25 +401,25 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
     return lambda i: rotate(*layer.sets[i])
 
 
-def _norms(layer: Layer, options: SuiteOptions, known: Mapping[str, Make]) -> Iterator[Way]:
-    """Yield the peers that also normalise, and ways of ours that compile."""
-    for name, make in known.items():
+def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> Iterator[Way]:
+    """Yield the peers that also normalise, and our rotation after a compiled norm."""
+    for name, make in peers.items():
         if rotate := options.peer(name, partial(make, layer)):
             role = Role.OURS if name in COMPILED_THEN_OURS else Role.PEER
             yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), role)
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
-    """Make a way that is compared with the same call of the reference."""
+    """Return a way that is compared with the same call of the reference."""
     return Way(name, make, partial(_as_reference, make=make), Role.PART)
 
 
 def _ours(**options: Any) -> list[Way]:
-    """Rotate from a table and from dense ids, and from a table by the reference in plain torch."""
+    """Return our ways: by a table, by dense ids, and by a table with the reference in plain torch."""
     return [
-        Way("mmpos, table", partial(_turn, **options), _rotated),
-        Way("mmpos, dense ids", partial(_turn, dense=True, **options), _rotated),
-        Way("mmpos, reference", partial(_turn, implementation="reference", **options), _rotated, Role.PART),
+        Way("mmpos, table", partial(_rotate, **options), _rotated),
+        Way("mmpos, dense ids", partial(_rotate, dense=True, **options), _rotated),
+        Way("mmpos, reference", partial(_rotate, implementation="reference", **options), _rotated, Role.PART),
     ]
 
 
@@ -428,7 +428,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             *_ours(),
-            Way("cos and sin alone", _phases, _right_phases, Role.PART),
+            Way("cos and sin alone", _phases, _check_phases, Role.PART),
         ],
         peers=partial(_peers, kind="fresh"),
     ),
@@ -438,18 +438,18 @@ GROUPS: Mapping[str, WaysOfWork] = {
     "norm and rotation": WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("mmpos, at once", partial(_turn, norm=True), _normalised),
-            Way("torch's norm, then mmpos", _apart, partial(_normalised, rounded=True), Role.PEER),
+            Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
+            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
         ],
-        peers=partial(_norms, known=NORMS),
+        peers=partial(_norms, peers=NORMS),
     ),
     "forward and backward": WaysOfWork(
         [
             Way("copies into new tensors", partial(_copy, fresh=True, times=2), role=Role.LIMIT),
-            Way("mmpos, table", _there_and_back, _turned_back),
-            Way("mmpos, dense ids", partial(_there_and_back, dense=True), _turned_back),
-            Way("mmpos, reference", partial(_there_and_back, implementation="reference"), _turned_back, Role.PART),
-            _part("with a norm", partial(_there_and_back, norm=True)),
+            Way("mmpos, table", _both_ways, _rotated_back),
+            Way("mmpos, dense ids", partial(_both_ways, dense=True), _rotated_back),
+            Way("mmpos, reference", partial(_both_ways, implementation="reference"), _rotated_back, Role.PART),
+            _part("with a norm", partial(_both_ways, norm=True)),
         ],
         lambda layer: 2 * layer.moved,
         partial(_peers, kind="training"),
@@ -460,19 +460,19 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("mmpos, one call", _store, _stored),
             Way("without a norm", partial(_store, norm=False), partial(_stored, norm=False), Role.PART),
             Way("in 8 bits, without a norm", _store_in_8_bits, _stored_in_8_bits, Role.PART),
-            Way("norm and rotation, then store", partial(_store_apart, norm=True), _stored, Role.PEER),
-            Way("separate operations", _store_apart, partial(_stored, rounded=True), Role.PEER),
+            Way("norm and rotation, then store", partial(_rotate_then_store, norm=True), _stored, Role.PEER),
+            Way("separate operations", _rotate_then_store, partial(_stored, rounded=True), Role.PEER),
         ],
         lambda layer: layer.moved + 2 * layer.values[0].nbytes,
     ),
     "other rotations": WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("conjugate", partial(_turn, conjugate=True), _turned_back, Role.PART),
+            Way("conjugate", partial(_rotate, conjugate=True), _rotated_back, Role.PART),
             Way("by an engine's cache", _by_cache, _rotated, Role.PART),
-            _part("half of each head", _half_turned),
-            Way("norm after", partial(_turn, norm=True, after=True), _normalised_after, Role.PART),
-            Way("norm, in place", partial(_turn, norm=True, inplace=True), _normalised, Role.PART),
+            _part("half of each head", _rotate_half),
+            Way("norm after", partial(_rotate, norm=True, after=True), _normalised_after, Role.PART),
+            Way("norm, in place", partial(_rotate, norm=True, inplace=True), _normalised, Role.PART),
         ]
     ),
     "stored keys moved": WaysOfWork(
@@ -480,12 +480,12 @@ GROUPS: Mapping[str, WaysOfWork] = {
         lambda layer: 2 * layer.k.nbytes,
     ),
 }
-"""The groups of ways."""
+"""Groups of ways by name."""
 
 
 def _small(**options: Any) -> list[Way]:
     ways = [way for way in _ours(**options) if way.role is Role.OURS]
-    return [*ways, Way("mmpos, decode table", partial(_turn_behind, **options), _rotated_behind)]
+    return [*ways, Way("mmpos, decode table", partial(_rotate_at_following, **options), _rotated_at_following)]
 
 
 SMALL_GROUPS: Mapping[str, WaysOfWork] = {
@@ -497,44 +497,43 @@ SMALL_GROUPS: Mapping[str, WaysOfWork] = {
         [Way("copy", _copy, role=Role.LIMIT), *_small(inplace=True)], peers=partial(_peers, kind="inplace")
     ),
 }
-"""Groups of a CPU alone, where a call costs more than its tokens."""
+"""Groups that run only on a CPU, with small sizes whose calls cost more than their tokens."""
 
 
 GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
     FUSED: WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("mmpos, at once", partial(_turn, norm=True), _normalised),
-            Way("mmpos, at once, in place", partial(_turn, norm=True, inplace=True), _normalised),
-            Way("torch's norm, then mmpos", _apart, partial(_normalised, rounded=True), Role.PEER),
+            Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
+            Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
+            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
         ],
-        peers=partial(_norms, known=DIFFUSERS),
+        peers=partial(_norms, peers=DIFFUSERS),
     ),
     JOINT: WaysOfWork(
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("torch's norm, then mmpos", partial(_apart, inplace=True), partial(_normalised, rounded=True)),
+            Way("torch's norm, then mmpos", partial(_norm_first, inplace=True), partial(_normalised, rounded=True)),
         ],
-        peers=partial(_norms, known={**COMPILED_THEN_OURS, **DIFFUSERS}),
+        peers=partial(_norms, peers={**COMPILED_THEN_OURS, **DIFFUSERS}),
     ),
 }
-"""Groups of models that generate, of the sizes that their layers have."""
+"""Groups of generation models, with the sizes of their layers."""
 
 ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, **GENERATION_GROUPS}
-"""Every group, on whatever device."""
+"""Groups of all devices."""
 
 
 def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Call]:
-    """Make every call of ours, and the copies beside them, by group and name, or some.
+    """Return all of our calls and the copies by "group: name", or only the selected ones.
 
     Args:
-        bench: where the layers are made.
-        size: of the layer; groups of models that generate have as many tokens and documents of a layer of FLUX.1.
-        only: calls by group and name; none are all.
+        bench: creates the layers.
+        size: size of the layer; the group of generation models uses a FLUX.1 layer with the same tokens and documents.
+        only: names of calls; empty means all.
     """
     layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)
-    ways = [(layer, group, way) for group, known in GROUPS.items() for way in known.ways]
-    ways += [(image, FUSED, way) for way in GENERATION_GROUPS[FUSED].ways]
-    ours = [each for each in ways if each[2].role is not Role.PEER and "reference" not in each[2].name]
-    named = {f"{group}: {way.name}": (layer, way) for layer, group, way in ours}
-    return {name: way.make(layer) for name, (layer, way) in named.items() if not only or name in only}
+    calls = [(f"{group}: {way.name}", way, layer) for group, work in GROUPS.items() for way in work.ways]
+    calls += [(f"{FUSED}: {way.name}", way, image) for way in GENERATION_GROUPS[FUSED].ways]
+    ours = [call for call in calls if call[1].role is not Role.PEER and "reference" not in call[1].name]
+    return {name: way.make(layer) for name, way, layer in ours if not only or name in only}

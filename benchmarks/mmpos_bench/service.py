@@ -1,4 +1,4 @@
-"""The service: its processor time and calls per second, against a bare echo of as many bytes."""
+"""Service: processor time and calls per second, compared with an echo of the same number of bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with needed_for("the service suite", extra="server"):
 
 @dataclass(frozen=True)
 class ServiceSizes:
-    """Sizes and durations; seconds are those of a turn."""
+    """Sizes and durations; ``seconds`` is the duration of a turn."""
 
     tokens: int = 4096
     images: int = 4
@@ -63,11 +63,11 @@ QUICK = ServiceSizes(64, 1, 4, 4, 2, 0.02, 2, 2, 4)
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every case; the servers and two client processes share the machine."""
     if sys.platform != "linux":
-        raise UnsupportedError(f"service: got {sys.platform}, want Linux, which tells the processor time of a server")
+        raise UnsupportedError(f"service: got {sys.platform}, want Linux, which reports processor times of servers")
     sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
         commands = [echo(options.malloc), service(options.malloc)]
-        if not options.quick:  # each takes seconds to start: a quick run makes do with the one that logs
+        if not options.quick:  # a server takes seconds to start, so quick runs use the logging server for both
             commands.append(service(options.malloc, "--log-level", "warning"))
         bare, logging, *more = stack.enter_context(started(*commands))
         quiet = more[0] if more else logging
@@ -81,33 +81,33 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 @dataclass(frozen=True)
 class _Suite:
-    """The processes, and the cases that load a server."""
+    """Server and client processes, and the cases that load a server."""
 
     sizes: ServiceSizes
     quiet: ServerProcess
-    logging: ServerProcess  # as it ships, which logs every request
-    bare: ServerProcess  # the echo server
-    pool: ProcessPoolExecutor  # of two clients
-    asking: Asking  # the quiet one
+    logging: ServerProcess  # default settings, which log every request
+    bare: ServerProcess  # echo server
+    pool: ProcessPoolExecutor  # two clients
+    asking: Asking  # asks the quiet server
 
     def cases(self, *, quick: bool) -> Iterator[Comparison]:
         """Yield every case."""
         ask, few = self.asking, self.sizes.batch
         for question in (ask.place(1), ask.place(few), ask.place(few, dense=True)):
             yield self.case("server CPU of a call", question, self.processor, by_cpu)
-        asked = [partial(ask.place, documents, stream=stream) for stream in (False, True) for documents in (1, few)]
-        asked += [partial(ask.text, documents) for documents in (1, few)]
-        asked += [partial(ask.photographs, documents) for documents in (1, self.sizes.photographs)]
-        for make in asked:
-            yield self.case("calls at once", make(), self.at_once, by_rate)
+        questions = [partial(ask.place, documents, stream=stream) for stream in (False, True) for documents in (1, few)]
+        questions += [partial(ask.text, documents) for documents in (1, few)]
+        questions += [partial(ask.photographs, documents) for documents in (1, self.sizes.photographs)]
+        for question_of in questions:
+            yield self.case("calls at once", question_of(), self.at_once, by_rate)
 
     def case(self, group: str, question: Question, line_up: Callable[[Question], Lineup], timer: Timer) -> Comparison:
-        """Make the case of a question."""
-        made, budget = partial(line_up, question), Budget(0.0, self.sizes.rounds)
-        return Comparison(group, question.name, made, "documents", budget=budget, timer=timer)
+        """Return the comparison of a question."""
+        budget = Budget(0.0, self.sizes.rounds)
+        return Comparison(group, question.name, partial(line_up, question), "documents", budget=budget, timer=timer)
 
     def processor(self, question: Question) -> Lineup:
-        """Line up processor time of a call."""
+        """Line up the processor time of a call."""
         ours = self.load(question)
         logging = ours.to(self.logging, question.path, question.answer)
         proof = partial(question.answered_by, self.logging.address)
@@ -119,7 +119,7 @@ class _Suite:
         return Lineup(contestants, question.work)
 
     def at_once(self, question: Question) -> Lineup:
-        """Line up time per document while both clients keep several calls in flight, and count documents."""
+        """Line up the time per document while both clients keep several calls in flight."""
         ours = self.load(question)
 
         def facts() -> Mapping[str, float]:
@@ -135,24 +135,24 @@ class _Suite:
         return Lineup((echoed, Contestant("mmpos", ours, proof=question.proof)), question.work, facts)
 
     def load(self, question: Question) -> Load:
-        """Have both clients load the quiet server, each with several calls or items of a stream in flight."""
+        """Return a load of the quiet server by both clients, each with several calls or stream items in flight."""
         in_flight = self.sizes.window if question.stream else self.sizes.in_flight
         order = Order(question.path, question.request, question.answer, self.sizes.seconds, in_flight)
         return Load(self.quiet, order, self.pool, 2)
 
     def echoed(self, load: Load, question: Question) -> Load:
-        """Put the load on the echo server, which answers as many bytes."""
+        """Return the same load of the echo server, with answers of the same size."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
 
 
 _LARGE = 2**29
-"""Bytes of a request, and of shared memory, where tensors are large."""
+"""Maximum bytes of a request and of shared memory for large tensors."""
 
 
 @contextmanager
 def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Comparison]]:
-    """Run a server for large tensors, and give the cases of rotations by it; bare is the address of the echo server."""
+    """Run a server for large tensors and yield the cases of its rotations; ``bare`` is the echo server's address."""
     with NamedTemporaryFile("w", suffix=".toml") as settings, ExitStack() as stack:
         settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
         settings.flush()
@@ -167,10 +167,10 @@ def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Com
 
 
 def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Lineup:
-    """Line up rotations of q and k in process, by the service, and an echo of as many bytes.
+    """Line up rotations of q and k in process and by the service, and an echo of the same number of bytes.
 
-    Most of the time of new tensors is that of new pages, so both are there: results in memory that was used before, and
-    new ones, of which the facts say how much of them was new. Results of the service are new ones.
+    New tensors spend most of their time on new memory pages. The in-process rotation is therefore measured with reused
+    memory and with new tensors, and the facts include the size of new pages. Results of the service are new tensors.
     """
     import torch
 
@@ -190,22 +190,22 @@ def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: Servic
         rotate_into(used, q, k, table, rotary)
         return used
 
-    here = partial(apply_rotary, q, k, table, rotary)
+    in_process = partial(apply_rotary, q, k, table, rotary)
     shared = partial(shares.apply_rotary, q, k, table, rotary)
-    want = bits(here())
+    want = bits(in_process())
     contestants = (
         limit("in process, used memory", into_used),
-        giving("in process, new tensors", here, want, Role.PART, bits),
+        giving("in process, new tensors", in_process, want, Role.PART, bits),
         giving("mmpos, shared memory", shared, want, read=bits),
         giving("mmpos, messages", partial(plain.apply_rotary, q, k, table, rotary), want, Role.PART, bits),
         giving("echo of messages", partial(ask, channel, echo_path(len(raw)), raw), raw, Role.PART),
     )
     work = {"calls": 1, "tokens": table.num_tokens, "bytes": 2 * len(raw)}
-    return Lineup(contestants, work, lambda: {"MiB of new pages in process": _new_pages(here) / 2**20})
+    return Lineup(contestants, work, lambda: {"MiB of new pages in process": _new_pages(in_process) / 2**20})
 
 
 def _new_pages(call: Call) -> int:
-    """Return the bytes of pages that this process touches for the first time during a call."""
+    """Return the bytes of memory pages that this process first touches during a call."""
     import resource  # which Windows lacks
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,7 +1,7 @@
-"""Servers in processes of their own, a bare echo among them, and clients in others: loads, floods, everything at once.
+"""Run servers, including an echo server, and clients in separate processes: loads, floods and random mixes of calls.
 
-python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number: new bytes for
-                                                every request, which is what a call costs before anything is done in it
+python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number: each request
+                                                returns new bytes, which measures the cost of a call without work
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.listening import Listen, address, transport_options
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
-"""Of every channel."""
+"""Options of every channel."""
 
 PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
-"""The bytes of a JPEG file of a cat, and of one of a cup."""
+"""JPEG files of a cat and of a cup, as bytes."""
 
-_ALONE = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # of channels that share no connection
+_ALONE = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # options of channels that share no connection
 _ECHO = re.compile(r"/echo/(Bytes|Stream)(\d+)")
 
-# The server, kept from tuning malloc.
+# Code that runs the server without tuning malloc.
 _UNTUNED = (
     "from mmpos_server import __main__, launch; launch.keep_large_blocks = bool; raise SystemExit(__main__.main())"
 )
@@ -63,44 +63,44 @@ _UNTUNED = (
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that listens at HOST:PORT."""
+    """Server process that listens at HOST:PORT."""
 
     pid: int
     address: str
 
     @property
     def cpu(self) -> float:
-        """Seconds of processor time, user and system, of all its threads so far: /proc/PID/stat, but not in ticks."""
+        """Seconds of user and system time of all its threads so far, more precise than /proc/PID/stat."""
         return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
 
     def memory(self, which: str = "VmRSS") -> float:
-        """Read the MiB that the process holds, or (VmHWM) held at most."""
+        """Return the current memory of the process in MiB, or its peak with VmHWM."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
 
 def service(malloc: str, *options: str) -> list[str]:
-    """Make the command line of our server, with malloc as it sets it or as the C library does."""
+    """Return the command line of our server, with tuned or default malloc."""
     words = ["-m", "mmpos_server"] if malloc == "tuned" else ["-c", _UNTUNED]
     return [sys.executable, *words, "--port", "0", *options]
 
 
 def echo(malloc: str) -> list[str]:
-    """Make the command line of the echo server."""
+    """Return the command line of the echo server."""
     return [sys.executable, "-m", "mmpos_bench.serving", "--malloc", malloc]
 
 
 @contextmanager
 def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
-    """Run servers while inside, all started at once; the first line of each ends in HOST:PORT.
+    """Run servers within the context; the first line that each prints ends with HOST:PORT.
 
     Raises:
-        ServiceError: one does not start.
+        ServiceError: a server does not start.
     """
     with ExitStack() as stack:
         running = []
         for command in commands:
-            # The log, a line for every call, goes nowhere.
+            # Discard the log, which has a line per call.
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             running.append(stack.enter_context(process))
             stack.callback(process.send_signal, signal.SIGTERM)
@@ -109,14 +109,14 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
             assert process.stdout is not None
             line = process.stdout.readline()
             if "listening on" not in line:
-                raise ServiceError(f"server: got none, want one that listens; this says why: {shlex.join(command)}")
+                raise ServiceError(f"server: got no listening server; to see the error, run {shlex.join(command)}")
             servers.append(ServerProcess(process.pid, line.split()[-1]))
         yield servers
 
 
 @contextmanager
 def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Run processes for functions of clients while inside; what they still do on leaving is cut off."""
+    """Run client processes within the context; their unfinished work is killed at the end."""
     pool = ProcessPoolExecutor(count, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         yield pool
@@ -128,7 +128,7 @@ def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """Keep whatever is started inside to this core."""
+    """Restrict processes started within the context to a core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -141,12 +141,12 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def echo_path(size: int, *, stream: bool = False) -> str:
-    """The method that answers so many bytes, once or to every item of a stream."""
+    """Return the path of the method that answers with ``size`` bytes, once or for every item of a stream."""
     return f"/echo/{'Stream' if stream else 'Bytes'}{size}"
 
 
 class _Echo(grpc.GenericRpcHandler):
-    """New bytes for each answer, as a service's are."""
+    """Handler that answers with newly allocated bytes, like a service."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         method = _ECHO.fullmatch(handler_call_details.method)
@@ -157,20 +157,20 @@ class _Echo(grpc.GenericRpcHandler):
         async def once(request: bytes, context: object) -> bytes:
             return bytes(size)
 
-        async def each(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        async def stream(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
             async for _ in requests:
                 yield bytes(size)
 
         if method[1] == "Stream":
-            return grpc.stream_stream_rpc_method_handler(each)
+            return grpc.stream_stream_rpc_method_handler(stream)
         return grpc.unary_unary_rpc_method_handler(once)
 
 
 async def _serve() -> None:
-    """Serve with the transport options of mmpos_server, and say where, as it does."""
+    """Run the echo server with the transport options of mmpos_server and print its address."""
     settings = {"limits": Limits(request_bytes=64 * 2**20)}
     options = dict(transport_options(load().model_copy(update=settings), reuse_port=False))
-    # Where grpc.aio itself asks for calls, they wait in the transport.
+    # grpc.aio fetches calls itself, so calls wait in the transport.
     options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
     server = grpc.aio.server(options=list(options.items()))
     server.add_generic_rpc_handlers([_Echo()])
@@ -181,58 +181,58 @@ async def _serve() -> None:
     await server.wait_for_termination()
 
 
-# Loads as contestants: a turn of one tells calls per second and processor time.
+# Loads as contestants: each turn measures calls per second and processor time.
 
 
 @dataclass(frozen=True)
 class Order:
-    """The same call again and again, or item of a stream, by grpc.aio."""
+    """Repeated call, or repeated item of a stream, by grpc.aio."""
 
     path: str
     request: bytes
-    answer: bytes  # what must come back
+    answer: bytes  # expected answer
     seconds: float
-    in_flight: int = 1  # calls, or items of a stream, at once
+    in_flight: int = 1  # number of concurrent calls or stream items
 
 
 @dataclass(frozen=True)
 class LoadTurn:
-    """One turn of a load."""
+    """Result of one turn of a load."""
 
-    per_second: float  # calls, or items of a stream
-    cpu: float  # seconds of the server's processor per call
+    per_second: float  # calls or stream items per second
+    cpu: float  # processor seconds of the server per call
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """An order to clients, who carry it out each time it is called."""
+    """Callable that makes clients carry out an order."""
 
-    server: ServerProcess  # whose processor time counts
+    server: ServerProcess  # server whose processor time is measured
     order: Order
     pool: ProcessPoolExecutor
-    count: int = 1  # of clients at once
+    count: int = 1  # number of concurrent clients
     turns: list[LoadTurn] = field(default_factory=list)
 
     def __call__(self) -> LoadTurn:
-        """Take one turn, which is also remembered.
+        """Run one turn and append it to ``turns``.
 
         Raises:
-            NotEqualError: an answer is not the one that was ordered, or none came.
+            NotEqualError: an answer is missing or differs from the expected one.
         """
         began = self.server.cpu
-        asked = [self.pool.submit(carry_out, self.server.address, self.order) for _ in range(self.count)]
-        done = [each.result() for each in asked]
-        calls, per_second = sum(count for count, _ in done), sum(count / seconds for count, seconds in done)
+        futures = [self.pool.submit(carry_out, self.server.address, self.order) for _ in range(self.count)]
+        results = [future.result() for future in futures]
+        calls, per_second = sum(count for count, _ in results), sum(count / seconds for count, seconds in results)
         self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / calls))
         return self.turns[-1]
 
     def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
-        """Make the same load on another method."""
+        """Return the same load of another method."""
         return Load(server, replace(self.order, path=path, answer=answer), self.pool, self.count)
 
 
 def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
-    """Call a method, or send one item of a stream; gives the answer."""
+    """Call a method, or send one item of a stream, and return the answer."""
     call: Any = channel.stream_stream(path) if "/Stream" in path else channel.unary_unary(path)
     answer: bytes
     if "/Stream" in path:
@@ -243,12 +243,12 @@ def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
 
 
 def carry_out(address: str, order: Order) -> tuple[int, float]:
-    """Carry out an order; gives the number of calls or items, and the seconds in all.
+    """Carry out an order and return the number of calls or items and the total seconds.
 
     Raises:
-        NotEqualError: another answer, or none.
+        NotEqualError: an answer is missing or differs from the expected one.
     """
-    work, began = _streamed if "/Stream" in order.path else _at_once, perf_counter()
+    work, began = _streamed if "/Stream" in order.path else _called, perf_counter()
     try:
         count = _loop().run_until_complete(work(address, order, began + order.seconds))
     except Exception as error:
@@ -263,21 +263,21 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @cache
 def _channel(address: str) -> grpc.aio.Channel:
-    """Open one channel for all orders of this process."""
+    """Return the channel to a server for all orders of this process."""
     return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 
-async def _at_once(address: str, order: Order, end: float) -> int:
+async def _called(address: str, order: Order, end: float) -> int:
     call: Any = _channel(address).unary_unary(order.path)
 
-    async def one_after_the_other() -> int:
+    async def repeat() -> int:
         count = 0
         while perf_counter() < end or not count:
             _check(await call(order.request), order)
             count += 1
         return count
 
-    return sum(await asyncio.gather(*(one_after_the_other() for _ in range(order.in_flight))))
+    return sum(await asyncio.gather(*(repeat() for _ in range(order.in_flight))))
 
 
 async def _streamed(address: str, order: Order, end: float) -> int:
@@ -301,25 +301,25 @@ async def _streamed(address: str, order: Order, end: float) -> int:
 
 def _check(answer: bytes, order: Order) -> None:
     if answer != order.answer:
-        raise NotEqualError(f"got {len(answer)} bytes, want other {len(order.answer)}")
+        raise NotEqualError(f"got {len(answer)} bytes, want the expected {len(order.answer)} bytes")
 
 
 def _by(seconds: Callable[[LoadTurn], float]) -> Timer:
-    """Make a timer of loads, whose turns tell their seconds themselves; the first turn of each warms up."""
+    """Return a timer of loads, whose turns measure their own seconds; the first turn of each is a warm-up."""
 
     def turn(call: Call) -> float:
-        made = call()
-        assert isinstance(made, LoadTurn)
-        return seconds(made)
+        result = call()
+        assert isinstance(result, LoadTurn)
+        return seconds(result)
 
     return lambda calls, budget, tick: in_turns(calls, budget.rounds, 1, turn, tick)
 
 
 by_cpu = _by(lambda turn: turn.cpu)
-"""Seconds of the server's processor per call."""
+"""Timer of the server's processor seconds per call."""
 
 by_rate = _by(lambda turn: 1 / turn.per_second)
-"""Seconds of the clock per call, of many at once."""
+"""Timer of wall-clock seconds per call for concurrent calls."""
 
 
 # Floods.
@@ -327,17 +327,17 @@ by_rate = _by(lambda turn: 1 / turn.per_second)
 
 @dataclass(frozen=True)
 class FloodCall:
-    """A call of a flood."""
+    """Call of a flood."""
 
-    due: float  # seconds after the beginning
+    due: float  # scheduled time in seconds after the beginning
     status: str
-    seconds: float  # from when it was due to its end
+    seconds: float  # from the scheduled time to the end
 
 
 def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
-    """Send calls at random times of a Poisson process, fixed beforehand however long the answers to others take.
+    """Send calls at the random times of a Poisson process, which are independent of the answers.
 
-    What this process cannot send in time, it leaves out.
+    Calls that this process cannot send in time are omitted.
     """
     return asyncio.run(_flood(address, path, request, rate, seconds))
 
@@ -367,31 +367,31 @@ async def _flood(address: str, path: str, request: bytes, rate: float, seconds: 
     return sent
 
 
-# Everything at once.
+# Random mixes of calls.
 
 _SEGMENTS = SegmentTable.from_documents(workload(1, 4096, 4, 24))
 _QUERY = PositionsQuery(_SEGMENTS, views=[Decode(3)], dense=Dense())
 _ROTARY = Rotary(head_dim=64, theta=10000.0, axes=2)
 _ONE_IMAGE = [["x", photo] for photo in PHOTOGRAPHS]
 
-Deeds = dict[str, Callable[[], object]]
+Actions = dict[str, Callable[[], object]]
 
 
 def everything(address: str, seconds: float, seed: int) -> Counter[str]:
-    """Do everything that clients do, also what they should not, in a random order; counts the outcomes of each."""
+    """Run all kinds of valid and invalid calls in random order, and return the number of outcomes of each."""
     import torch
 
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
     with Client(address, timeout=20) as client, Client(address, timeout=20, shared_memory=2**26) as sharing:
         chance = random.Random(seed)
-        deeds = _calls(address, chance, client, sharing) | _mistakes(address, chance, client)
+        actions = _calls(address, chance, client, sharing) | _mistakes(address, chance, client)
         end = monotonic() + seconds
         while monotonic() < end:
-            name, deed = chance.choice(sorted(deeds.items()))
+            name, action = chance.choice(sorted(actions.items()))
             outcome = "OK"
             try:
-                deed()
+                action()
             except MmposError as error:
                 outcome = type(error).__name__
             except grpc.RpcError as error:
@@ -406,8 +406,8 @@ def _ids(caller: Client, documents: int) -> object:
     return caller.query(PositionsQuery(segments, dense=Dense()))
 
 
-def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Deeds:
-    """Name what clients usually do, with large tensors in messages and in shared memory, and streams, some dropped."""
+def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Actions:
+    """Return valid calls by name, with large tensors in messages and in shared memory, and streams, some abandoned."""
     import torch
 
     def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:
@@ -432,13 +432,13 @@ def _calls(address: str, chance: random.Random, client: Client, sharing: Client)
         "share_build": lambda: sharing.build_batch(_ONE_IMAGE),
         "share_ids": lambda: _ids(sharing, 16),
         "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
-        "stream_build": lambda: deque(client.stream_build([each] for each in _ONE_IMAGE * 2), maxlen=0),
+        "stream_build": lambda: deque(client.stream_build([document] for document in _ONE_IMAGE * 2), maxlen=0),
         "stream_dropped": stream_dropped,
     }
 
 
-def _mistakes(address: str, chance: random.Random, client: Client) -> Deeds:
-    """Name what they should not do, and calls that nobody waits for."""
+def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
+    """Return invalid, cancelled and timed-out calls by name."""
 
     def raw(path: str, request: bytes) -> None:
         with grpc.insecure_channel(address, options=_ALONE) as channel:
@@ -475,6 +475,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Deeds:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--malloc", choices=MALLOCS, default="tuned", help="as mmpos_server tunes it")
+    parser.add_argument("--malloc", choices=MALLOCS, default="tuned", help="malloc settings")
     set_malloc(parser.parse_args().malloc)
     asyncio.run(_serve())

@@ -1,4 +1,4 @@
-"""Suites of comparisons: contestants that do the same work, each proved before any is timed."""
+"""Suites of comparisons: contestants do the same work, and all results are proved before timing."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "images": "from the bytes of photographs to patches",
         "rotary": "rotations of q and k, forward and backward",
         "data": "from examples to batches and packs",
-        "service": "calls of the service, beside a bare echo",
+        "service": "calls of the service, compared with an echo",
     }
 )
-"""Every suite, which is the module mmpos_bench.<name> with a function ``cases(options)``, and its subject."""
+"""Subjects by suite; a suite is the module mmpos_bench.<name> with a function ``cases(options)``."""
 
 FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 
 T = TypeVar("T")
 
 Watch = Callable[[str, int, int], None]
-"""Receives the title of the comparison under way, the rounds done, and the rounds there are."""
+"""Callback with the title of the current comparison, the number of completed rounds and of all rounds."""
 
 Attempt = Callable[[str, Callable[[], object]], bool]
-"""Does some work of a name, and tells whether it went well."""
+"""Function that does named work and returns whether it succeeded."""
 
 
 class Role(StrEnum):
-    """The part of a contestant in a comparison."""
+    """Role of a contestant in a comparison."""
 
-    LIMIT = "limit"  # what the machine can do at best: a fill, a copy, an echo
+    LIMIT = "limit"  # the best that the machine can do: a fill, a copy, an echo
     OURS = "ours"  # compared with the limit and with every peer
-    PART = "part"  # one stage of ours: compared with the limit alone
+    PART = "part"  # one stage of ours, compared only with the limit
     PEER = "peer"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work of a comparison."""
+    """One implementation of the work of a comparison."""
 
-    name: str  # in tables, at most about 30 characters
+    name: str  # name in tables, at most about 30 characters
     call: Call  # does the work once
-    proof: Callable[[], object]  # raises NotEqualError if the call is wrong
+    proof: Callable[[], object]  # raises NotEqualError if the result of the call is wrong
     role: Role = Role.OURS
 
 
@@ -66,29 +66,29 @@ def giving(
     read: Callable[[T], object] = lambda result: result,
     at_most: float = 0.0,
 ) -> Contestant:
-    """Make a contestant whose call must give some result; read makes what is compared with it."""
+    """Return a contestant whose call must return ``want``, after conversion by ``read``."""
     return Contestant(name, call, lambda: equal(read(call()), want, at_most), role)
 
 
 def limit(name: str, call: Call) -> Contestant:
-    """Make the contestant that the others are measured by, of whose results nothing is claimed."""
+    """Return the limit of a comparison, whose results are not checked."""
     return Contestant(name, call, lambda: None, Role.LIMIT)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """The contestants of a comparison, at most one of them the limit, with the arrays that they work on."""
+    """Contestants of a comparison, at most one of which is the limit."""
 
     contestants: Sequence[Contestant]
-    work: Mapping[str, int]  # of one call, such as {"tokens": 4096, "bytes": 32768}
-    facts: Callable[[], Mapping[str, float]] = dict  # numbers beside the times, asked for once after the timing
+    work: Mapping[str, int]  # work of one call, such as {"tokens": 4096, "bytes": 32768}
+    facts: Callable[[], Mapping[str, float]] = dict  # returns further numbers; called once after timing
 
 
 def strictly(name: str, work: Callable[[], object]) -> bool:
-    """Do some work, and name it in the error if a contestant is wrong: nothing of the comparison is timed then.
+    """Do some work, and add its name to the error if a contestant is wrong.
 
     Raises:
-        NotEqualError: the work raised it.
+        NotEqualError: the work raised NotEqualError; its comparison is then not timed.
     """
     try:
         work()
@@ -99,12 +99,12 @@ def strictly(name: str, work: Callable[[], object]) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measurement to make."""
+    """Comparison that can be measured."""
 
-    group: str  # the heading under which comparisons are shown together
-    name: str  # of this one within its group
-    line_up: Callable[[], Lineup]  # makes the contestants when it is their turn
-    unit: str = "tokens"  # the key of work by which times are divided in tables
+    group: str  # heading under which comparisons are shown together
+    name: str  # name within the group
+    line_up: Callable[[], Lineup]  # creates the contestants when the comparison begins
+    unit: str = "tokens"  # key of work by which times are divided in tables
     budget: Budget = FULL
     timer: Timer = compare
 
@@ -114,35 +114,35 @@ class Comparison:
         return f"{self.group}: {self.name}"
 
     def measure(self, budget: Budget, tick: Tick, attempt: Attempt = strictly) -> Measurement:
-        """Prove all contestants, then time them in turn; those whose proof the attempt excuses are left out.
+        """Prove all contestants, then time them; contestants whose attempted proof fails are omitted.
 
         Raises:
-            NotEqualError: naming the comparison by its title, and the contestant that differs.
+            NotEqualError: a contestant is wrong; the message names the comparison and the contestant.
         """
         lineup = self.line_up()
-        proved = [each for each in lineup.contestants if attempt(f"{self.title}, {each.name}", each.proof)]
-        times = self.timer({each.name: each.call for each in proved}, budget, tick)
-        timed = tuple(Timed(each.name, each.role.value, times[each.name]) for each in proved)
+        proved = [one for one in lineup.contestants if attempt(f"{self.title}, {one.name}", one.proof)]
+        times = self.timer({one.name: one.call for one in proved}, budget, tick)
+        timed = tuple(Timed(one.name, one.role.value, times[one.name]) for one in proved)
         work = dict(lineup.work)
         return Measurement(self.group, self.name, timed, work, self.unit, dict(lineup.facts()))
 
 
 @dataclass
 class SuiteOptions:
-    """The options of a run that suites heed, and the peers that were missing."""
+    """Options of a run for suites, and the missing peers."""
 
-    quick: bool = False  # toy sizes, every path once; the figures mean nothing
-    peers: bool = False  # whether other projects take part, those that are installed
-    malloc: str = "default"  # the setting of this process, which suites that start others give to them
-    missing: dict[str, str] = field(default_factory=dict)  # why, by peer
+    quick: bool = False  # toy sizes and every path once; the figures are meaningless
+    peers: bool = False  # whether installed peers take part
+    malloc: str = "default"  # setting of this process, which suites pass to the processes that they start
+    missing: dict[str, str] = field(default_factory=dict)  # reasons by missing peer
 
     def peer(self, name: str, load: Callable[[], T]) -> T | None:
-        """Load a peer, which load imports; None where peers are not wanted, or where this one is missing."""
+        """Return the peer that ``load`` imports, or None if peers are disabled or this one is missing."""
         if not self.peers:
             return None
         try:
             return load()
-        # Peers of other versions may lack names, and fail in their own ways while they are imported.
+        # Other versions of a peer may lack names, and imports may fail with any exception.
         except Exception as error:
             self.missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             return None
@@ -157,22 +157,22 @@ def run(
     only: str = "",
     watch: Watch = lambda title, done, rounds: None,
 ) -> SuiteReport:
-    """Run a suite on this machine; Ctrl-C ends it after the comparisons that were done.
+    """Run a suite on this machine; Ctrl-C ends the run and keeps completed comparisons.
 
     Args:
         suite: a name from SUITES.
-        peers: whether installed peers take part; those that are missing are named in the report.
-        quick: toy sizes, every path once.
-        malloc: "default" or "tuned"; tuned stays for the rest of the process.
-        only: measure only comparisons whose group and name contain this.
-        watch: called before each comparison, and after every round.
+        peers: whether installed peers take part; the report names missing ones.
+        quick: run every path once with toy sizes.
+        malloc: "default" or "tuned"; the setting stays for the rest of the process.
+        only: text that the title of a comparison must contain.
+        watch: called before each comparison and after every round.
 
     Raises:
-        InvalidInputError: an unknown suite or malloc, or no such comparison.
-        KeyboardInterrupt: Ctrl-C before the first comparison was done.
-        NotEqualError: a contestant gives other results than it should.
-        UnsupportedError: malloc cannot be tuned here.
-        ImportError: the suite needs a library that is not installed.
+        InvalidInputError: the suite or malloc setting is unknown, or no title contains ``only``.
+        KeyboardInterrupt: Ctrl-C before the first comparison was completed.
+        NotEqualError: a contestant returned a wrong result.
+        UnsupportedError: malloc cannot be tuned on this machine.
+        ImportError: the suite requires a library that is not installed.
     """
     one_of("suite", suite, tuple(SUITES))
     one_of("malloc", malloc, MALLOCS)
@@ -193,5 +193,5 @@ def run(
             raise
         interrupted = True
     if not measurements:
-        raise InvalidInputError(f"only: got {only!r}, want part of the name of a case")
+        raise InvalidInputError(f"only: got {only!r}, want a part of a case's name")
     return SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)

@@ -1,4 +1,4 @@
-"""Timing of calls in one process: all contestants take turns, so that a machine's moods meet all of them."""
+"""Measure calls in one process; contestants alternate, so that fluctuations of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from itertools import repeat
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
-"""Receives after every round how many are done, and how many there are."""
+"""Callback with the number of completed rounds and of all rounds, called after every round."""
 
-_SHORTEST = 2e-4  # seconds that a turn is made to last while it is found out how long a call takes
-_FEWEST = 3  # turns of a contestant that takes more time than it has
+_SHORTEST = 2e-4  # minimum seconds of a turn that estimates the time of a call
+_FEWEST = 3  # minimum turns of a contestant, even if it exceeds its time budget
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The time for a measurement."""
+    """Time budget of a measurement."""
 
-    seconds: float = 1.0  # for each contestant; one call of a slow contestant may take more
-    rounds: int = 25  # in which every contestant has its turn
+    seconds: float = 1.0  # per contestant; one call of a slow contestant may take longer
+    rounds: int = 25  # number of rounds, in each of which every contestant has a turn
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: the middle of all turns, the 20th and 80th percentile, and how many turns there were."""
+    """Seconds per call: median, 20th and 80th percentile over turns, and the number of turns."""
 
     median: float
     p20: float
@@ -37,7 +37,7 @@ class Timing:
 
     @classmethod
     def of(cls, values: list[float]) -> Timing:
-        """Take the middle and the range of measurements, at least two.
+        """Compute the median and percentiles of at least two measurements.
 
         >>> Timing.of([3.0, 1.0, 2.0]).median
         2.0
@@ -47,16 +47,16 @@ class Timing:
 
 
 Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
-"""Times contestants, by name: `compare`, or a suite's own, for devices and other processes."""
+"""Function that times contestants by name: `compare`, or a suite's own for devices and other processes."""
 
 
 def compare(
     calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = lambda done, rounds: None
 ) -> dict[str, Timing]:
-    """Time contestants by the clock of this machine.
+    """Measure contestants by the clock of this machine.
 
-    A turn is as many calls as fit the contestant's share of a round. A contestant that is too slow for that sits out
-    some rounds, evenly, but has at least three turns where there are as many rounds.
+    A turn consists of as many calls as fit into the contestant's share of a round. Slower contestants skip rounds at
+    even intervals, but have at least three turns if there are at least three rounds.
     """
     once = {call: _once(call) for call in calls.values()}
     share = budget.seconds / budget.rounds
@@ -69,7 +69,7 @@ def compare(
 
 
 def _once(call: Call) -> float:
-    """Seconds of a warm call; the first warms up and does not count."""
+    """Return the seconds of a warm call, after one warm-up call."""
     call()
     count, took = 1, _turn(call, 1)
     while took * count < _SHORTEST:
@@ -79,7 +79,7 @@ def _once(call: Call) -> float:
 
 
 def _turn(call: Call, count: int) -> float:
-    """Seconds per call."""
+    """Return the seconds per call."""
     begin = time.perf_counter()
     for _ in repeat(None, count):
         call()
@@ -94,15 +94,15 @@ def in_turns(
     tick: Tick,
     plays: Callable[[Call, int], bool] = lambda call, turn: True,
 ) -> dict[str, Timing]:
-    """Time contestants that have a turn in every round.
+    """Measure alternating contestants.
 
     Args:
-        calls: the contestants, by name.
-        rounds: that count.
-        warm: rounds before them.
-        seconds: takes the turn of a call, and measures it.
-        tick: called after every round that counts.
-        plays: tells which call has a turn in which round.
+        calls: the contestants by name.
+        rounds: number of rounds after warm-up.
+        warm: number of warm-up rounds.
+        seconds: runs a turn of a call and returns its seconds per call.
+        tick: called after every round except warm-up rounds.
+        plays: whether a call has a turn in a round.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warm, rounds):
@@ -118,7 +118,7 @@ def in_turns(
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """Give torch one thread while inside; yields how many it would take."""
+    """Limit torch to one thread within the context; yield its previous number of threads."""
     import torch
 
     threads = torch.get_num_threads()

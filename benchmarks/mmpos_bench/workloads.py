@@ -1,4 +1,4 @@
-"""Documents of the position benchmarks, and their ids by a loop that shares nothing with the library."""
+"""Documents of the position benchmarks, and their ids computed by a loop independent of the library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.float64]
 
 
 def workload(documents: int, tokens: int, images: int, side: int) -> list[Document]:
-    """Make documents of equal length with square images spread evenly between texts."""
+    """Build documents of equal length with evenly spaced square images."""
     text = tokens - images * side * side
     cuts = [text * i // (images + 1) for i in range(images + 2)]
     first, *lengths = [stop - start for start, stop in pairwise(cuts)]
@@ -41,7 +41,7 @@ WORKLOADS: dict[str, list[Document]] = {
 
 
 def prompted(images: int) -> list[Document]:
-    """Draw images with sides of 32 to 80, each behind its prompt."""
+    """Draw random images with sides of 32 to 80, each preceded by its prompt."""
     draw = random.Random(0)
     return [[Text(512), Grid(draw.randint(32, 80), draw.randint(32, 80))] for _ in range(images)]
 
@@ -50,44 +50,44 @@ PROMPTED: dict[str, list[Document]] = {
     "1 image of 64×64": [[Text(512), Grid(64, 64)]],
     "64 images, sides of 32 to 80": prompted(64),
 }
-"""Images of models that generate, each behind its prompt."""
+"""Images of generation models, each preceded by its prompt."""
 
 
 def tokens_of(part: Text | Grid) -> int:
-    """Count the tokens of a text, an image or a video."""
+    """Return the number of tokens of a text, an image or a video."""
     return part.frames * part.height * part.width if isinstance(part, Grid) else part.length
 
 
 def counts(documents: list[Document]) -> dict[str, int]:
-    """Count tokens, images and documents."""
+    """Return the numbers of tokens, images and documents."""
     parts = [part for document in documents for part in document]
     images = sum(isinstance(part, Grid) for part in parts)
     return {"tokens": sum(map(tokens_of, parts)), "images": images, "documents": len(documents)}
 
 
 def loop_ids(documents: list[Document], scheme: str) -> Ids:
-    """Number packed documents of text, still images and, in "wan", videos.
+    """Compute ids of packed documents with text, still images and, for "wan", videos.
 
     Args:
-        documents: the parts of each.
+        documents: parts of each document.
         scheme: "rope-tie", "rope-tie-v2", "mrope", "flux" (images without references) or "wan".
 
     Returns:
-        (axes, tokens).
+        (axes, tokens) ids.
     """
-    axes, image, text_runs = _LOOPS[scheme]
-    known: dict[Grid, tuple[Ids, int]] = {}
+    axes, image, text_advances = _LOOPS[scheme]
+    cached: dict[Grid, tuple[Ids, int]] = {}
     blocks: list[Ids] = []
     for document in documents:
         last = -1
         for part in document:
             if isinstance(part, Grid):
-                if part not in known:
-                    known[part] = image(part)
-                block, advance = known[part]
+                if part not in cached:
+                    cached[part] = image(part)
+                block, advance = cached[part]
                 blocks.append(block + last)
                 last += advance
-            elif text_runs:
+            elif text_advances:
                 blocks.append(np.broadcast_to(np.arange(last + 1.0, last + 1 + part.length), (axes, part.length)))
                 last += part.length
             else:
@@ -96,18 +96,18 @@ def loop_ids(documents: list[Document], scheme: str) -> Ids:
 
 
 def _plane(grid: Grid) -> Ids:
-    """(2, tokens) row and column of every patch, from zero."""
+    """Return the (2, tokens) row and column of every patch, from 0."""
     return np.indices((grid.height, grid.width), dtype=np.float64).reshape(2, -1)
 
 
 def _tie(grid: Grid) -> tuple[Ids, int]:
-    """Rows w + 1 apart and columns h + 1 apart, so that both fill the square up to the next text."""
+    """Return ids with rows w + 1 apart and columns h + 1 apart, so that both axes span the ids up to the next text."""
     down, right = grid.width + 1.0, grid.height + 1.0
     return (_plane(grid) + 1) * [[down], [right]], int(down * right) - 1
 
 
 def _tie_v2(grid: Grid) -> tuple[Ids, int]:
-    """One id apart around the middle of the ids that its tokens would have as text."""
+    """Return ids with distance 1 around the middle of the ids that the tokens would have as text."""
     height, width = grid.height, grid.width
     middle = (height * width + 1) / 2
     return _plane(grid) - [[(height - 1) / 2], [(width - 1) / 2]] + middle, height * width
@@ -118,12 +118,12 @@ def _mrope(grid: Grid) -> tuple[Ids, int]:
 
 
 def _latent(grid: Grid) -> tuple[Ids, int]:
-    """Frame, row and column from zero, whatever came before."""
+    """Return frame, row and column from 0, regardless of preceding parts."""
     return np.indices((grid.frames, grid.height, grid.width), dtype=np.float64).reshape(3, -1) + 1, 0
 
 
-# The axes of a scheme; an image's ids counted from the last text id, with the ids that it takes from text; and whether
-# text runs or rests at zero.
+# Number of axes; function of an image's ids relative to the last text id, and of its advance; whether text ids advance
+# or stay 0.
 _LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
     "rope-tie": (2, _tie, True),
     "rope-tie-v2": (2, _tie_v2, True),

@@ -1,10 +1,10 @@
-"""Rotations of q and k by multimodal positions: exact phases, one fused kernel, forward and backward.
+"""Rotate q and k by multimodal positions: exact phases, one fused kernel for forward and backward.
 
 Shapes used throughout:
 
     q              (tokens, num_heads, head_dim) "thd", (batch, seq, num_heads, head_dim) "bshd",
-                   or (batch, num_heads, seq, head_dim) "bhsd"; k likewise with num_kv_heads
-    inv_freq       (pairs,) rad per position; pairs = rotary_dim / 2
+                   or (batch, num_heads, seq, head_dim) "bhsd"; k has the same layout with num_kv_heads
+    inv_freq       (pairs,) radians per position; pairs = rotary_dim / 2
     cos, sin       (tokens, pairs) or (batch, seq, pairs) float32
 """
 

@@ -1,4 +1,4 @@
-"""Allocate axes and frequencies to pairs of channels."""
+"""Allocate position axes and frequencies to channel pairs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted, even, integer
 
 MAX_HEAD_DIM = 2**16
-"""Most channels of a head."""
+"""Largest head dimension."""
 
 MAX_HEADS = 256
-"""Most kv heads with axes of their own."""
+"""Largest number of kv heads with their own axes."""
 
 STILL = -1
-"""The axis of a pair, or of a head, that does not turn: its id is 0 everywhere."""
+"""Axis of a pair or head that is not rotated: its position id is always 0."""
 
 
 @dataclass(frozen=True)
 class PairLayout:
-    """The axis and the frequency of every pair.
+    """Axis and frequency of every pair.
 
     Args:
-        axis: (pairs,) the axis whose position multiplies the pair's frequency, or STILL; zeros where heads have axes.
-        rung: (pairs,) which frequency of that axis's ladder: θ_rung = theta^(−rung/rungs[axis]).
-        rungs: (axes,) frequencies of each axis's full ladder.
+        axis: (pairs,) axis whose position multiplies the pair's frequency, or STILL; all zeros if axes are per head.
+        rung: (pairs,) index into the frequency ladder of that axis: θ_rung = theta^(−rung/rungs[axis]).
+        rungs: (axes,) number of frequencies in the full ladder of each axis.
     """
 
     axis: tuple[int, ...]
@@ -35,34 +35,34 @@ class PairLayout:
 
 
 def _shared(axis: Sequence[int], axes: int) -> PairLayout:
-    """Share one ladder among all axes: pair j keeps θ_j, whatever its axis, so text is RoPE-1D."""
+    """Share one ladder among all axes: pair j has θ_j on any axis, so text is rotated as by RoPE-1D."""
     return PairLayout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
 
 
 def _interleaved(axes: int, pairs: int) -> PairLayout:
-    """Give pair j to axis j mod axes (HunyuanImage-3.0)."""
+    """Assign pair j to axis j mod axes (HunyuanImage-3.0)."""
     return _shared([j % axes for j in range(pairs)], axes)
 
 
 def _split(axes: int, pairs: int) -> PairLayout:
-    """Cut contiguous blocks, as equal as possible: the first pairs mod axes blocks hold one pair more."""
+    """Split into contiguous blocks of nearly equal size: the first pairs mod axes blocks have one extra pair."""
     return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)], axes)
 
 
 def _axial(axes: int, pairs: int) -> PairLayout:
-    """Give each axis its own full ladder of pairs/axes frequencies, one block per axis (vision encoders)."""
+    """Assign one block per axis, each with a full ladder of pairs/axes frequencies (vision encoders)."""
     if pairs % axes:
         raise InvalidInputError(f"allocation 'axial': got {pairs} pairs, want a multiple of axes={axes}, or axes_dim")
     return _ladders([pairs // axes] * axes, pairs)
 
 
 def _ladders(sizes: Sequence[int], pairs: int) -> PairLayout:
-    """Give each axis its own full ladder of so many frequencies, one block per axis (FLUX, Wan, HunyuanVideo)."""
+    """Assign one block per axis, each with a full ladder of the given size (FLUX, Wan, HunyuanVideo)."""
     return replace(_sections(sizes, pairs), rung=tuple(j for size in sizes for j in range(size)), rungs=tuple(sizes))
 
 
 def _pixtral(axes: int, pairs: int) -> PairLayout:
-    """Give even θ to rows, then odd θ to columns, of one ladder (Pixtral): the pairs change order with their θ."""
+    """Assign the even θ of one ladder to rows, then the odd θ to columns (Pixtral), which reorders the pairs."""
     if axes != 2:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
     if pairs % 2:
@@ -72,19 +72,19 @@ def _pixtral(axes: int, pairs: int) -> PairLayout:
 
 
 def _sections(section: Sequence[int], pairs: int) -> PairLayout:
-    """Cut contiguous blocks of these sizes (Qwen2-VL)."""
+    """Split into contiguous blocks of the given sizes (Qwen2-VL)."""
     return _shared([a for a, count in enumerate(section) for _ in range(count)], len(section))
 
 
 def _mrope_interleaved(section: Sequence[int], pairs: int) -> PairLayout:
-    """Give pairs 1, 4, 7, … to rows, 2, 5, 8, … to columns up to their sections, the rest to frames (Qwen3-VL)."""
+    """Assign pairs 1, 4, 7, … to rows and 2, 5, 8, … to columns up to their sections, the rest to frames (Qwen3-VL)."""
     axis = [0] * pairs
     for a in (1, 2):
         axis[a : 3 * section[a] : 3] = [a] * len(range(a, min(3 * section[a], pairs), 3))
     counts = [axis.count(a) for a in range(3)]
     if counts != list(section):
         raise InvalidInputError(
-            f"mrope_section: got {list(section)}, want sizes that interleave over {pairs} pairs, as {counts} does"
+            f"mrope_section: got {list(section)}, want sizes that interleave over {pairs} pairs, such as {counts}"
         )
     return _shared(axis, 3)
 
@@ -96,10 +96,10 @@ _BY_SECTION: Mapping[str, Callable[[Sequence[int], int], PairLayout]] = MappingP
     {"sections": _sections, "mrope-interleaved": _mrope_interleaved}
 )
 HEADS = "heads"
-"""Name of the allocation that gives all pairs of a head to one axis."""
+"""Name of the allocation that assigns all pairs of a head to one axis."""
 
 ALLOCATIONS: tuple[str, ...] = (*_BY_AXES, *_BY_SECTION, HEADS)
-"""Names of allocations; a sequence of the axis of each pair is an allocation, too."""
+"""Names of allocations; a sequence with the axis of each pair is also an allocation."""
 
 
 def allocate(
@@ -110,18 +110,18 @@ def allocate(
     axes_dim: Sequence[int] | None = None,
     head_axes: Sequence[int] | None = None,
 ) -> PairLayout:
-    """Lay out an allocation over this many pairs.
+    """Return the axis and frequency of each pair under an allocation.
 
     Args:
-        allocation: a name of ALLOCATIONS, or (pairs,) the axis of each pair, or STILL.
-        axes: position axes.
-        pairs: pairs of channels.
-        section: (axes,) pairs per axis, for "sections" and "mrope-interleaved" only.
-        axes_dim: (axes,) channels per axis, for "axial" and a vector only, whose pairs that do not turn are of none.
-        head_axes: (kv_heads,) the axis of each kv head, or STILL, for "heads" only.
+        allocation: a name in ALLOCATIONS, or a (pairs,) vector with the axis of each pair or STILL.
+        axes: number of position axes.
+        pairs: number of channel pairs.
+        section: (axes,) pairs per axis, only for "sections" and "mrope-interleaved".
+        axes_dim: (axes,) channels per axis, only for "axial" and for a vector, where STILL pairs count for no axis.
+        head_axes: (kv_heads,) axis of each kv head or STILL, only for "heads".
 
     Raises:
-        InvalidInputError: the allocation does not cover the pairs and axes.
+        InvalidInputError: the allocation does not match the pairs and axes.
     """
     if section is not None and (not isinstance(allocation, str) or allocation not in _BY_SECTION):
         raise InvalidInputError(f"mrope_section: got {list(section)}, want None for allocation {allocation!r}")
@@ -138,7 +138,7 @@ def allocate(
         return _shared(allocation, axes)
     if allocation in _BY_AXES:
         if pairs < axes:
-            raise InvalidInputError(f"axes: got {axes}, want at most one per pair, of which there are {pairs}")
+            raise InvalidInputError(f"axes: got {axes}, want at most {pairs}, one per pair")
         return _BY_AXES[allocation](axes, pairs)
     if section is None:
         raise InvalidInputError(f"mrope_section: got None, want pairs per axis for allocation {allocation!r}")
@@ -151,23 +151,23 @@ def allocate(
 
 
 def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> PairLayout:
-    """Lay out a ladder with a number of channels for every axis, block after block or in the order of a vector."""
+    """Lay out one ladder of axes_dim channels per axis, in consecutive blocks or in the order of a vector."""
     got = list(axes_dim)
     if isinstance(allocation, str) and allocation != "axial":
         raise InvalidInputError(f"axes_dim: got {got}, want None for allocation {allocation!r}")
     if len(axes_dim) != axes:
-        raise InvalidInputError(f"axes_dim: got {got}, want {axes} numbers of channels, one per axis")
+        raise InvalidInputError(f"axes_dim: got {got}, want {axes} channel counts, one per axis")
     for axis, channels in enumerate(axes_dim):
         even(f"axes_dim[{axis}]", channels)
-    turning = pairs if isinstance(allocation, str) else sum(axis != STILL for axis in allocation)
-    if sum(axes_dim) != 2 * turning:
-        raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to {2 * turning}, those that turn")
+    rotated = pairs if isinstance(allocation, str) else sum(axis != STILL for axis in allocation)
+    if sum(axes_dim) != 2 * rotated:
+        raise InvalidInputError(f"axes_dim: got {got}, want channels that sum to the {2 * rotated} rotated channels")
     layout = _ladders([channels // 2 for channels in axes_dim], pairs)
     if isinstance(allocation, str):
         return layout
     if len(allocation) != pairs or sorted(axis for axis in allocation if axis != STILL) != list(layout.axis):
         raise InvalidInputError(
-            f"allocation: got {list(allocation)}, want as many pairs of each axis as axes_dim {got}"
+            f"allocation: got {list(allocation)}, want axes_dim[axis] / 2 pairs of each axis, with axes_dim {got}"
         )
     rungs = [iter(range(count)) for count in layout.rungs]
     return replace(
@@ -176,16 +176,16 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
 
 
 def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> PairLayout:
-    """Give every head the whole ladder, for one axis (MHRoPE)."""
+    """Assign every head one axis and the whole ladder (MHRoPE)."""
     if not 1 <= len(head_axes) <= MAX_HEADS:
         got = counted(len(head_axes), "axis")
-        raise InvalidInputError(f"head_axes: got {got}, want 1 to {MAX_HEADS}, one for each kv head")
+        raise InvalidInputError(f"head_axes: got {got}, want 1 to {MAX_HEADS}, one per kv head")
     _check_axes("head_axes", head_axes, axes)
     return _shared((0,) * pairs, axes)
 
 
-def _check_axes(name: str, given: Sequence[int], axes: int) -> None:
-    for i, axis in enumerate(given):
+def _check_axes(name: str, values: Sequence[int], axes: int) -> None:
+    for i, axis in enumerate(values):
         integer(f"{name}[{i}]", axis, minimum=STILL, maximum=axes - 1)
 
 
@@ -195,7 +195,7 @@ def default_axes(
     axes_dim: Sequence[int] | None = None,
     head_axes: Sequence[int] | None = None,
 ) -> int:
-    """Return the number of axes that an allocation implies, or 2."""
+    """Return the number of axes that an allocation implies; 2 if it implies none."""
     per_axis = axes_dim if section is None else section
     if per_axis is not None:
         return len(per_axis)

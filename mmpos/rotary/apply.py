@@ -1,4 +1,4 @@
-"""Apply rotations to q and k, with or without a paged cache, and make cos, sin and angles for other kernels."""
+"""Rotate q and k, optionally into a paged cache, and compute cos, sin and angles for other kernels."""
 
 from __future__ import annotations
 
@@ -60,42 +60,42 @@ def apply_rotary(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by their positions: in one launch on a GPU, straight from the table.
+    """Rotate q and k by their positions, on a GPU in one launch that reads the position table directly.
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
-    in float32 with one rounding at the end. With ``precision="exact"`` cos and sin are within 2e-7 of the truth for
-    every int32 id, negative ids and fractions too; at ω rad per id, fractions that 2⁻³² does not divide add ω · 2⁻³².
+    computed in float32 and rounded once at the end. With ``precision="exact"`` the error of cos and sin is below 2e-7
+    for every int32 id, negative or fractional ones too; fractions not divisible by 2⁻³² add ω · 2⁻³² at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
-            float32, bfloat16 or float16, any strides: a view of a fused qkv is not copied.
-        k: likewise with num_kv_heads, or None.
-        positions: DevicePositions (nothing is copied), a PositionTable (one small copy), or dense ids, integer or
-            float64, of shape (axes, tokens) or (axes, batch, seq).
-        rotary: frequencies, and how they are allotted to axes and channels and heads.
-        layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four, never guessed from sizes.
-        norm: of each head, before the rotation or after it, in the same launch and without a rounding between.
-        cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an engine's own cache, read instead of the
-            rotary's frequencies: row i has cos of all pairs and then sin for id i, an integer. An id without a row is
-            an error where ids are read, on the host and with ``validate``; unread, its pairs become NaN.
-        inplace: write into q and k instead of new tensors; not while they require gradients.
-        conjugate: rotate by the negative angles, which undoes a rotation; a norm keeps its order.
-        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors, the extension in C on a
-            CPU; all give the same bits but for NaN, for a norm and for "hf", whose cos and sin are those of libraries.
-        validate: also check dense ids that lie on a device, and with ``cos_sin`` those of a table, which waits for it.
+            float32, bfloat16 or float16, with any strides: a view of a fused qkv is not copied.
+        k: the same shape with num_kv_heads, or None.
+        positions: DevicePositions (no copy), a PositionTable (one small copy), or dense ids, integer or float64,
+            of shape (axes, tokens) or (axes, batch, seq).
+        rotary: the frequencies and their allocation to axes, channels and heads.
+        layout: "thd", "bshd" or "bhsd"; None means thd for three dimensions and bshd for four, regardless of sizes.
+        norm: normalisation of each head before or after the rotation, in the same launch without intermediate rounding.
+        cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an inference engine's cache that replaces the
+            frequencies of rotary: row i holds cos of all pairs, then sin, for the integer id i. An id without a row is
+            an error on the host or with ``validate``; otherwise its pairs become NaN.
+        inplace: write into q and k instead of new tensors; not allowed while they require gradients.
+        conjugate: rotate by the negative angles, which inverts a rotation; the order of norm and rotation stays.
+        implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors, the C extension on a
+            CPU. All give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
+        validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; waits for the device.
 
     Returns:
-        q and k rotated (None for no k), in the dtypes and layout that came.
+        rotated q and k (None if k is None), with the dtypes and layout of the inputs.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices, axes or token counts do not fit together.
-        UnsupportedError: in place under autograd; gradients in forward mode, or of ``cos_sin``.
+        InvalidInputError: shapes, dtypes, devices, axes or token counts do not match.
+        UnsupportedError: in-place rotation under autograd; forward-mode gradients; gradients of ``cos_sin``.
     """
-    asked = cos_sin is None and validate is False  # what goes at once
-    turned, form = _at_once(q, k, positions, rotary, layout, norm, inplace, conjugate, implementation, asked)
-    if turned is not None:
-        return turned
+    direct = cos_sin is None and validate is False
+    rotated, form = _rotated_directly(q, k, positions, rotary, layout, norm, inplace, conjugate, implementation, direct)
+    if rotated is not None:
+        return rotated
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
@@ -118,9 +118,10 @@ def rotate_into(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> None:
-    """Rotate q and k into other tensors of their shapes, dtypes and device, which may be q and k, without gradients.
+    """Rotate q and k into outs, without gradients.
 
-    Arguments and errors are those of ``apply_rotary``, with ``validate``.
+    ``outs`` have the shapes, dtypes and device of q and k, and may be q and k. The other arguments and the errors are
+    those of ``apply_rotary`` with ``validate=True``.
     """
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, k4, positions, rotary, None, conjugate, "auto", True)
@@ -143,35 +144,35 @@ def rotate_and_store(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k, and write k and v into a paged cache: in one launch on a GPU, for inference.
+    """Rotate q and k and write k and v to a paged cache for inference, in one launch on a GPU.
 
-    The rotation and the norm are those of ``apply_rotary``, to the bit.
+    The results equal those of ``apply_rotary`` bit for bit.
 
     Args:
-        q: as for ``apply_rotary``, and so are k, positions, rotary, layout, norm, cos_sin and implementation.
+        q: as for ``apply_rotary``; this also holds for k, positions, rotary, layout, norm, cos_sin and implementation.
         k: rotated and written to the cache.
-        v: written to the cache; likewise with num_kv_heads as k; its head_dim may be another one.
-        positions: of every token, stored or not.
-        rotary: frequencies, and how they are allotted to axes and channels.
-        cache: where k and v go, and their scales where it has 8 bits.
-        layout: of q, k and v.
-        norm: of each head of q and k.
-        cos_sin: an engine's cache of cos and sin.
-        return_k: also give rotated k outside of the cache, as attention over the prompt itself may want it.
-        inplace: write rotated q into q, and with ``return_k`` k into k, instead of new tensors.
+        v: written to the cache; same shape as k, except that its head_dim may differ.
+        positions: positions of all tokens, including those that are not stored.
+        rotary: the frequencies and their allocation to axes, channels and heads.
+        cache: the paged cache of k and v, with their scales if it has 8 bits.
+        layout: layout of q, k and v.
+        norm: normalisation of each head of q and k.
+        cos_sin: an inference engine's cache of cos and sin.
+        return_k: also return rotated k, for example for attention over the prompt itself.
+        inplace: write rotated q into q and, with ``return_k``, rotated k into k instead of new tensors.
         implementation: "auto", "triton" or "reference".
-        validate: also check ids, slots and scales that lie on a device, which waits for the device.
+        validate: also check ids, slots and scales on a device; waits for the device.
 
     Returns:
-        q rotated, and k rotated if ``return_k``, else None, in the dtypes and layout that came, but for a q of 8 bits.
+        rotated q, and rotated k with ``return_k``, else None; like the inputs, but q is float8_e4m3fn with a q_scale.
 
     Raises:
-        InvalidInputError: something does not fit, slots and scales too where they are read: on the host, or validated.
-        LimitExceededError: 2³¹ slots or more in a cache.
-        UnsupportedError: under autograd; a cache of 8 bits without scales, or of another dtype of 8 bits.
+        InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
+        LimitExceededError: a cache has 2³¹ slots or more.
+        UnsupportedError: a tensor requires gradients; an 8-bit cache has no scales or an unsupported 8-bit dtype.
     """
-    alone = cos_sin is None and validate is return_k is False and _by_kernel(q, implementation)
-    form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace) if alone else None
+    direct = cos_sin is None and validate is return_k is False and _by_kernel(q, implementation)
+    form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace) if direct else None
     if form is not None and (done := launches.stored(form, q, k, v, positions, norm, cache, inplace)):
         return done
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
@@ -192,26 +193,26 @@ def rotate_and_store(
 def cos_sin(
     rotary: Rotary, positions: Positions, layout: TableLayout = "pairs", device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """Compute cos and sin of all tokens, in float32, times the attention factor.
+    """Compute cos and sin of all tokens in float32, multiplied by the attention factor.
 
     Args:
-        rotary: frequencies, and how they are allotted to axes and channels.
+        rotary: the frequencies and their allocation to axes, channels and heads.
         positions: DevicePositions, a PositionTable, or dense ids.
-        layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) where documents have one
-            length; "transformers": (batch, seq, rotary_dim) each, batch 1 when packed, channel by channel, as
-            Llama takes halves and Cohere adjacent pairs (GLM, Helium, Ernie 4.5 and Moonshine repeat adjacent
-            pairs themselves: give them "pairs" twice, ``torch.cat((cos, cos), -1)``); "torchtitan": one rope
-            cache, (…, 2·rotary_dim) of cos then sin, or complex64 (…, pairs) for adjacent pairs. Of a rotary with
-            head_axes "pairs" are (…, kv_heads, pairs), and "transformers" (batch, kv_heads, seq, rotary_dim), which
-            MHRoPE's own code repeats for the q heads of each kv head.
-        device: where to make them; None is where the positions are.
+        layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) if all documents have one length.
+            "transformers": cos and sin of shape (batch, seq, rotary_dim), batch 1 if packed, one value per channel:
+            in halves as Llama expects or in adjacent pairs as Cohere expects. (GLM, Helium, Ernie 4.5 and Moonshine
+            repeat adjacent pairs themselves: pass them "pairs" twice, ``torch.cat((cos, cos), -1)``.)
+            "torchtitan": one rope cache, cos then sin (…, 2·rotary_dim), or complex64 (…, pairs) for adjacent pairs.
+            With head_axes or kv_heads, "pairs" are (…, kv_heads, pairs) and "transformers" is (batch, kv_heads, seq,
+            rotary_dim), which MHRoPE's own code repeats for the q heads of each kv head.
+        device: device of the results; None means the device of the positions.
 
     Returns:
         new tensors.
 
     Raises:
-        InvalidInputError: the layout is not known, or positions do not have the axes of rotary.
-        UnsupportedError: "torchtitan" of a rotary with head_axes.
+        InvalidInputError: the layout is unknown, or the axes of positions and rotary differ.
+        UnsupportedError: layout "torchtitan" and a rotary with head_axes or kv_heads.
     """
     one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
     ids = _ids_for_tables(rotary, positions, device)
@@ -232,23 +233,23 @@ def cos_sin(
 
 
 def angles(rotary: Rotary, positions: Positions, device: torch.device | str | None = None) -> Tensor:
-    """Compute exact angles wrapped to [−π, π], as the fused rotary kernels of Megatron and TransformerEngine take them.
+    """Compute exact angles wrapped to [−π, π] for the fused rotary kernels of Megatron and TransformerEngine.
 
     Args:
-        rotary: frequencies, and how they are allotted to axes and channels; of exact precision.
+        rotary: the frequencies and their allocation to axes and channels, with precision "exact".
         positions: DevicePositions, a PositionTable, or dense ids.
-        device: where to make them; None is where the positions are.
+        device: device of the result; None means the device of the positions.
 
     Returns:
-        (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) where documents have one length.
+        (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) if all documents have one length.
 
     Raises:
-        UnsupportedError: a rotary of precision "hf", or with head_axes.
-        InvalidInputError: positions do not have the axes of rotary.
+        UnsupportedError: a rotary with precision "hf", head_axes or kv_heads.
+        InvalidInputError: the axes of positions and rotary differ.
     """
     if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
-            "angles: got precision 'hf', want 'exact': wrapped angles would not be those of the peer"
+            "angles: got precision 'hf', want 'exact': wrapped angles would differ from those of Transformers"
         )
     _check_heads_turn_alike("angles", rotary)
     ids = _ids_for_tables(rotary, positions, device)
@@ -259,16 +260,16 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
 
-def _at_once(
+def _rotated_directly(
     q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
-    inplace: bool, conjugate: bool, implementation: Implementation, asked: bool,
+    inplace: bool, conjugate: bool, implementation: Implementation, direct: bool,
 ) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
-    """Rotate by one call in C, or by a kernel that is bound; None for the long way, and the form that it may learn."""
-    if asked and norm is None and implementation == "auto":
-        turned = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
-        if turned is not None:
-            return turned, None
-    if not asked or not _by_kernel(q, implementation):
+    """Rotate by one C call or a learned launch; return q and k, or None, and the form to learn their launch under."""
+    if direct and norm is None and implementation == "auto":
+        rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
+        if rotated is not None:
+            return rotated, None
+    if not direct or not _by_kernel(q, implementation):
         return None, None
     form = launches.form_of((q, k), positions, rotary, norm, layout, inplace, conjugate)
     return (None if form is None else launches.rotated(form, q, k, positions, norm, inplace)), form
@@ -277,7 +278,7 @@ def _at_once(
 def _rotated(
     q: Tensor, k: Tensor, norm: Norm, rotation: RotationArguments, inplace: bool, form: launches.Form | None
 ) -> tuple[Tensor, Tensor]:
-    """Rotate by the operators, and learn the form of a launch."""
+    """Rotate by the operators and learn the launch of this form."""
     outs = q, k
     if inplace:
         operators.call(operators.rotate_, q, k, *norm, *rotation)
@@ -292,7 +293,7 @@ def _rotated_and_stored(
     q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments, inplace: bool,
     form: launches.Form | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate and store likewise."""
+    """Rotate and store by the operators and learn the launch of this form."""
     outs = q, k
     if inplace:
         operators.call(operators.rotate_and_store_, q, k, *stored.arguments(), *norm, *rotation)
@@ -304,7 +305,7 @@ def _rotated_and_stored(
 
 
 def _by_kernel(q: object, implementation: object) -> bool:
-    """Check whether a call may go to a kernel."""
+    """Return whether a Triton kernel rotates q."""
     return type(q) is Tensor and (implementation == "triton" or (implementation == "auto" and q.is_cuda))
 
 
@@ -317,16 +318,16 @@ def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device |
 
 def _check_heads_turn_alike(what: str, rotary: Rotary) -> None:
     if rotary.own_heads:
-        raise UnsupportedError(f"{what}: got a rotary with {rotary.told_by}, want one for all heads, as that has it")
+        raise UnsupportedError(f"{what}: got a rotary with {rotary.told_by}, want one whose heads all rotate alike")
 
 
 def _per_head(x: Tensor, rotary: Rotary) -> Tensor:
-    """Repeat (tokens, groups, pairs) to (tokens, kv_heads, pairs), where heads turn apart."""
+    """Repeat (tokens, groups, pairs) to (tokens, kv_heads, pairs) if heads rotate differently."""
     return x.repeat_interleave(rotary.own_heads // x.shape[1], dim=1) if rotary.own_heads else x
 
 
 def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
-    """Repeat (tokens, pairs) to (tokens, rotary_dim), in the order of the channels."""
+    """Repeat (tokens, pairs) to (tokens, rotary_dim) in channel order."""
     return x.repeat_interleave(2, dim=-1) if rotary.pairing == "adjacent" else torch.cat((x, x), dim=-1)
 
 
@@ -340,7 +341,7 @@ def _arguments(
     implementation: Implementation,
     validate: bool,
 ) -> RotationArguments:
-    """Check that positions and rotary fit (batch, seq, heads, head_dim), and return them for the operators."""
+    """Check positions and rotary against (batch, seq, heads, head_dim) q and k, and return them for the operators."""
     boolean("validate", validate)
     if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
@@ -350,7 +351,7 @@ def _arguments(
     ids = ids_on(positions, rotary, q.device, validate, like="q")
     batch, seq, heads, _ = q.shape
     if ids.tokens != batch * seq:
-        hint = "; heads and seq would fit if they were exchanged, see layout" if ids.tokens == batch * heads else ""
+        hint = "; heads and seq may be swapped: see layout" if ids.tokens == batch * heads else ""
         raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
     row_length = ids.shape[1] if len(ids.shape) == 2 else 0
     known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
@@ -362,12 +363,12 @@ def _arguments(
     rotation = rotation_of(ids, rotary, conjugate, number_of(implementation, q.device))
     if cos_sin is None:
         return rotation
-    # The factor is in the cache already.
+    # The cache already contains the attention factor.
     return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
-    """Check q and k and view them as (batch, seq, heads, head_dim); no k has no heads, and is not stored."""
+    """Check q and k and view them as (batch, seq, heads, head_dim); a missing k has 0 heads and cannot be stored."""
     if stored and k is None:
         raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
     if layout is not None:
@@ -392,10 +393,10 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool =
         )
     k4 = _as_bshd(shown(k), layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
-        before = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
-        hint = '; heads before seq are layout="bhsd"' if before else ""
+        heads_first = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
+        hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
         raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want that of q, {tuple(q.shape)}, but for the heads{hint}"
+            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as q, except for the heads{hint}"
         )
     return q4, k4
 
@@ -408,7 +409,7 @@ def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
 
 
 def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
-    """View (batch, seq, heads, head_dim) as the layout that came, of three or four dimensions."""
+    """View (batch, seq, heads, head_dim) in a layout of three or four dimensions."""
     if dimensions == 3:
         return x.squeeze(0)
     return x.transpose(1, 2) if layout == "bhsd" else x
@@ -425,12 +426,12 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
         )
     v4 = _as_bshd(shown(v), layout)
     if v4.shape[:3] != k4.shape[:3]:
-        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want that of k, {tuple(k.shape)}, but for head_dim")
+        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as k, except for head_dim")
     return v4
 
 
 def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool, q_scale: Tensor | None) -> Stored:
-    """Check a cache, its slots and its scales for (batch, seq, heads, head_dim) k and v."""
+    """Check a cache, its slots and its scales against (batch, seq, heads, head_dim) k and v."""
     keys, values = paged.pages_of(cache, "k", k), paged.pages_of(cache, "v", v)
     if keys.shape[:2] != values.shape[:2]:
         raise InvalidInputError(
@@ -446,10 +447,10 @@ def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool, 
 
 
 def _query_scale(cache: Cache, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor | None:
-    """Check a cache and where the scales of queries go, and view that as (batch, seq, heads)."""
+    """Check the q_scale of a cache and view it as (batch, seq, heads)."""
     scale = instance("cache", cache, Cache, "mmpos.rotary.Cache").q_scale
     if scale is None:
         return None
     if inplace:
-        raise InvalidInputError("q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn")
+        raise InvalidInputError("q_scale cannot be combined with inplace=True: q becomes float8_e4m3fn")
     return _as_bshd(paged.scale_of_queries(scale, q).unsqueeze(-1), layout).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Rotary: the one frozen description of a rotation, from which frequencies, axes and turns follow."""
+"""Rotary: the frozen description of a rotation, from which frequencies, axes and turns are derived."""
 
 from __future__ import annotations
 
@@ -42,65 +42,65 @@ from mmpos.support.checks import IntArray, even, finite, integer, integers, numb
 
 __all__ = ["Rotary"]
 
-_FROM_THE_REST: Any = None  # of the type of the field, which is never None once the fields are checked
+_DERIVED: Any = None  # typed as the field, which __post_init__ replaces by a value
 DEFAULT_THETA = 10000.0
 MAX_AXES = 256
-"""Most position axes."""
+"""Largest number of position axes."""
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotation of q and k: pair j of channels turns by position[axis of j] · inv_freq[j].
+    """Rotation of q and k: channel pair j is rotated by the angle position[axis of j] · inv_freq[j].
 
-    With one ladder for all axes (every allocation but "axial" and "pixtral") inv_freq[j] is
-    θ_j = theta^(−2j/rotary_dim), so that text, which has one id on all axes, is rotated as by RoPE-1D.
+    All allocations except "axial" and "pixtral" share one frequency ladder among the axes: inv_freq[j] is
+    θ_j = theta^(−2j/rotary_dim). Text has the same id on all axes and is therefore rotated as by RoPE-1D.
 
     >>> Rotary(head_dim=8).pair_axis.tolist()
     [0, 1, 0, 1]
 
     Args:
-        head_dim: channels of a head; even, at most 65,536.
-        theta: base >= 1, or one per axis: a pair takes the ladder of its axis.
-        axes: position axes; None for what the allocation says, else 2.
-        allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks as equal as possible, the first
-            ones larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL),
-            "axial" (per axis a full ladder of rotary_dim/axes channels, or of axes_dim, one block after the other),
-            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the one axis
-            that head_axes gives it), or (pairs,) the axis of each pair, where −1 is a pair that does not turn:
+        head_dim: channels per head; even, at most 65,536.
+        theta: base >= 1, or one base per axis: a pair uses the ladder of its axis.
+        axes: number of position axes; None means the number that the allocation implies, else 2.
+        allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks of nearly equal size, the first ones
+            larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL), "axial"
+            (consecutive blocks, one per axis, each with a full ladder of rotary_dim/axes or axes_dim channels),
+            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the axis
+            in head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not rotated:
             HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
-        pairing: "half": channels (j, j + rotary_dim/2), or "adjacent": (2j, 2j + 1).
-        rotary_dim: channels that turn, the first ones; even; None for all.
-        scaling: changes each ladder before allocation: one of ``mmpos.rotary.scaling``; "axial" scales
-            every axis's short ladder by its own theta and channels, "pixtral" the full one. Or one per axis, or None:
-            Cosmos has an NTK factor for each. All then have one attention factor.
-        precision: "exact" turns of 64 bits, or "hf": float32 angles as Transformers, TransformerEngine and others have
-            them, which err by 0.06 rad at id 1,000,000; take it where their tests or checkpoints are to be met.
-        mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None there is 24, 20, 20
-            for the latter with 64 pairs.
-        inv_freq: (pairs,) rad per position, taken exactly instead of theta and scaling; of all pairs with kv_heads.
-        length: ids that a scaling which depends on it must serve, set by ``for_length``; None is the original.
-        axes_dim: (axes,) channels of each axis, for "axial" whose axes have different numbers of them, as FLUX and
-            HunyuanVideo have 16, 56, 56 and Wan 44, 42, 42, all with adjacent pairs; equal ones become None. With a
-            vector as allocation they stay, and the pairs of each axis take its full ladder in their order, as in the
-            encoders of Kimi K2.5 (columns and rows in turn) and Step 3.7 (the block of columns first).
-        head_axes: (kv_heads,) the axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
-            does not turn. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256.
-        kv_heads: how many kv heads share one layout, for LTX, which turns all channels of a token as one long head:
-            allocation, sections, axes_dim and inv_freq are of kv_heads · rotary_dim channels, at most 65,536, and each
-            kv head, with the q heads that share it, takes the next pairs. None where all heads turn alike. At most 256.
+        pairing: "half" pairs channels (j, j + rotary_dim/2), "adjacent" pairs channels (2j, 2j + 1).
+        rotary_dim: number of leading channels that are rotated; even; None means all.
+        scaling: a scaling of ``mmpos.rotary.scaling``, applied to each ladder before allocation, or one scaling or None
+            per axis, as in Cosmos, which has an NTK factor per axis. "axial" scales the short ladder of each axis by
+            its own theta and channels, "pixtral" scales the full ladder. Attention factors must agree on all axes.
+        precision: "exact" (64-bit turns) or "hf" (float32 angles as in Transformers, TransformerEngine and others, with
+            an error of 0.06 rad at id 1,000,000); use "hf" to reproduce their tests or checkpoints.
+        mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None means 24, 20, 20 for
+            "mrope-interleaved" with 64 pairs.
+        inv_freq: (pairs,) rad per position, used exactly and instead of theta and scaling; with kv_heads, of all pairs.
+        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None: original length.
+        axes_dim: (axes,) channels per axis. With "axial", axes of different sizes: FLUX and HunyuanVideo have
+            16, 56, 56 and Wan has 44, 42, 42, all with adjacent pairs; equal sizes are stored as None. With a vector
+            as allocation, the pairs of each axis use its full ladder in the order of the vector, as in the encoders of
+            Kimi K2.5 (columns and rows alternate) and Step 3.7 (columns before rows).
+        head_axes: (kv_heads,) axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
+            is not rotated. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256 heads.
+        kv_heads: number of kv heads that share one layout, for LTX, which rotates all channels of a token as one long
+            head: allocation, sections, axes_dim and inv_freq cover kv_heads · rotary_dim channels, at most 65,536, and
+            each kv head, with the q heads that share it, takes the next pairs. At most 256; None: all heads are alike.
 
     Raises:
-        InvalidInputError: naming the argument, what came and what was wanted.
+        InvalidInputError: an argument is invalid; the message names it.
     """
 
     head_dim: int
     theta: float | Sequence[float] = DEFAULT_THETA
-    axes: int = _FROM_THE_REST
+    axes: int = _DERIVED
     allocation: str | Sequence[int] = "interleaved"
     pairing: Literal["half", "adjacent"] = "half"
-    rotary_dim: int = _FROM_THE_REST
+    rotary_dim: int = _DERIVED
     scaling: Scaling | Sequence[Scaling | None] | None = None
     precision: Literal["exact", "hf"] = "exact"
     mrope_section: Sequence[int] | None = None
@@ -109,13 +109,13 @@ class Rotary:
     axes_dim: Sequence[int] | None = None
     head_axes: Sequence[int] | None = None
     kv_heads: int | None = None
-    # Made at once, since a graph cannot make them.
+    # Computed eagerly: torch.compile cannot trace their computation.
     text: str = field(init=False, repr=False, compare=False)
     """``to_dict`` as JSON."""
     shares_ladder: bool = field(init=False, repr=False, compare=False)
     """Whether pair j has the j-th frequency of one ladder."""
     attention_factor: float = field(init=False, repr=False, compare=False)
-    """Factor on cos and sin: 1.0 but for YaRN and LongRoPE."""
+    """Factor on cos and sin: 1.0 except for YaRN and LongRoPE."""
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -133,18 +133,18 @@ class Rotary:
 
     @classmethod
     def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
-        """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
+        """Read the rotation from a Transformers config; see ``hf_arguments`` for fields and unsupported model types.
 
         Args:
-            config: a config object, the mapping of its config.json, or the folder with that.
-            layer_type: which one, where a config has rope parameters per layer type.
-            overrides: arguments of Rotary that replace what the config says.
+            config: a config object, the mapping from its config.json, or the folder that contains config.json.
+            layer_type: layer type to read if the config has rope parameters per layer type.
+            overrides: arguments of Rotary that override those of the config.
         """
         return cls(**hf_arguments(config, layer_type=layer_type, overrides=overrides))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rotary:
-        """Rebuild a Rotary from the JSON object of ``to_dict``."""
+        """Create a Rotary from the JSON object that ``to_dict`` returns."""
         known = [each.name for each in fields(cls) if each.init]
         for key in values:
             one_of("Rotary.from_dict", key, known)
@@ -158,85 +158,85 @@ class Rotary:
         return cls(**{**values, "scaling": scaling})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as a JSON object, exactly."""
+        """Return the exact arguments as a JSON object."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         scaling = [None if each is None else each.to_dict() for each in self.scalings]
         return {**listed, "scaling": scaling if isinstance(self.scaling, tuple) else scaling[0]}
 
     def for_length(self, length: int) -> Rotary:
-        """Adapt a scaling that depends on it to ids below length: the next position, not a count of tokens."""
+        """Return a copy with length-dependent scaling for ids below length (the next position, not a token count)."""
         return replace(self, length=integer("length", length, minimum=1))
 
     @property
     def scalings(self) -> tuple[Scaling | None, ...]:
-        """(axes,) what changes the ladder of each axis."""
+        """(axes,) scaling of each axis's ladder, or None."""
         return self.scaling if isinstance(self.scaling, tuple) else (self.scaling,) * self.axes  # type: ignore[return-value]
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of channels of a head that turn."""
+        """Number of rotated channel pairs per head."""
         return self.rotary_dim // 2
 
     @property
     def own_heads(self) -> int:
-        """Count the kv heads that turn each in its own way, by head_axes or kv_heads; 0 where all turn alike."""
+        """Number of kv heads if head_axes or kv_heads rotate each in its own way; 0 if all heads rotate alike."""
         return self.kv_heads or len(self.head_axes or ())
 
     @property
     def told_by(self) -> str:
-        """Return the name of the argument that says how heads turn apart."""
+        """Name of the argument that makes heads rotate differently: "head_axes" or "kv_heads"."""
         return "head_axes" if self.kv_heads is None else "kv_heads"
 
     @cached_property
     def pair_axis(self) -> IntArray:
-        """(pairs,) int64 axis that drives each pair, −1 for none; (kv_heads, pairs) by own_heads; read-only."""
+        """(pairs,) int64 axis of each pair, −1 if it is not rotated; (kv_heads, pairs) if own_heads; read-only."""
         if self.head_axes is None:
             return _read_only(self._by_head(np.array(self._layout.axis, np.int64)))
         return np.broadcast_to(np.array(self.head_axes, np.int64)[:, None], (len(self.head_axes), self.num_pairs))
 
     def pair_ids(self, ids: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-        """Give every pair the ids of its axis.
+        """Return the position ids of each pair.
 
         Args:
-            ids: (axes, tokens).
+            ids: (axes, tokens) position ids.
 
         Returns:
-            (pairs, tokens), or (kv_heads, pairs, tokens) by own_heads: new; zeros where a pair does not turn.
+            a new array (pairs, tokens), or (kv_heads, pairs, tokens) if own_heads; 0 for pairs that are not rotated.
         """
         return np.concatenate([ids, np.zeros_like(ids[:1])])[self.pair_axis]
 
     @cached_property
     def exact_inv_freq(self) -> tuple[Decimal, ...]:
-        """(pairs,) rad per position, decimals of 100 digits; of one kv head after the other with kv_heads."""
+        """(pairs,) rad per position as decimals of 100 digits; with kv_heads, the pairs of all kv heads in order."""
         return tuple(self._pairs(Exact()))
 
     @cached_property
     def inv_freq_array(self) -> Float64Array:
-        """(pairs,) float64 rad per position, the exact ones rounded, or (kv_heads, pairs) with kv_heads; read-only."""
+        """(pairs,) float64 rad per position, rounded exact_inv_freq; (kv_heads, pairs) with kv_heads; read-only."""
         return _read_only(self._by_head(np.array([float(value) for value in self.exact_inv_freq], np.float64)))
 
     @cached_property
     def turns(self) -> UInt64Array:
         """(pairs,) uint64 turns per position in units of 2⁻⁶⁴, modulo one turn, rounded to nearest; read-only.
 
-        With kv_heads they are (kv_heads, pairs).
+        With kv_heads the shape is (kv_heads, pairs).
         """
         return _read_only(self._by_head(fixed_point_turns(self.exact_inv_freq)))
 
     @cached_property
     def inv_freq_float32(self) -> Float32Array:
-        """(pairs,) float32 rad per position with powers rounded once; read-only. See ``inv_freq_as_hf``."""
+        """(pairs,) float32 rad per position from correctly rounded powers; read-only. See ``inv_freq_as_hf``."""
         return _read_only(self.inv_freq_as_hf())
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
-        """Compute (pairs,) float32 rad per position, or (kv_heads, pairs), by the operations of Transformers.
+        """Compute (pairs,) or (kv_heads, pairs) float32 rad per position by the operations of Transformers.
 
-        All operations but the power are rounded as IEEE 754 has it. The float32 powers of torch on a CPU
-        stray from the rounded ones by an ulp in about one of seventy; pass torch's for the same bits.
+        All operations except the power are rounded according to IEEE 754. The float32 powers of torch on a CPU
+        differ from the correctly rounded ones by one ulp in about one of seventy cases; pass torch's power to match.
 
         Args:
-            power: float base and (n,) float32 exponents to (n,) float32 powers.
+            power: function from a float base and (n,) float32 exponents to (n,) float32 powers.
         """
         return self._by_head(np.array(self._pairs(Float32(power)), np.float32))
 
@@ -245,7 +245,7 @@ class Rotary:
         return self.num_pairs * (self.kv_heads or 1)
 
     def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-        """Cut what the layout says of its pairs into heads."""
+        """Reshape per-pair values to (kv_heads, pairs) with kv_heads."""
         return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
 
     @cached_property
@@ -275,7 +275,8 @@ class Rotary:
     def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int, scaling: Scaling | None) -> Number:
         if scaling is None:
             return 1 / arithmetic.powers(arithmetic.number(theta), dim)
-        length = None if self.length is None else scaling.effective_length(self.length)  # that of another may be longer
+        # Another axis's scaling may have a larger effective length.
+        length = None if self.length is None else scaling.effective_length(self.length)
         return scaling.inv_freq(arithmetic, theta, dim, length)
 
     def _check_allocation(self) -> None:
@@ -293,21 +294,21 @@ class Rotary:
             self._set("head_axes", integers("head_axes", self.head_axes, minimum=STILL))
         if self.kv_heads is not None:
             self._check_kv_heads(self.kv_heads)
-        told = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
-        axes = default_axes(*told) if self.axes is None else self.axes
+        layout = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
+        axes = default_axes(*layout) if self.axes is None else self.axes
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
-        alike = len(set(self._layout.rungs)) == 1  # the layout refuses what does not fit
-        if alike and isinstance(self.allocation, str):
+        equal_sizes = len(set(self._layout.rungs)) == 1  # _layout raises if the arguments do not match
+        if equal_sizes and isinstance(self.allocation, str):
             self._set("axes_dim", None)
 
     def _check_kv_heads(self, kv_heads: int) -> None:
         if self.allocation == HEADS:
-            raise InvalidInputError(f"kv_heads: got {kv_heads}, want None for allocation 'heads', which has head_axes")
+            raise InvalidInputError(f"kv_heads: got {kv_heads}, want None for allocation 'heads', which uses head_axes")
         self._set("kv_heads", integer("kv_heads", kv_heads, minimum=1, maximum=MAX_HEADS))
         channels = kv_heads * self.rotary_dim
         if channels > MAX_HEAD_DIM:
             raise InvalidInputError(
-                f"kv_heads: got {kv_heads} of {self.rotary_dim} channels, want <= {MAX_HEAD_DIM} in all"
+                f"kv_heads: got {kv_heads} of {self.rotary_dim} channels, want <= {MAX_HEAD_DIM} channels in total"
             )
 
     def _check_frequencies(self) -> None:
@@ -324,16 +325,16 @@ class Rotary:
             self._check_inv_freq(self.inv_freq)
         if self.length is not None:
             length = integer("length", self.length, minimum=1)
-            served = [None if each is None else each.effective_length(length) for each in self.scalings]
-            self._set("length", max((each for each in served if each is not None), default=None))
+            lengths = [scaling.effective_length(length) for scaling in self.scalings if scaling is not None]
+            self._set("length", max((each for each in lengths if each is not None), default=None))
 
     def _check_scaling(self) -> None:
         if isinstance(self.scaling, list | tuple):
             if len(self.scaling) != self.axes:
                 got = f"{len(self.scaling)} scalings"
                 raise InvalidInputError(f"scaling: got {got}, want one, or {self.axes}, one per axis")
-            alike = all(each == self.scaling[0] for each in self.scaling)
-            self._set("scaling", self.scaling[0] if alike else tuple(self.scaling))
+            equal = all(scaling == self.scaling[0] for scaling in self.scaling)
+            self._set("scaling", self.scaling[0] if equal else tuple(self.scaling))
         if self.head_axes is not None and isinstance(self.scaling, tuple):
             raise InvalidInputError(
                 f"scaling: got {self.scaling}, want one for allocation 'heads', the same for all axes, or None"
@@ -346,21 +347,21 @@ class Rotary:
             scaling.check(theta, dim)
 
     def _check_attention(self) -> float:
-        """Return the one attention factor of all axes."""
+        """Return the attention factor, which must be the same for all axes."""
         factors = [1.0 if each is None else each.scaled_attention() for each in self.scalings]
         for factor, name in zip(factors, self._named("scaling"), strict=True):
             if factor != factors[0]:
-                raise InvalidInputError(f"{name}: got attention factor {factor}, want {factors[0]} as of scaling[0]")
+                raise InvalidInputError(f"{name}: got attention factor {factor}, want {factors[0]} as in scaling[0]")
         return factors[0]
 
     def _named(self, field: str) -> list[str]:
-        """Return how messages call what each axis has of a field."""
+        """Return the name of a field for each axis, as error messages show it."""
         per_axis = isinstance(getattr(self, field), tuple)
         return [f"{field}[{axis}]" if per_axis else field for axis in range(self.axes)]
 
     def _check_inv_freq(self, inv_freq: Sequence[float]) -> None:
         if self.scaling is not None or self.theta != DEFAULT_THETA:
-            raise InvalidInputError("inv_freq: got theta or scaling beside it, want it alone: it is taken exactly")
+            raise InvalidInputError("inv_freq cannot be combined with theta or scaling")
         values = numbers("inv_freq", inv_freq, -MAX_INV_FREQ)
         if len(values) != self._pairs_laid_out:
             raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {self._pairs_laid_out}, one per pair")

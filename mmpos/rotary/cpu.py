@@ -1,4 +1,4 @@
-"""Normalise and rotate on a CPU by the extension: in C, block by block, in as many threads as torch has."""
+"""Normalise and rotate on a CPU by the C extension, block by block, in up to as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, if not in its __all__
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, though not in __all__
 
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import reference
@@ -26,25 +26,25 @@ from mmpos.rotary.reference import Norm, RotationArguments
 from mmpos.support import native
 
 Source: TypeAlias = tuple[Any, ...]
-"""Positions and what turns by them, or cos and sin; see csrc/rotate.c."""
+"""Source argument of the extension's rotate: positions and constants, or cos and sin; see csrc/rotate.c."""
 
 THREAD_BYTES = 1 << 19
-"""Bytes of q and k that are worth a thread: handing them over takes as long as rotating a tenth of them."""
+"""Bytes of q and k per thread: starting a thread takes as long as rotating a tenth of them."""
 
 ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER, CHECKED = 1, 2, 4, 8, 16, 32
 """Flags of the extension's rotate."""
 
 FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
-"""Layouts, and dimensions of tensors in them."""
+"""Valid combinations of layout and number of dimensions."""
 
 
 def rotated_at_once(
     q: Tensor, k: Tensor | None, positions: object, rotary: Rotary, layout: str | None, inplace: bool, conjugate: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rotate q and k where one call in C does it, checks included: as for the tokens of a decoding step.
+    """Rotate q and k by one C call that includes all checks; fast for small inputs such as a decoding step.
 
     Returns:
-        As ``apply_rotary``; None for all that goes the long way, mistakes too, and then nothing was written.
+        the results of ``apply_rotary``, or None without writing if it must take the general path, as for all errors.
     """
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
@@ -62,7 +62,7 @@ def rotated_at_once(
         capsules: tuple[Any, ...] = to_dlpack(q), None if inplace else to_dlpack(q_out)
         if k is not None and k_out is not None:
             capsules = *capsules, to_dlpack(k), None if inplace else to_dlpack(k_out)
-    except (BufferError, RuntimeError):  # of what has no memory, as in vmap and other transforms
+    except (BufferError, RuntimeError):  # the tensors have no memory, as in vmap and other transforms
         return None
     flags = CHECKED
     if rotary.pairing == "adjacent":
@@ -74,7 +74,7 @@ def rotated_at_once(
     if inplace:
         flags |= APART
     size = q.nbytes if k is None else q.nbytes + k.nbytes
-    if source is None or not _turn(capsules, source, None, flags, size):
+    if source is None or not _rotate(capsules, source, None, flags, size):
         return None
     if inplace:
         mark_written(*tensors)
@@ -82,12 +82,12 @@ def rotated_at_once(
 
 
 def _source_at_once(positions: object, constants: bytes, batched: Tensor | None) -> Source | None:
-    """Return positions as the extension takes them, if no check is left but its own.
+    """Return the source argument of the extension if it can check the positions itself, else None.
 
     Args:
-        positions: as they came.
-        constants: of the rotary.
-        batched: what begins with a batch, in which tables have rows of one length; None for no batch.
+        positions: the caller's positions.
+        constants: packed constants of the rotary.
+        batched: a tensor whose first dimension is the batch, which requires documents of equal length; None for thd.
     """
     if type(positions) is Tensor:
         ids, tokens, row, mode = to_dlpack(positions), 0, 0, reference.DENSE_INTEGER
@@ -103,12 +103,12 @@ def _source_at_once(positions: object, constants: bytes, batched: Tensor | None)
 
 
 NO_ROW = -1
-"""Of documents that have not one length: no batch has such rows."""
+"""Row length for documents of different lengths: it matches no batch."""
 
 
 @lru_cache(maxsize=1 << 10)
 def _constants_of(text: str) -> bytes | None:
-    """Pack the constants of a rotary for the extension; None where more than these is needed."""
+    """Pack the constants of a rotary for the extension; None for precision "hf" and per-head rotations."""
     rotary = Rotary.from_dict(json.loads(text))
     if rotary.precision == "hf" or rotary.own_heads:
         return None
@@ -116,7 +116,7 @@ def _constants_of(text: str) -> bytes | None:
 
 
 def _packed(frequencies: Tensor, pair_axis: Tensor, axes: int, head_dim: int, factor: float) -> bytes:
-    """Pack what the extension turns by: see Constants in csrc/phases.h."""
+    """Pack the constants of a rotation for the extension; see Constants in csrc/phases.h."""
     groups, pairs = pair_axis.numel() // pair_axis.shape[-1], pair_axis.shape[-1]
     numbers = struct.pack("=4q10f", pairs, groups, axes, head_dim, *reference.SIN, *reference.COS, factor, 0.0)
     words = frequencies.expand(groups, *frequencies.shape[-2:])
@@ -127,75 +127,75 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
     """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
     Returns:
-        Whether it was done; if not, nothing was written.
+        whether the extension supports the tensors; if not, nothing is written.
     """
     if native.core is None or q.device.type != "cpu" or q.dtype not in (torch.float32, torch.bfloat16):
         return False
     if q.shape[3] > 1 and not q.stride(3) == k.stride(3) == q_out.stride(3) == k_out.stride(3) == 1:
-        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))  # C wants channels side by side
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))  # C requires contiguous channels
         done = rotated(q, k, q, k, rotation, norm)
         if done:
             q_out.copy_(q)
             k_out.copy_(k)
         return done
     tokens = q.shape[0] * q.shape[1]
-    with_heads = [each for each in zip((q, k), (q_out, k_out), norm.weights(), strict=True) if each[0].shape[2]]
+    with_heads = [row for row in zip((q, k), (q_out, k_out), norm.weights(), strict=True) if row[0].shape[2]]
     if not with_heads:
         return True
     tensors, outs, weights = zip(*with_heads, strict=True)
     scaling = None if norm.is_none else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     flags = ADJACENT * rotation.adjacent | CONJUGATE * rotation.conjugate | NORM_AFTER * norm.after
     capsules = tuple([to_dlpack(x) for pair in zip(tensors, outs, strict=True) for x in pair])
-    return _turn(capsules, source_of(rotation, tokens, q.shape[3]), scaling, flags, sum(x.nbytes for x in tensors))
+    return _rotate(capsules, source_of(rotation, tokens, q.shape[3]), scaling, flags, sum(x.nbytes for x in tensors))
 
 
 def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source:
-    """Return what tokens turn by as the extension takes it."""
-    if rotation.frequencies.is_floating_point():  # those of Transformers, or an engine's cache
+    """Return the source argument of the extension for a rotation."""
+    if rotation.frequencies.is_floating_point():  # precision "hf", or an engine's cache
         cos, sin = (x.flatten(1).numpy() for x in reference.cos_sin(rotation, tokens))
         return cos, sin, rotation.head_groups or 1
     constants = rotation.frequencies, rotation.pair_axis, rotation.axes, head_dim, rotation.attention_factor
     return rotation.positions.numpy(), rotation.mode, tokens, 0, _packed(*constants)
 
 
-def _turn(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:
-    """Turn q and k by the extension, in threads where they are worth it; False, and nothing written, if it declines.
+def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:
+    """Rotate q and k by the extension, in several threads if they are large; return False if it declines.
 
     Args:
-        capsules: of q, where it goes or None, k, and where it goes or None.
-        source: what they turn by.
-        scaling: of the norm.
-        flags: of the extension's rotate.
+        capsules: DLPack capsules of q, its output, k and its output; None as output means in place.
+        source: the source argument of the extension's rotate.
+        scaling: eps and weights of the norm, or None.
+        flags: flags of the extension's rotate.
         size: bytes of q and k.
     """
     core = native.core
     assert core is not None
     workers = size // THREAD_BYTES
     if workers > 1:
-        workers = min(workers, threads := torch.get_num_threads())  # asked once: another thread may set it
+        workers = min(workers, threads := torch.get_num_threads())  # read once: another thread may change it
     if workers <= 1:
         return core.rotate(capsules, source, scaling, 0, 1, flags)
-    count = 4 * workers  # more parts than threads, since a thread may come late
-    turn = partial(core.rotate, capsules, source, scaling)
-    return _turn_in_threads(lambda part: turn(part, count, flags), count, workers, _pool(os.getpid(), threads - 1))
+    count = 4 * workers  # more parts than threads, since a thread may start late
+    rotate = partial(core.rotate, capsules, source, scaling)
+    return _rotate_in_threads(lambda part: rotate(part, count, flags), count, workers, _pool(os.getpid(), threads - 1))
 
 
-def _turn_in_threads(turn: Callable[[int], bool], count: int, workers: int, pool: ThreadPoolExecutor) -> bool:
-    """Turn all parts in this thread and others; in this one alone once the main thread has ended."""
-    parts = deque(range(count))  # what one thread takes, no other does
+def _rotate_in_threads(rotate: Callable[[int], bool], count: int, workers: int, pool: ThreadPoolExecutor) -> bool:
+    """Rotate all parts in this thread and the pool; only in this thread once the main thread has ended."""
+    parts = deque(range(count))
 
     def work() -> bool:
         done = True
         with suppress(IndexError):
             while True:
-                done = turn(parts.popleft()) and done
+                done = rotate(parts.popleft()) and done
         return done
 
     others: list[Future[bool]] = []
     try:
         for _ in range(workers - 1):
             others.append(pool.submit(work))
-    except RuntimeError:  # pools take no more work
+    except RuntimeError:  # pools refuse work after the main thread has ended
         if threading.main_thread().is_alive():
             raise
     return all([work(), *(other.result() for other in others)])
@@ -203,5 +203,5 @@ def _turn_in_threads(turn: Callable[[int], bool], count: int, workers: int, pool
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return one pool for tensors of all sizes, which starts threads on demand; a fork has none of its parent's."""
+    """Return the pool of a process, which starts threads on demand; a forked child does not inherit threads."""
     return ThreadPoolExecutor(threads, "mmpos-rotary")

@@ -1,4 +1,4 @@
-"""Positions and frequencies on a device, in a table whose address may stay fixed, and what can run there."""
+"""Positions and frequencies on a device, in tables whose addresses may stay fixed, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mmpos.support.extras import missing
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
-    """A position table where kernels can read it; make it with ``from_table``.
+    """Position table on the device of the kernels; create it with ``from_table``.
 
     Args:
-        table: (5 + 4·axes, capacity) int64; unused columns begin at the token count.
-        num_tokens: tokens, padding included.
-        row_length: tokens of every document when they are equal, else 0: what bshd and bhsd ask for.
+        table: (5 + 4·axes, capacity) int64; the offset of unused columns is the token count.
+        num_tokens: number of tokens, including padding.
+        row_length: tokens per document if all documents have equal length, as layouts bshd and bhsd require, else 0.
         fractional: whether ids may be fractions.
     """
 
@@ -49,13 +49,13 @@ class DevicePositions:
         """Copy a table to a device: one small copy that does not block the host.
 
         Args:
-            positions: the table.
-            device: where to.
-            capacity: columns to reserve, so that ``refresh`` can put other tables at the same address;
-                None reserves as many as there are segments.
+            positions: the table to copy.
+            device: the target device.
+            capacity: number of columns to reserve, so that ``refresh`` can write other tables to the same address;
+                None reserves one column per segment.
 
         Raises:
-            LimitExceededError: more segments than the capacity.
+            LimitExceededError: the table has more segments than the capacity.
         """
         if not isinstance(positions, PositionTable):
             raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
@@ -65,9 +65,9 @@ class DevicePositions:
         else:
             reserved = 1 if capacity is None else integer("capacity", capacity, minimum=1)
             if used > reserved:
-                raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the segments of the table")
+                raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the number of segments")
             columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
-            columns[OFFSET] = tokens  # which no token reaches
+            columns[OFFSET] = tokens  # no token has this offset, so no kernel reads the unused columns
             columns[:, :used] = positions.table
         table = torch.from_numpy(columns)
         device = torch.device(device)
@@ -78,11 +78,11 @@ class DevicePositions:
         return cls(table, tokens, row_length_of(positions), positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
-        """Put another table of as many tokens into the same memory; valid between replays of a CUDA graph.
+        """Write another table with the same number of tokens to the same memory; allowed between CUDA graph replays.
 
         Raises:
-            InvalidInputError: axes, fractions, tokens or the length of documents differ.
-            LimitExceededError: more segments than the capacity.
+            InvalidInputError: the axes, fractional, token count or document length differ.
+            LimitExceededError: the table has more segments than the capacity.
         """
         fresh = DevicePositions.from_table(positions, capacity=self.table.shape[1])
         got, want = ((x.axes, x.fractional, x.num_tokens, x.row_length) for x in (fresh, self))
@@ -96,14 +96,14 @@ class DevicePositions:
 
     @cached_property
     def form(self) -> tuple[Any, ...] | None:
-        """All but the ids: what kernels are compiled for; None of a table that is no plain tensor."""
+        """Everything except the ids that a compiled kernel depends on; None if the table is not a plain tensor."""
         of_table = self.table.dtype, self.table.shape, self.table.stride(), self.table.get_device()
         known = *of_table, self.num_tokens, self.row_length, self.fractional
         return known if type(self.table) is Tensor else None
 
     @property
     def axes(self) -> int:
-        """Position axes."""
+        """Number of position axes."""
         return (self.table.shape[0] - AXES) // 4
 
     @property
@@ -112,7 +112,7 @@ class DevicePositions:
         return self.table.device
 
     def pin_memory(self) -> DevicePositions:
-        """Copy to page-locked host memory, as DataLoaders ask of a batch."""
+        """Copy to page-locked host memory; a DataLoader calls this method on its batches."""
         return replace(self, table=self.table.pin_memory())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DevicePositions:
@@ -120,7 +120,7 @@ class DevicePositions:
         return replace(self, table=self.table.to(device, non_blocking=non_blocking))
 
     def dense(self) -> Tensor:
-        """Expand to (axes, tokens) ids, int32 or float64, on the table's device: the bits of PositionTable.dense."""
+        """Expand to (axes, tokens) int32 or float64 ids on the table's device, bit-equal to PositionTable.dense."""
         if self.table.is_cuda:
             from mmpos.rotary.kernel import launch_dense
 
@@ -129,7 +129,7 @@ class DevicePositions:
 
 
 def row_length_of(positions: PositionTable) -> int:
-    """Return how many tokens every document has, or 0 if they differ."""
+    """Return the common number of tokens per document, or 0 if documents differ in length."""
     starts = positions.documents[FIRST_TOKEN].tolist()
     length = positions.num_tokens // max(len(starts), 1)
     return length if length and starts == list(range(0, positions.num_tokens, length)) else 0
@@ -139,14 +139,14 @@ Positions = DevicePositions | PositionTable | Tensor
 
 
 class PositionIds(NamedTuple):
-    """Positions as the operators take them.
+    """Positions in the form that the operators expect.
 
     Args:
-        tensor: a table, or (axes, tokens) ids, as the mode says.
-        mode: one of ``reference``.
-        axes: numbers in a position.
-        tokens: how many there are, padding included.
-        shape: (batch, seq), or (tokens,) when documents differ in length.
+        tensor: a table or (axes, tokens) ids, depending on mode.
+        mode: a mode of ``reference``, such as TABLE_INTEGER.
+        axes: number of position axes.
+        tokens: number of tokens, including padding.
+        shape: (batch, seq), or (tokens,) if documents differ in length.
     """
 
     tensor: Tensor
@@ -156,7 +156,7 @@ class PositionIds(NamedTuple):
     shape: tuple[int, ...]
 
     def as_rows(self, x: Tensor) -> Tensor:
-        """Reshape (tokens, …) to (batch, seq, …) where all documents have one length."""
+        """Reshape (tokens, …) to (batch, seq, …) if all documents have one length."""
         return x.reshape(*self.shape, *x.shape[1:])
 
 
@@ -168,9 +168,10 @@ def ids_on(
     name: str = "positions",
     like: str | None = None,
 ) -> PositionIds:
-    """Return positions of any sort, checked to have a rotary's axes, as one tensor; a table is copied to the device.
+    """Convert positions of any type to one tensor and check their axes; a PositionTable is copied to the device.
 
-    With the name of a tensor in ``like`` they must lie on the device as it does. Messages call them by their name.
+    With ``like``, the name of a tensor on the device, other positions must be there too. ``validate`` also checks dense
+    ids on a device. ``name`` is the name of the positions in messages.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -193,7 +194,7 @@ def ids_on(
 
 
 def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
-    """Refuse (…, heads, head_dim) of other heads than turn apart, or a multiple where several share a kv head."""
+    """Check the number of heads of (…, heads, head_dim) x; ``shared`` allows several q heads per kv head."""
     heads, want = x.shape[-2], rotary.own_heads
     if want and heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
@@ -201,41 +202,41 @@ def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Make frequencies and pair axes as the operators take them.
+    """Build frequencies and pair axes in the form that the operators expect.
 
     Returns:
-        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for none, or
-        where heads turn apart (groups, pairs), a row for as many neighbours as turn alike. With kv_heads, frequencies
-        are (groups, 3, pairs), or (groups, 1, pairs).
+        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for pairs that
+        are not rotated. If heads rotate differently, the axes are (groups, pairs), one row per group of consecutive
+        heads that rotate alike. With kv_heads, frequencies are (groups, 3, pairs) or (groups, 1, pairs).
     """
-    step = _alike(rotary) if rotary.own_heads else None
-    of_each = step if rotary.kv_heads is not None else None
-    pair_axis = torch.from_numpy(rotary.pair_axis[::step].astype(np.int32))
+    size = _group_size(rotary) if rotary.own_heads else None
+    frequency_step = size if rotary.kv_heads is not None else None
+    pair_axis = torch.from_numpy(rotary.pair_axis[::size].astype(np.int32))
     if rotary.precision == "hf":
-        # Transformers' frequencies are torch's float32 powers, which are not always the nearest.
-        inv_freq = torch.tensor(rotary.inv_freq_as_hf(_torch_power)[::of_each])
-        return inv_freq if of_each is None else inv_freq.unsqueeze(1), pair_axis
+        # Transformers computes frequencies by torch's float32 powers, which are not always correctly rounded.
+        inv_freq = torch.tensor(rotary.inv_freq_as_hf(_torch_power)[::frequency_step])
+        return inv_freq if frequency_step is None else inv_freq.unsqueeze(1), pair_axis
     hi, lo = rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)
-    # Whole turns per id, which the turns leave out: below 0 for negative frequencies.
+    # Whole turns per id, which rotary.turns omits; negative for negative frequencies.
     rounds = np.rint(rotary.inv_freq_array / (2 * np.pi) - hi * 2.0**-32)
     words = np.stack([hi, lo, rounds], axis=-2).astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(words[::of_each])), pair_axis
+    return torch.from_numpy(np.ascontiguousarray(words[::frequency_step])), pair_axis
 
 
-def _alike(rotary: Rotary) -> int:
-    """Return the most heads that turn alike in every part of so many neighbours."""
+def _group_size(rotary: Rotary) -> int:
+    """Return the largest size of equal groups of consecutive heads that rotate alike."""
     axis, frequency = rotary.pair_axis, np.broadcast_to(rotary.inv_freq_array, rotary.pair_axis.shape)
-    other = (axis[1:] != axis[:-1]) | (frequency[1:] != frequency[:-1])
-    return gcd(len(axis), *(np.flatnonzero(other.any(axis=1)) + 1).tolist())
+    changes = (axis[1:] != axis[:-1]) | (frequency[1:] != frequency[:-1])
+    return gcd(len(axis), *(np.flatnonzero(changes.any(axis=1)) + 1).tolist())
 
 
 @cache
 def _constants(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Keep tensors for good, a few kilobytes each: a captured CUDA graph holds their addresses.
+    """Return tensors that are never freed, a few kilobytes each: a captured CUDA graph holds their addresses.
 
-    A rotary is its text here, since some versions of torch take no other objects for constants of a graph.
+    The rotary is passed as its text, since some versions of torch accept no other objects as constants of a graph.
     """
-    with torch.inference_mode(False):  # whoever comes first, training may come next
+    with torch.inference_mode(False):  # the first caller may run inference and a later one training
         frequencies, pair_axis = frequencies_of(Rotary.from_dict(json.loads(text)))
         return frequencies.to(device), pair_axis.to(device)
 
@@ -245,15 +246,15 @@ def _constants_in_graphs(text: str, device: torch.device) -> tuple[Tensor, Tenso
 
 
 _constants_of: Any = _constants_in_graphs
-# The mark of torch.compiler.assume_constant_result, which would import the compiler to set it: seconds, for everybody.
+# torch.compiler.assume_constant_result sets this attribute, but would import the compiler, which takes seconds.
 _constants_of._dynamo_marked_constant = True
 
 
 def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return frequencies and pair axes on a device, made once; a compiled graph takes them as constants."""
+    """Return cached frequencies and pair axes on a device; a compiled graph treats them as constants."""
     if torch.compiler.is_compiling():
         return _constants_of(rotary.text, device)
-    # Under a FakeTensorMode all that is made has a shape alone, which must not be kept for those who come later.
+    # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
     faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
 
@@ -261,11 +262,9 @@ def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
 def rotation_of(
     ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
 ) -> reference.RotationArguments:
-    """Return a rotation by ids as the operators take it."""
-    made, adjacent = constants(rotary, ids.tensor.device), rotary.pairing == "adjacent"
-    return reference.RotationArguments(
-        ids.tensor, *made, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation
-    )
+    """Return a rotation by ids in the form that the operators expect."""
+    tensors, adjacent = (ids.tensor, *constants(rotary, ids.tensor.device)), rotary.pairing == "adjacent"
+    return reference.RotationArguments(*tensors, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation)
 
 
 def _torch_power(base: float, exponents: Any) -> Any:
@@ -273,12 +272,12 @@ def _torch_power(base: float, exponents: Any) -> Any:
 
 
 def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: PositionIds, validate: bool) -> Tensor:
-    """Check that an engine's cache of cos and sin fits a rotary and ids, and return it; nothing is copied."""
+    """Check that an engine's cache of cos and sin matches a rotary and ids, and return it without a copy."""
     if not isinstance(cos_sin, Tensor) or cos_sin.dtype not in reference.FLOATS:
         got = cos_sin.dtype if isinstance(cos_sin, Tensor) else type(cos_sin).__name__
         raise InvalidInputError(f"cos_sin: got {got}, want a tensor of float32, bfloat16 or float16")
     if cos_sin.dim() != 2 or cos_sin.shape[1] != rotary.rotary_dim or not cos_sin.shape[0]:
-        want = f"(max_position, {rotary.rotary_dim}), cos and then sin of each pair of rotary"
+        want = f"(max_position, {rotary.rotary_dim}), cos of all pairs of rotary, then sin"
         raise InvalidInputError(f"cos_sin: got shape {tuple(cos_sin.shape)}, want {want}")
     if cos_sin.device != ids.tensor.device:
         raise InvalidInputError(f"cos_sin: got a tensor on {cos_sin.device}, want {ids.tensor.device} as q")
@@ -286,13 +285,13 @@ def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: Positio
         raise InvalidInputError(f"cos_sin: got strides {cos_sin.stride()}, want a contiguous tensor")
     if not rotary.shares_ladder:
         raise InvalidInputError(
-            f"cos_sin: got a rotary of allocation {rotary.allocation!r}, whose axes have frequencies of their own, "
-            "want one whose pair j has the j-th frequency, as the cache has"
+            f"cos_sin requires a rotary whose pair j has the j-th frequency, got allocation {rotary.allocation!r}, "
+            "whose axes have their own frequencies"
         )
     if ids.mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED):
-        raise InvalidInputError("positions: got fractional ids, want integers: cos_sin has rows of whole ids alone")
+        raise InvalidInputError("positions: got fractional ids, want integers: cos_sin has rows for whole ids only")
     if torch.is_grad_enabled() and cos_sin.requires_grad:
-        raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one without: none are made")
+        raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one that does not")
     check_no_tangent("cos_sin", cos_sin)
     on_host = isinstance(positions, PositionTable) or ids.tensor.device.type == "cpu"
     if ids.tokens and (validate or on_host) and not torch.compiler.is_compiling():
@@ -304,7 +303,7 @@ def _check_rows(rows: int, positions: Positions) -> None:
     ids = positions if isinstance(positions, Tensor) else positions.dense()
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
-        raise InvalidInputError(f"positions: got id {low}, want >= 0: cos_sin has rows of ids from 0")
+        raise InvalidInputError(f"positions: got id {low}, want >= 0: the rows of cos_sin begin at id 0")
     if high >= rows:
         raise InvalidInputError(f"cos_sin: got {rows} rows, want > {high}, the largest id")
 
@@ -312,7 +311,7 @@ def _check_rows(rows: int, positions: Positions) -> None:
 def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:
     if ids.dim() not in (2, 3) or not ids.shape[0]:
         raise InvalidInputError(f"{name}: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
-    flat = ids.flatten(1).contiguous()  # the kernel steps from token to token by one
+    flat = ids.flatten(1).contiguous()  # the kernel assumes a stride of 1 between tokens
     if ids.dtype in (torch.int32, torch.int64):
         mode = reference.DENSE_INTEGER
     elif ids.dtype == torch.float64:
@@ -329,29 +328,29 @@ def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:
 
 
 Implementation = Literal["auto", "reference", "triton"]
-"""Implementations, as callers name them."""
+"""Names of implementations."""
 
 
 def number_of(implementation: Implementation, device: torch.device) -> int:
-    """Return the number of an implementation in the operators, if it can run on the device."""
+    """Return the operators' number of an implementation after checking that it can run on the device."""
     if implementation == "auto":
         return reference.TRITON if device.type == "cuda" and _has_triton() else reference.AUTO
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     if implementation == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference' there")
+        raise InvalidInputError(f"implementation: got 'triton' for tensors on {device}, want 'reference'")
     if implementation == "triton" and not _has_triton():
         raise missing('implementation "triton"', "triton", extra="all")
     return reference.TRITON if implementation == "triton" else reference.REFERENCE
 
 
 @cache
-def _found_triton() -> bool:
+def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def _look_for_triton() -> bool:
-    return _found_triton()
+def _triton_is_installed_in_graphs() -> bool:
+    return _triton_is_installed()
 
 
-_has_triton: Any = _look_for_triton
-_has_triton._dynamo_marked_constant = True  # as above: looking for a module is nothing for a graph
+_has_triton: Any = _triton_is_installed_in_graphs
+_has_triton._dynamo_marked_constant = True  # as above: a graph cannot trace the search for a module

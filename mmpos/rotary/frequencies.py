@@ -1,4 +1,4 @@
-"""Inverse frequencies θ_j = base^(−2j/d): the same formulas in exact decimals or in the float32 of Transformers."""
+"""Inverse frequencies θ_j = base^(−2j/d): one set of formulas, in exact decimals or in float32 as in Transformers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 UInt64Array = npt.NDArray[np.uint64]
 Number: TypeAlias = Any
-"""A scalar or an (n,) array of an arithmetic: floats, or Decimals in an array of objects."""
+"""A scalar or (n,) array in an Arithmetic: floats, or Decimals in an object array."""
 Power = Callable[[float, Float32Array], Float32Array]
-"""base and (n,) float32 exponents to (n,) float32 base**exponents."""
+"""Function from a base and (n,) float32 exponents to (n,) float32 base**exponents."""
 
 PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651"
 )
 MAX_INV_FREQ = 2.0**32
-"""The largest inverse frequency in rad per position; turns below keep all of their 64 bits up to it."""
+"""Largest inverse frequency in rad per position; up to it all 64 bits of ``fixed_point_turns`` are exact."""
 
 _CONTEXT = Context(prec=100, rounding=ROUND_HALF_EVEN)
 
 
 class Arithmetic(ABC):
-    """The numbers that a formula of frequencies is written in: scalars and arrays of pairs.
+    """Number type in which a frequency formula is evaluated: scalars and arrays over pairs.
 
-    Scalars go through ``number`` before they meet anything else, so that one formula serves both kinds.
+    Formulas convert scalars by ``number`` before any arithmetic, so that one formula works in every Arithmetic.
     """
 
     pi: Number
 
     @abstractmethod
     def number(self, value: float) -> Number:
-        """Convert a scalar; a float is its exact binary value."""
+        """Convert a scalar; a float keeps its exact binary value."""
 
     @abstractmethod
     def array(self, values: Iterable[Number]) -> Number:
@@ -50,19 +50,19 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def log(self, value: Number) -> Number:
-        """Take the natural logarithm of a scalar."""
+        """Compute the natural logarithm of a scalar."""
 
     @abstractmethod
     def powers(self, theta: Number, dim: int, count: int | None = None) -> Number:
-        """Compute (count,) theta^(2j/dim), by default dim/2: reciprocals of the unscaled inverse frequencies."""
+        """Compute (count,) theta^(2j/dim), the reciprocals of unscaled inverse frequencies; count defaults to dim/2."""
 
     def context(self) -> AbstractContextManager[object]:
-        """Return the context in which the formula must run."""
+        """Return the context in which a formula must be evaluated."""
         return nullcontext()
 
 
 class Exact(Arithmetic):
-    """Decimals of 100 digits in arrays of objects; the caller's decimal context plays no part."""
+    """Decimals of 100 digits in object arrays, independent of the caller's decimal context."""
 
     pi = PI
 
@@ -76,7 +76,7 @@ class Exact(Arithmetic):
         return value.ln()
 
     def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Number:
-        step = theta ** (Decimal(2) / dim)  # a root takes longer than all products, whose last digits are rounded
+        step = theta ** (Decimal(2) / dim)  # one root and products: faster than one root per power
         powers = accumulate(repeat(step), mul, initial=Decimal(1))
         return np.array(list(islice(powers, _pairs(dim, count))), object)
 
@@ -85,19 +85,19 @@ class Exact(Arithmetic):
 
 
 def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
-    """Compute base**exponents of float32 numbers, rounded once; float32 powers of libraries stray by an ulp."""
+    """Compute correctly rounded float32 base**exponents; the float32 powers of libraries may be off by one ulp."""
     return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Float32(Arithmetic):
-    """The float32 arrays and double scalars of Transformers, operation by operation.
+    """Float32 arrays and double scalars with the same sequence of operations as in Transformers.
 
-    Every operation is rounded as IEEE 754 has it and so is the same everywhere, but for the power: pass
-    the one of the library to agree with.
+    Every operation except the power is rounded according to IEEE 754 and gives the same bits on every machine. To
+    reproduce the bits of a library, pass its power function.
 
     Args:
-        power: computes theta^(2j/dim); by default rounded once.
+        power: computes theta^(2j/dim); correctly rounded by default.
     """
 
     power: Power = rounded_power
@@ -113,12 +113,12 @@ class Float32(Arithmetic):
         return math.log(value)
 
     def powers(self, theta: float, dim: int, count: int | None = None) -> Float32Array:
-        # As many powers at once as Transformers takes: those of torch depend on the place in its vectors.
+        # Same number of powers per call as in Transformers: torch's results depend on the place within a vector.
         return self.power(theta, np.arange(0, 2 * _pairs(dim, count), 2).astype(np.float32) / np.float32(dim))
 
 
 def fixed_point_turns(inv_freq: Iterable[Decimal]) -> UInt64Array:
-    """Convert inverse frequencies to units of 2⁻⁶⁴ turn: inv_freq/2π as a 64-bit fraction, modulo one turn.
+    """Convert inverse frequencies to units of 2⁻⁶⁴ turn: inv_freq/2π modulo 1 as a 64-bit fraction.
 
     >>> int(fixed_point_turns([PI])[0]) == 2**63  # half a turn
     True

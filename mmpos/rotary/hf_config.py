@@ -1,4 +1,4 @@
-"""Read the rotation of a Transformers config, and the defaults of its class, as arguments of Rotary."""
+"""Read the arguments of Rotary from a Transformers config and the defaults of its class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoP
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
 Values: TypeAlias = Mapping[str, Any]
-"""Values of a config by the names of their fields."""
+"""Config values by field name."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -34,14 +34,14 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ntk_alpha": ("alpha",),
     }
 )
-"""The rope types that are understood, and the fields that each needs; "mrope" is read as default, "su" as longrope."""
+"""Supported rope types and the fields that each requires; "mrope" is read as default, "su" as longrope."""
 
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
-"""The rope types that depend on the length that a model was trained with."""
+"""Rope types that depend on the length with which a model was trained."""
 
 HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
-"""Fields from which the size of a head follows."""
+"""Fields that determine the head dimension."""
 
 
 def hf_arguments(
@@ -51,30 +51,30 @@ def hf_arguments(
     overrides: Values = MappingProxyType({}),
     released: bool = False,
 ) -> dict[str, Any]:
-    """Read the arguments of Rotary from a config, with overrides in their place.
+    """Read the arguments of Rotary from a config and merge overrides into them.
 
-    A config of a model type of Transformers is read as its class and its code read it: what a config.json leaves out
-    is the default of the class, and fields that the code has no eye for change nothing. Of any other model type,
-    what the config does not say must be told in overrides: head_dim, theta, rotary_dim (unless it has a
-    partial_rotary_factor) and pairing. Without mrope_section a config does not speak of axes: they are Rotary's own
-    default, two interleaved, which on text is the RoPE-1D of the model.
+    For a model type of Transformers, the config is interpreted as its class and model code do: missing fields take the
+    defaults of the class, and fields that the code ignores have no effect. For any other model type, arguments that
+    the config does not determine must be in overrides: head_dim, theta, rotary_dim (unless the config has a
+    partial_rotary_factor) and pairing. A config without mrope_section does not determine axes; Rotary then uses its
+    default of two interleaved axes, which rotates text by the RoPE-1D of the model.
 
     Args:
-        config: a config object, the mapping of its config.json or the folder with that, read in text_config if it has
-            one; of a vision encoder pass its vision_config.
-        layer_type: which one, where the layers of a model turn in several ways.
-        overrides: arguments of Rotary that replace what the config says.
-        released: read HunYuan-VL's as its own code has it, where Transformers turns otherwise.
+        config: a config object, the mapping from its config.json, or the folder that contains config.json. If it has
+            a text_config, that is read; for a vision encoder pass its vision_config.
+        layer_type: layer type to read if layers of the model rotate differently.
+        overrides: arguments of Rotary that override those of the config.
+        released: for HunYuan-VL, follow the code released with the model where Transformers rotates differently.
 
     Raises:
-        UnsupportedError: a rope type or a model type whose rotation is not known.
-        InvalidInputError: the config does not say what is needed.
+        UnsupportedError: the rotation of the rope type or model type is not supported.
+        InvalidInputError: the config lacks a required field or has an invalid one.
     """
     fields = _language_model(config, released)
     rope = _rope_parameters(fields, layer_type)
     fields = _layer(fields, layer_type)
     if not _known(fields):
-        _check_told(fields, rope, overrides)
+        _check_complete(fields, rope, overrides)
     kind = _rope_type(fields, rope)
     head_dim = overrides["head_dim"] if "head_dim" in overrides else _head_dim(fields)
     arguments: dict[str, Any] = {"head_dim": head_dim}
@@ -84,12 +84,12 @@ def hf_arguments(
         arguments["theta"] = _theta(fields, rope)
     if "pairing" not in overrides:
         arguments["pairing"] = _pairing(fields)
-    turning = {**arguments, **overrides}["rotary_dim"]
-    turning = integer("rotary_dim", head_dim if turning is None else turning)
+    rotary_dim = {**arguments, **overrides}["rotary_dim"]
+    rotary_dim = integer("rotary_dim", head_dim if rotary_dim is None else rotary_dim)
     if kind == "axial":
-        arguments |= _axial_layout(fields, head_dim, turning)
+        arguments |= _axial_layout(fields, head_dim, rotary_dim)
     else:
-        arguments |= _text_layout(fields, rope, turning)
+        arguments |= _text_layout(fields, rope, rotary_dim)
         if not overrides.keys() & {"scaling", "inv_freq"}:
             arguments["scaling"] = _scaling(fields, rope, kind)
     if "allocation" in overrides:
@@ -99,27 +99,27 @@ def hf_arguments(
 
 
 def hf_pairing(config: object) -> str | None:
-    """Return the pairing of a config's model, "half" or "adjacent"; None for a model type that is not known.
+    """Return the pairing of a config's model, "half" or "adjacent"; None for an unknown model type.
 
     Raises:
-        UnsupportedError: a model type that rotates in a way that Rotary does not describe.
+        UnsupportedError: Rotary cannot describe the rotation of the model type.
     """
     fields = _language_model(config)
     return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
 
 
 def hf_layer_types(config: object) -> list[str]:
-    """List the type of each layer of a config's language model; none where the config does not have them.
+    """Return the type of each layer of a config's language model; empty if the config has no layer_types.
 
     Raises:
-        InvalidInputError: the config has them in no list of names.
+        InvalidInputError: layer_types is not a list of names.
     """
     fields = _language_model(config, released=True)
     return [] if fields.own("layer_types") is None else _layer_types(fields)
 
 
 def _known(fields: Fields) -> bool:
-    """Check whether it is known how this model type rotates."""
+    """Return whether the rotation of this model type is known."""
     return "rope_theta" in fields.defaults
 
 
@@ -135,53 +135,53 @@ def _language_model(config: object, released: bool = False) -> Fields:
         raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
     for name in ("thinker_config", "text_config"):
         if name in fields.parts:
-            raise fields.missing(name, "the config of the language model")
+            raise fields.missing(name, "the config of the language model")  # a composite config without its text part
     if fields.parts and not _known(fields):
         names = ", ".join(sorted(fields.parts))
-        raise InvalidInputError(f"{fields.name}: got that of a whole {model!r}, want one of its {names}")
+        raise InvalidInputError(f"{fields.name}: got the config of a whole {model!r}, want one of its {names}")
     return fields
 
 
-def _check_told(fields: Fields, rope: Values, overrides: Values) -> None:
-    """Refuse a config of a model type that is not known, unless it and overrides say all that its class may set."""
-    said = {
+def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
+    """Raise unless the config of an unknown model type and overrides determine all arguments that a class may set."""
+    is_set = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
         "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
         "rotary_dim": _factor(fields, rope) is not None or fields.own("rotary_dim") is not None,
         "pairing": fields.own("rope_interleave") is not None,
         "allocation": rope.get("rope_type") != "axial",
     }
-    missing = [name for name, is_said in said.items() if not is_said and name not in overrides]
+    missing = [name for name in is_set if not is_set[name] and name not in overrides]
     if missing:
         raise InvalidInputError(
-            f"model_type: got {fields.model_type!r}, which is not known, and a config without {', '.join(missing)}, "
-            f"want them told: Rotary.from_hf_config(config, {', '.join(f'{name}=…' for name in missing)})"
+            f"model_type: got the unknown type {fields.model_type!r} and a config without {', '.join(missing)}, "
+            f"want them as arguments: Rotary.from_hf_config(config, {', '.join(f'{name}=…' for name in missing)})"
         )
 
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
-    """Read the parameters of the rotation, of one layer type where there are several, wherever the config has them."""
+    """Read the rope parameters, of one layer type if there are several, from any of the fields that may hold them."""
     model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
         if value is not None and not isinstance(value, Mapping):
             raise InvalidInputError(f"rope_parameters: got {value!r}, want a mapping")
     if scaling and model == "cohere2_moe":
-        raise InvalidInputError(f"rope_scaling: got one for {model!r}, whose code does not read it, want none")
+        raise InvalidInputError(f"rope_scaling: got one for {model!r}, whose code ignores it, want none")
     default = fields.defaults.get("rope_parameters", {})
     if _by_layer(default) or _by_layer(scaling or parameters or {}):
-        if scaling and _by_layer(scaling):  # a config object has both names for one
+        if scaling and _by_layer(scaling):  # in a config object both fields are the same mapping
             scaling, parameters = None, scaling
         return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
     types = _layer_types(fields)
     if layer_type is not None and layer_type not in types:
-        want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers turn alike"
+        want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers rotate alike"
         raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
     return {} if fields.rotation.unscaled else dict(scaling or parameters or default)
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """Read the type of each layer, or all types that the class has; none if it has none."""
+    """Read the type of each layer from the config, or the types in the defaults of its class; may be empty."""
     types = fields.get("layer_types")
     if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
         raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
@@ -193,7 +193,7 @@ def _by_layer(rope: Values) -> bool:
 
 
 def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
-    """The entry of a layer type, or what it is in configs that are older than entries."""
+    """Return the rope parameters of a layer type, including from configs that predate entries per layer type."""
     rotation, defaults = fields.rotation, fields.defaults.get("rope_parameters", {})
     older = bool(rotation.layer_theta)
     entries = {**defaults, **parameters} if older else parameters or defaults
@@ -213,35 +213,35 @@ def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, p
     if older:
         entry = _older_entry(fields, layer_type, scaling, parameters.get(layer_type) or {})
     if entry.get("truncate") is False:
-        raise InvalidInputError("truncate: got False for a layer type, where Transformers does not read it, want none")
+        raise InvalidInputError("truncate: got False for a layer type, where Transformers ignores it, want none")
     return entry
 
 
 def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values) -> dict[str, Any]:
-    """The entry of a layer type, with the fields that older configs have in its place."""
+    """Return the rope parameters of a layer type, merged from the fields of older configs."""
     rotation, default = fields.rotation, fields.defaults["rope_parameters"][layer_type]
-    whole = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
+    merged = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
     base = fields.own(rotation.layer_theta.get(layer_type, ""))
     if base is not None:
-        whole["rope_theta"] = base
-    whole |= entry
+        merged["rope_theta"] = base
+    merged |= entry
     if scaling and layer_type in rotation.scaled_layers:
-        if "rope_type" not in scaling:  # Transformers keeps the "default" that it starts from, whatever type says
+        if "rope_type" not in scaling:  # Transformers ignores the field "type" here and keeps "default"
             raise InvalidInputError(
-                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want it, whatever type says"
+                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want a rope type: its type is ignored"
             )
-        whole |= scaling
-    return whole
+        merged |= scaling
+    return merged
 
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
-    """Select the fields of the layers of one type, where layers have some of their own."""
+    """Return the fields of the layers of one type if layers have their own fields."""
     config = fields.config
     if isinstance(config, Mapping):
         if not config.get("per_layer_config"):
             return _full_attention(fields, config) if layer_type == "full_attention" else fields
         if layer_type is not None and fields.own("layer_types") is None:
-            raise fields.missing("layer_types", "the type of each layer, since per_layer_config has fields of layers")
+            raise fields.missing("layer_types", "the type of each layer, since the config has a per_layer_config")
         layers = _layers(config)
     elif getattr(config, "is_heterogeneous", False):
         layers = list(read_field(config, "per_layer_config"))
@@ -255,12 +255,12 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
         values = list(dict.fromkeys(read_field(layer, name) for layer in layers))
         if len(values) > 1:
             got = ", ".join(map(str, values))
-            raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one for all layers, or layer_type")
+            raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one value, or pass layer_type")
     return Fields(fields.name, layers[0], fields.model_type) if layers else fields
 
 
 def _full_attention(fields: Fields, config: Values) -> Fields:
-    """Select the fields of layers of full attention, whose heads may be of another size."""
+    """Return the fields of full-attention layers, whose head_dim may differ."""
     if fields.rotation.full_head_dim is None or "per_layer_config" in config:
         return fields
     head_dim = fields.own("global_head_dim")
@@ -269,12 +269,12 @@ def _full_attention(fields: Fields, config: Values) -> Fields:
 
 
 def _layers(config: Values) -> list[Any]:
-    """List the config of each layer up to the last that per_layer_config names, and of one that it does not."""
+    """Return the configs of layers 0 to max(per_layer_config) + 1; the last one stands for all later layers."""
     by_index = config["per_layer_config"]
     if not isinstance(by_index, Mapping) or not all(
         str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
     ):
-        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want fields by the index of their layer")
+        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want a mapping from layer index to fields")
     own = {int(index): values for index, values in by_index.items()}
     return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
 
@@ -288,7 +288,7 @@ def _rope_type(fields: Fields, rope: Values) -> str:
     if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
         kind = "longrope"
     if (kind == "default" and fields.rotation.encoder is not None) or model == "llama4_vision_model":
-        kind = "axial"  # which that of Llama 4 is, whatever its config says
+        kind = "axial"  # the vision encoder of Llama 4 is axial regardless of its config
     if kind == "dynamic" and rope.get("alpha") and (fields.rotation.alpha or not _known(fields)):
         kind = "ntk_alpha"
     return kind
@@ -296,7 +296,7 @@ def _rope_type(fields: Fields, rope: Values) -> str:
 
 def _head_dim(fields: Fields) -> int:
     head_dim = None
-    # The rotated part of a latent-attention head is a tensor of its own, whatever head_dim says.
+    # Latent attention rotates a separate tensor of qk_rope_head_dim channels, regardless of head_dim.
     if "qk_rope_head_dim" in fields.defaults or not _known(fields):
         head_dim = fields.size("qk_rope_head_dim")
     if head_dim is None and not fields.rotation.head_dim_unread:
@@ -305,10 +305,12 @@ def _head_dim(fields: Fields) -> int:
         name, times = fields.rotation.width
         width, heads = fields.get(name), fields.get("num_attention_heads")
         if width is None or heads is None:
-            raise InvalidInputError(f"head_dim: got none in the config, want it, or {name} and num_attention_heads")
+            raise InvalidInputError(
+                f"head_dim: got none in the config, want head_dim, or {name} and num_attention_heads"
+            )
         head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
         if head_dim % 2:
-            got = f"none, and {head_dim} from {name} {width} and num_attention_heads {heads}"
+            got = f"none, and {head_dim} derived from {name} {width} and num_attention_heads {heads}"
             raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
     return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
 
@@ -317,19 +319,21 @@ def _theta(fields: Fields, rope: Values) -> float:
     base = _own_theta(fields, rope)
     base = fields.defaults.get("rope_theta") if base is None else base
     if base is None:
-        raise InvalidInputError("rope_theta: got none in the config, want it, or theta told beside the config")
+        raise InvalidInputError("rope_theta: got none in the config, want rope_theta, or the argument theta")
     theta = finite("rope_theta", base, minimum=1)
     if fields.rotation.layer_bases:
         bases = numbers("layer_rope_theta", fields.own("layer_rope_theta") or (), 0)
         others = {base for base in bases if base} - {theta}
         if others:
             got = ", ".join(map(str, sorted(others)))
-            raise InvalidInputError(f"layer_rope_theta: got {got} beside rope_theta {theta}, want one, or theta told")
+            raise InvalidInputError(
+                f"layer_rope_theta must equal rope_theta {theta} in rotated layers unless theta is passed, got {got}"
+            )
     return theta
 
 
 def _own_theta(fields: Fields, rope: Values) -> Any:
-    """Read the base that the config itself, or the code of its model type, sets."""
+    """Return the base set by the config itself or by the code of its model type."""
     if fields.rotation.theta is not None:
         return fields.rotation.theta
     base = rope.get("rope_theta")
@@ -343,7 +347,7 @@ def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
 
 
 def _factor(fields: Fields, rope: Values) -> Any:
-    """Read the partial_rotary_factor of the config or of its class."""
+    """Return the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
     own = not fields.rotation.factor_unread and not _by_layer(fields.defaults.get("rope_parameters", {}))
     if factor is None and own:
@@ -355,9 +359,9 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     rotation = fields.rotation
     if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
         return head_dim // 6 * 6
-    heeded = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
-    whole = kind in ("proportional", "axial") or fields.model_type == "mistral4"  # whose factor is of another head
-    if whole or not heeded:
+    has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
+    # The factor of mistral4 refers to a head of another size.
+    if kind in ("proportional", "axial") or fields.model_type == "mistral4" or not has_factor:
         return head_dim
     factor = _factor(fields, rope)
     if factor is None and (rotation.reads_rotary_dim or not _known(fields)):
@@ -377,29 +381,29 @@ def _pairing(fields: Fields) -> str:
 
 
 def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, Any]:
-    """Lay out the pairs of a vision encoder: axes are rows and columns, with frames before them of three."""
+    """Return the layout arguments of a vision encoder; its axes are rows and columns, or frames, rows and columns."""
     turns = "rows" if fields.rotation.encoder is None else fields.rotation.encoder.turns
     if turns == "halves":
-        # Each half of a head is a head by itself: the first turns by columns, the second by rows.
+        # Each half of a head acts as a head: the first is rotated by columns, the second by rows.
         heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
         if (kv_heads := fields.kv_heads_of_halves) != heads:
-            raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads}, as many as num_attention_heads")
+            raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads} as num_attention_heads")
         halves = {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2}
         return {**halves, "axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
     if turns == "frames":
         return {"axes": 3, "allocation": "axial"}
     if turns in ("rows", "ladder"):
         return {"allocation": "pixtral" if turns == "ladder" else "axial"}
-    of_each = rotary_dim // 4
-    allocation = [1, 0] * of_each if turns == "in turn" else [1] * of_each + [0] * of_each
-    return {"axes": 2, "allocation": allocation, "axes_dim": [2 * of_each] * 2}
+    pairs = rotary_dim // 4
+    allocation = [1, 0] * pairs if turns == "in turn" else [1] * pairs + [0] * pairs
+    return {"axes": 2, "allocation": allocation, "axes_dim": [2 * pairs] * 2}
 
 
 def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any]:
     model, rotation = fields.model_type, fields.rotation
     pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
     if pairs is not None and older is not None and list(pairs) != list(older):
-        raise InvalidInputError(f"mrope_section: got {pairs} and xdrope_section {older}, want the same")
+        raise InvalidInputError(f"mrope_section must equal xdrope_section, got {pairs} and {older}")
     pairs = older if pairs is None else pairs
     pairs = rotation.section if pairs is None else pairs
     if pairs is None:
@@ -407,11 +411,13 @@ def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any
     section = integers("mrope_section", pairs, maximum=MAX_HEAD_DIM)
     if model == "ernie4_5_vl_moe_text":  # (rows, columns, frames): rows and columns alternate, then frames
         if len(section) != 3 or section[0] != section[1]:
-            raise InvalidInputError(f"mrope_section: got {list(section)}, want as many rows as columns, then frames")
+            raise InvalidInputError(
+                f"mrope_section: got {list(section)}, want pairs of rows, the same number for columns, then frames"
+            )
         return {"axes": 3, "allocation": [1, 2] * section[0] + [0] * section[2]}
     interleaved = rotation.interleaved or rope.get("mrope_interleaved") or rope.get("interleaved")
     left = rotary_dim // 2 - sum(section[1:])
-    if rotation.interleaved and len(section) == 3 and left >= 0:  # their code gives frames all that others leave
+    if rotation.interleaved and len(section) == 3 and left >= 0:  # the model code gives all remaining pairs to frames
         section = (left, *section[1:])
     return {
         "axes": len(section),
@@ -426,7 +432,7 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
         raise UnsupportedError(f"rope_type: got {kind!r}, want one of {_listed(ROPE_TYPES)}")
     for name in ROPE_TYPES[kind]:
         if name not in rope:
-            raise InvalidInputError(f"rope_parameters.{name}: got none, want it for rope_type {kind!r}")
+            raise InvalidInputError(f"rope_parameters.{name}: got none, want a value for rope_type {kind!r}")
     if kind == "default":
         return None
     longest = _number("max_position_embeddings", fields.get("max_position_embeddings"))
@@ -435,7 +441,9 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
     original = rope.get(name) if original is None else original
     original = longest if original is None else _number(name, original)
     if original is None and kind in LENGTH_TYPES:
-        raise InvalidInputError(f"max_position_embeddings: got none in the config, want it for rope_type {kind!r}")
+        raise InvalidInputError(
+            f"max_position_embeddings: got none in the config, want a number for rope_type {kind!r}"
+        )
     factor: Any = rope.get("factor")
     if factor is None and kind in ("yarn", "longrope") and longest is not None:
         factor = longest / original
@@ -465,34 +473,34 @@ def _check_all_scaled(fields: Fields) -> None:
         *range(integer("num_hidden_layers", count))
     }:
         raise InvalidInputError(
-            f"rope_scaling_layers: got {layers}, want all of {count} layers, or scaling told for those or the others"
+            f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the others"
         )
 
 
 def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
-    """Make LongRoPE with an attention factor of its own.
+    """Return LongRoPE with the attention factor short_mscale.
 
-    Transformers 5.23 keeps to the short factors at every length, other than the code that the checkpoints came with.
+    Transformers 5.23 uses the short factors at every length, unlike the code released with the checkpoints.
     """
     short, long = (rope.get(name) for name in ("short_mscale", "long_mscale"))
     if kind != "longrope" or short is None or short != long:
         got = f"{kind!r} with short_mscale {short} and long_mscale {long}"
-        raise UnsupportedError(f"rope_parameters: got {got} for 'phimoe', want 'longrope' with the same of both")
+        raise UnsupportedError(f"rope_parameters: got {got} for 'phimoe', want 'longrope' with equal values")
     return LongRoPE(rope["short_factor"], rope["long_factor"], original, None, short)
 
 
 def _number(name: str, value: Any) -> Any:
-    """Check a number and return it as the config has it, or None."""
+    """Check that a value is a positive number or None, and return it unchanged."""
     if value is not None:
         finite(name, value, above=0)
     return value
 
 
 def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
-    same = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    optional = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
     truncate = rope.get("truncate")
-    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **same)
+    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -501,12 +509,12 @@ def _listed(names: Iterable[str]) -> str:
 
 @cache
 def class_defaults() -> Mapping[str, Values]:
-    """Load the defaults of the config classes of Transformers 5.23 by model type, as far as they are read here.
+    """Load the relevant defaults of the config classes of Transformers 5.23 by model type.
 
-    ``names`` holds other names of fields, ``parts`` the model types of the configs inside, ``auto_parts`` those that
-    hold unless the config inside has a model type, ``part_defaults`` what the configs inside hold unless they say it,
-    ``optional_parts`` those that are none where they are left out.
-    Model types that rotate have ``rope_theta``, null where their class has none. Made by tests/helpers/hf_classes.py.
+    ``names`` holds alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model types
+    of nested configs that do not state one, ``part_defaults`` the defaults of fields of nested configs, and
+    ``optional_parts`` the nested configs that are absent by default. Model types with a rotation have ``rope_theta``,
+    null if their class has no default. The file is written by tests/helpers/hf_classes.py.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)
@@ -516,7 +524,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
-        InvalidInputError: the file cannot be read, or holds something else; the message names the file and the line.
+        InvalidInputError: the file cannot be read or holds no JSON object; the message names the file and the line.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -534,22 +542,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_field(config: object, name: str) -> Any:
-    """Read a field of an object or a mapping; None where it is not there."""
+    """Return a field of an object or mapping, or None if it is missing."""
     try:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     except Exception as error:
         got = f"{type(error).__name__} ({error})"
-        raise InvalidInputError(f"{name}: got {got} from the config, want a field that can be read") from error
+        raise InvalidInputError(f"{name}: got {got} from the config, want a readable field") from error
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A config, or a part of one, with the defaults of its class where a config.json leaves a field out.
+    """Config or nested config, with the defaults of its class for missing fields.
 
     Args:
-        name: how messages call it.
+        name: name of the config in error messages.
         config: an object or a mapping.
-        model_type: whose class it is of; "" where nothing says it.
+        model_type: model type of its class; "" if unknown.
     """
 
     name: str
@@ -558,43 +566,43 @@ class Fields:
 
     @classmethod
     def of(cls, config: object) -> Fields:
-        """Make the fields of a whole config, or of the config.json in a folder.
+        """Create the fields of a whole config or of the config.json in a folder.
 
         Raises:
-            InvalidInputError: no config.json there, or none that can be read; or the name of something else, such as a
-                checkpoint: nothing is downloaded.
+            InvalidInputError: the folder has no readable config.json, or the string is not a folder, such as the name
+                of a checkpoint: nothing is downloaded.
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):
             if isdir(config):
                 path = Path(config, "config.json")
                 if not path.exists():
-                    raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
+                    raise InvalidInputError(f"{config}: got a folder without config.json, want the folder of a model")
                 config = read_json(path)
             else:
-                got = f"{str(config)!r}, {'a file' if isfile(config) else 'where there is no folder'}"
+                got = f"{str(config)!r}, which is {'a file' if isfile(config) else 'no folder'}"
         if not isinstance(config, Mapping | type) and (
             isinstance(config, PurePath) or type(config).__module__ == "builtins"
         ):
             raise InvalidInputError(
-                f"config: got {got}, want a config object, or the mapping of a config.json, "
-                "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
+                f"config: got {got}, want a config object, the mapping from a config.json, "
+                "json.loads(Path(...).read_text()), or the folder that contains it: nothing is downloaded"
             )
         return cls("config", config, _model_type(config))
 
     @property
     def defaults(self) -> Values:
-        """Defaults of its class; empty for a model type that is not known."""
+        """Defaults of the config class; empty for an unknown model type."""
         return class_defaults().get(self.model_type, {})
 
     @property
     def rotation(self) -> RotationType:
-        """How models of its type rotate, where no config says it."""
+        """Rotation of this model type as far as its config does not state it."""
         return ROTATIONS.get(self.model_type, PLAIN)
 
     @property
     def kv_heads_of_halves(self) -> int | None:
-        """Heads of k of an encoder whose halves of heads turn; None of all others."""
+        """Number of kv heads of an encoder that rotates half heads; None for all other models."""
         encoder = self.rotation.encoder
         if encoder is None or encoder.kv_heads is None:
             return None
@@ -602,29 +610,29 @@ class Fields:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Configs that its class has inside, and the model type of each unless it says another."""
+        """Names of nested configs and the default model type of each."""
         return {**self.defaults.get("auto_parts", {}), **self.defaults.get("parts", {})}
 
     @property
     def optional_parts(self) -> frozenset[str]:
-        """Configs inside that its class has none of unless a config says it."""
+        """Names of nested configs that are absent by default."""
         return frozenset(self.defaults.get("optional_parts", ()))
 
     def own(self, *names: str) -> Any:
-        """Read the first of these fields that the config itself sets; None if it sets none."""
+        """Return the first of these fields that the config itself sets, or None."""
         for name in names:
             values = {spelling: read_field(self.config, spelling) for spelling in self._spellings(name)}
             values = {spelling: value for spelling, value in values.items() if value is not None}
             value = next(iter(values.values()), None)
             if len(values) > 1 and any(other != value for other in values.values()):
                 got = " and ".join(f"{spelling} {other!r}" for spelling, other in values.items())
-                raise InvalidInputError(f"{self.name}.{name}: got {got}, two names of one field, want the same")
+                raise InvalidInputError(f"{self.name}.{name}: got {got}, two names of one field, want equal values")
             if value is not None:
                 return value
         return None
 
     def get(self, *names: str) -> Any:
-        """Read the first of these fields that the config or else its class sets; a null of the config stays one."""
+        """Return the first of these fields that the config sets, else the default of its class; null stays null."""
         value = self.own(*names)
         spellings = [spelling for name in names for spelling in self._spellings(name)]
         if value is not None or any(self._holds(spelling) for spelling in spellings):
@@ -632,15 +640,15 @@ class Fields:
         return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
 
     def size(self, name: str) -> Any:
-        """Read the field, and refuse null where its class has a number: nobody knows what that would mean."""
+        """Return the field; raise if it is null although its class has a number, since such a null is ambiguous."""
         value = self.get(name)
         default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
         if value is None and default is not None:
-            raise InvalidInputError(f"{self.name}.{name}: got null, want a number; left out it is {default}")
+            raise InvalidInputError(f"{self.name}.{name}: got null, want a number; the default is {default}")
         return value
 
     def part(self, name: str) -> Fields | None:
-        """Return a config inside, if there is one."""
+        """Return a nested config, or None if it is missing."""
         config = self.own(name)
         if config is None:
             return None
@@ -659,7 +667,7 @@ class Fields:
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None: ...
 
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None:
-        """Read the first of these integers that is set; a pair counts if both are the same."""
+        """Return the first of these fields that is set, as an integer; a list of equal values counts as one value."""
         value = self.get(*names)
         if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -668,7 +676,7 @@ class Fields:
         return None if value is None else integer(f"{self.name}.{names[0]}", value, minimum=minimum)
 
     def missing(self, name: str, want: str) -> InvalidInputError:
-        """Make the error for a field that is not there."""
+        """Return the error for a missing field."""
         return InvalidInputError(f"{self.name}.{name}: got none, want {want}")
 
     def _spellings(self, name: str) -> list[str]:

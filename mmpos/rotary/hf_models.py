@@ -1,4 +1,4 @@
-"""How the code of Transformers 5.23 rotates q and k of each model type, where no config says it: a row for each."""
+"""Rotations of the model types of Transformers 5.23, as far as their configs do not state them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ T = TypeVar("T")
 
 
 def by_name(rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Make a table of rows that stand for several names each, which spaces divide."""
+    """Expand a table whose keys are space-separated names to one entry per name."""
     return MappingProxyType({name: row for names, row in rows.items() for name in names.split()})
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Rows and columns by which a vision encoder turns, and the positions of its patches.
+    """Rotation and patch positions of a vision encoder.
 
     Args:
-        turns: what the channels of a head turn by: a block by "rows" and one by columns, or "columns" first; columns
-            and rows "in turn"; a block of "frames" before both, and what three blocks leave not at all; each of its
-            "halves" as a head by itself, the first by columns; or the "ladder" of Pixtral.
-        order: "raster", or "merged" in blocks of spatial_merge_size; None where no scheme here has the positions.
-        first: id of the first row and column; with 1 a class token may be at 0.
-        kv_heads: how many there are where a config leaves them out, if halves turn.
+        turns: axes that rotate the channels of a head. "rows": a block by rows, then one by columns; "columns": columns
+            first; "in turn": columns and rows alternate; "frames": blocks by frames, rows and columns, with remaining
+            channels unrotated; "halves": each half acts as a head, the first by columns and the second by rows;
+            "ladder": as in Pixtral.
+        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme has the positions.
+        first: id of the first row and column; if it is 1, a class token may have id 0.
+        kv_heads: for "halves", number of kv heads if the config omits it.
         note: peculiarities, for readers.
     """
 
@@ -38,27 +39,27 @@ class Encoder:
 
 @dataclass(frozen=True)
 class RotationType:
-    """How models of one type rotate.
+    """Rotation of one model type.
 
     Args:
-        adjacent: channels (2j, 2j + 1) are a pair where no rope_interleave says otherwise, else those of two halves.
-        section: mrope_section where a config leaves it out.
-        interleaved: M-RoPE interleaves, whether or not a config says so.
-        partial: how much of a head turns where partial_rotary_factor is left out; None turns all of it under rope_type
-            "default", whatever a config says. Every other rope_type heeds the factor.
-        factor_unread: the class overwrites a partial_rotary_factor beside rope_parameters by its own.
-        reads_rotary_dim: rotary_dim channels turn where there is no partial_rotary_factor.
-        unscaled: rope_parameters are not read.
-        theta: the base, where no config can change it.
-        old_names: fields beside rope_parameters are rotary_emb_base and rotary_pct.
-        alpha: dynamic scaling is NTK with an alpha, if there is one.
-        head_dim_unread: a head is hidden_size over num_attention_heads, whatever head_dim says.
-        width: the field, and how many times it, that heads share where head_dim is left out.
-        full_head_dim: what global_head_dim is if left out, the head_dim of layers of full attention.
-        layer_theta: fields with the base of each layer type in configs older than one rope_parameters entry for each.
-        scaled_layers: layer types that rope_scaling of those configs is for.
-        layer_bases: layer_rope_theta is the base of each layer, unless it is 0: such a layer does not turn.
-        encoder: of a vision encoder that turns by rows and columns.
+        adjacent: whether channels (2j, 2j + 1) are paired if the config has no rope_interleave, instead of two halves.
+        section: default of mrope_section.
+        interleaved: whether M-RoPE is interleaved regardless of the config.
+        partial: default of partial_rotary_factor; None means that rope_type "default" ignores the field and rotates all
+            channels. All other rope types read the field.
+        factor_unread: whether the class ignores a partial_rotary_factor outside of rope_parameters.
+        reads_rotary_dim: whether rotary_dim is read if there is no partial_rotary_factor.
+        unscaled: whether rope_parameters are ignored.
+        theta: the base if no config can change it.
+        old_names: whether the fields outside of rope_parameters are named rotary_emb_base and rotary_pct.
+        alpha: whether rope_type "dynamic" with an alpha is NTK scaling by alpha.
+        head_dim_unread: whether head_dim is ignored, and a head has hidden_size / num_attention_heads channels.
+        width: field and multiplier whose product divided by num_attention_heads is the default of head_dim.
+        full_head_dim: default of global_head_dim, the head_dim of full-attention layers.
+        layer_theta: fields with the base of each layer type in configs without rope_parameters per layer type.
+        scaled_layers: layer types to which rope_scaling of such configs applies.
+        layer_bases: whether layer_rope_theta holds the base of each layer, where 0 means that it is not rotated.
+        encoder: rotation of a vision encoder by rows and columns.
     """
 
     adjacent: bool = False
@@ -81,7 +82,7 @@ class RotationType:
 
 
 PLAIN = RotationType()
-"""The row of all model types that have none: halves of a whole head turn, by what the config says."""
+"""Rotation of all model types without an entry: halves of a whole head are paired, with the config's parameters."""
 
 
 def _encoder(
@@ -95,7 +96,7 @@ def _encoder(
 
 _ADJACENT = RotationType(adjacent=True)
 _PARTIAL = RotationType(partial=1.0)
-_WINDOWS = "some layers attend in windows, whose order is undone after the last"
+_WINDOWS = "some layers attend within windows; the original order is restored after the last layer"
 _BOTH = ("full_attention", "sliding_attention")
 
 ROTATIONS: Mapping[str, RotationType] = by_name(
@@ -155,77 +156,77 @@ ROTATIONS: Mapping[str, RotationType] = by_name(
         """: _encoder(),
         "qwen2_vl_vision": RotationType(encoder=Encoder(order="merged"), width=("embed_dim", 1)),
         "exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision": _encoder(note=_WINDOWS),
-        "lfm3_vl_vision": _encoder(note="layers of convolution do not turn"),
+        "lfm3_vl_vision": _encoder(note="convolution layers are not rotated"),
         "paddleocr_vl_vision": _encoder(order="raster", note="patches are merged after the encoder"),
         "mlcd_vision_model video_llama_3_vision": _encoder(order=None),
         "minimax_m3_vl_vision": _encoder("frames"),
         "pixtral": _encoder("ladder", "raster"),
         "kimi_k25_vision": _encoder("in turn", "raster", "frames have absolute positions"),
-        "step3p5_vision": _encoder("columns", "raster", "beside learned absolute positions"),
+        "step3p5_vision": _encoder("columns", "raster", "in addition to learned absolute positions"),
         "muse_glimmer_vision muse_spark_vision": _encoder("columns", "raster", _WINDOWS, first=1),
         "sam3_vit_model": RotationType(adjacent=True, encoder=Encoder("columns", None)),
         "inkling2_vision": RotationType(
             adjacent=True,
-            encoder=Encoder("columns", "merged", 1, note="a class token before the patches of each image"),
+            encoder=Encoder("columns", "merged", 1, note="a class token precedes the patches of each image"),
         ),
         "llama4_vision_model": RotationType(
             adjacent=True,
             head_dim_unread=True,
-            encoder=Encoder("columns", first=1, note="tiles of image_size, a class token after the patches of each"),
+            encoder=Encoder("columns", first=1, note="tiles of image_size; a class token follows each tile's patches"),
         ),
         "gemma4_vision": RotationType(
             encoder=Encoder(
                 "halves",
                 kv_heads=12,
-                note="view the halves of a head as heads, which turn by columns and by rows",
+                note="view the halves of a head as heads, rotated by columns and by rows",
             )
         ),
     }
 )
-"""Model types that do not rotate as PLAIN."""
+"""Model types whose rotation differs from PLAIN."""
 
 ENCODERS: Mapping[str, Encoder] = MappingProxyType(
     {name: row.encoder for name, row in sorted(ROTATIONS.items()) if row.encoder is not None and row.encoder.order}
 )
 """Vision encoders whose positions are known."""
 
-_PLACES = "its positions are places between -1 and 1, not of patches"
-_EARLIER = "its attention to earlier frames turns part of the keys alone"
-_WHOLE_HEADS = "it turns all heads as one, by rows and columns"
+_COORDINATES = "its positions are coordinates between -1 and 1 instead of patch indices"
+_EARLIER = "its attention to earlier frames rotates only part of the keys"
+_WHOLE_HEADS = "it rotates all heads as one, by rows and columns"
 
 OTHER_ROTATIONS: Mapping[str, str] = by_name(
     {
-        "clvp_encoder": "it turns values too",
+        "clvp_encoder": "it also rotates values",
         "dbrx": "Transformers does not read the base in its attn_config",
-        "deepseek_v4": "it turns the last channels of a head, not the first",
-        "dinov3_vit eomt_dinov3 sapiens2": _PLACES,
-        "dots3_note_text": "its layers pair channels in two ways",
+        "deepseek_v4": "it rotates the last channels of a head instead of the first",
+        "dinov3_vit eomt_dinov3 sapiens2": _COORDINATES,
+        "dots3_note_text": "its layers use different pairings",
         "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
         "efficientloftr": _WHOLE_HEADS,
-        "hunyuan_vl_text": "it turns the two channels of a pair by different axes; mmpos.from_hf_config has both",
+        "hunyuan_vl_text": "it rotates the two channels of a pair by different axes; mmpos.from_hf_config supports it",
         "mistral_large4_text": "its frequencies are weights",
-        "nanochat": "it turns the other way round",
+        "nanochat": "it rotates in the opposite direction",
     }
 )
-"""Model types whose rotation is not read, and what is special about it."""
+"""Model types whose rotation is not supported, with the reason."""
 
 UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
     {
-        "deepseek_ocr2_encoder": "its patches and its queries after them count as text",
-        "dinov3_vit eomt_dinov3 sapiens2": _PLACES,
+        "deepseek_ocr2_encoder": "its patches, and the queries after them, have text positions",
+        "dinov3_vit eomt_dinov3 sapiens2": _COORDINATES,
         "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
         "efficientloftr": _WHOLE_HEADS,
         "mlcd_vision_model": "the angles of its class token are weights",
-        "pe_video_encoder": "its frames count as text",
-        "sam3_vit_model": "its layers count within windows, or in fractions of a window",
-        "video_llama_3_vision": "how many patches merge is told with each image",
-        "vjepa2": "the two channels of a pair turn by different frequencies",
+        "pe_video_encoder": "its frames have text positions",
+        "sam3_vit_model": "its layers have positions within windows or fractions of a window",
+        "video_llama_3_vision": "the number of merged patches is an input for each image",
+        "vjepa2": "the two channels of a pair have different frequencies",
     }
 )
-"""Vision encoders that rotate by positions that no scheme here has, and why."""
+"""Vision encoders whose positions no scheme here has, with the reason."""
 
 TEXT_AT_TOP = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-"""Model types whose first configs have the fields of text_config beside vision_config."""
+"""Model types whose first configs have the fields of text_config at the top level, next to vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
-"""Names that first configs of a model have for the type of a config inside, and what Transformers takes them for."""
+"""Model types of nested configs in first releases, mapped to the types that Transformers uses for them."""

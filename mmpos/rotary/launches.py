@@ -1,7 +1,7 @@
-"""Launch kernels again: a call of a form that has passed all checks before goes to its compiled kernel at once.
+"""Relaunch compiled kernels: a call whose form has passed all checks before skips them and launches its kernel.
 
-A form is dtypes, shapes, strides and devices of the tensors, and all other arguments: what checks look at, and what
-kernels are compiled for. Addresses are no part of it, and are looked at in every call.
+The form of a call consists of the dtypes, shapes, strides and devices of its tensors and of all other arguments.
+Addresses, on which checks and compiled kernels also depend, are not part of it and are checked in every call.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mmpos.rotary.paged import Cache, Stored
 from mmpos.rotary.reference import Norm, RotationArguments
 
 Form: TypeAlias = tuple[Any, ...]
-"""All that is the same in calls that go to one compiled kernel."""
+"""Properties that all calls of one compiled kernel share."""
 
 MOST = 1024
-"""Most forms that are kept; with one more, all are forgotten and learnt anew."""
+"""Maximum number of cached forms; one more clears the cache."""
 
 
 class _Known(NamedTuple):
-    """What is known of a form.
+    """Cache entry of a form.
 
     Args:
-        bound: its kernel; None where that cannot be bound, or has not come twice.
-        spans: of the tensors that must lie apart.
-        seen: how often it came, as far as it counts.
+        bound: bound kernel; None if the kernel cannot be bound or the form has been seen only once.
+        spans: memory extents of the tensors that must not overlap.
+        seen: number of calls with this form, counted up to 2.
     """
 
     bound: Any = None
@@ -47,14 +47,14 @@ _KNOWN: dict[Form, _Known] = {}
 def form_of(
     tensors: Sequence[Tensor | None], positions: object, rotary: Rotary, norm: Norm | None, *options: object
 ) -> Form | None:
-    """Return the form of a call; None if it has none, or if somebody would miss a part of the long way.
+    """Return the form of a call; None if the call needs the operators, for example under autograd or torch.compile.
 
     Args:
-        tensors: all but positions and weights.
-        positions: as they came.
-        rotary: likewise.
-        norm: likewise.
-        options: all else that the call depends on.
+        tensors: all tensors except positions and weights.
+        positions: the caller's positions.
+        rotary: the caller's rotary.
+        norm: the caller's norm.
+        options: all other arguments that affect the call.
     """
     if torch.compiler.is_compiling() or may_have_tangents() or type(rotary) is not Rotary:
         return None
@@ -66,8 +66,8 @@ def form_of(
         tensors = *tensors, *_weights(norm)
     if positions.form is None or not is_unseen(*tensors):
         return None
-    forms = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors if x is not None]  # which none is
-    return *options, *map(type, options), rotary.text, positions.form, *of_norm, *forms  # True is no 1
+    forms = [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors if x is not None]
+    return *options, *map(type, options), rotary.text, positions.form, *of_norm, *forms  # types, since True == 1
 
 
 def form_of_store(
@@ -80,7 +80,7 @@ def form_of_store(
     cache: Cache,
     *options: object,
 ) -> Form | None:
-    """Return the form of a call that stores likewise: none with scales, or with slots that are no plain row."""
+    """Return the form of a call that stores, as ``form_of``; None with scales or non-contiguous slots."""
     if type(cache) is not Cache or cache[4:] != (None, None, None):
         return None
     form = form_of((q, k, v, *cache[:3]), positions, rotary, norm, cache.layout, *options)
@@ -90,9 +90,9 @@ def form_of_store(
 def rotated(
     form: Form, q: Tensor, k: Tensor | None, positions: Positions, norm: Norm | None, inplace: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate as ``apply_rotary`` does; None for the long way, and then nothing was written."""
-    assert isinstance(positions, DevicePositions)  # others have no form
-    assert k is not None  # likewise
+    """Rotate like ``apply_rotary``, or return None without writing if the operators must do it."""
+    assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
+    assert k is not None  # form_of returns None without k
     table, weights = positions.table, _weights(norm)
     known = _known(form, (q, k, table, *weights))
     if known is None or (inplace and not are_apart((q, k), known.spans, 2)):
@@ -107,8 +107,8 @@ def rotated(
 def stored(
     form: Form, q: Tensor, k: Tensor, v: Tensor, positions: Positions, norm: Norm | None, cache: Cache, inplace: bool
 ) -> tuple[Tensor, None] | None:
-    """Rotate and store as ``rotate_and_store`` does; None for the long way, and then nothing was written."""
-    assert isinstance(positions, DevicePositions)  # others have no form
+    """Rotate and store like ``rotate_and_store``, or return None without writing if the operators must do it."""
+    assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
     table, weights = positions.table, _weights(norm)
     keys, values, slots = cache.key_cache, cache.value_cache, cache.slot_mapping
     known = _known(form, (q, k, v, keys, values, slots, table, *weights))
@@ -125,8 +125,8 @@ def stored(
 def learn_rotation(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a rotation when its form has come twice; arguments as for ``launch_rotate``."""
-    if _came_twice(form, (q, k, rotation.positions, *_weights(norm))):
+    """Bind the kernel of a rotation when its form is seen for the second time; arguments as for ``launch_rotate``."""
+    if _is_second_call(form, (q, k, rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
         bind = partial(kernel.bind, kernel.ROTATED)
@@ -137,8 +137,8 @@ def learn_rotation(
 def learn_store(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a call that stores, likewise; arguments as for ``launch_store``."""
-    if _came_twice(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
+    """Bind the kernel of a call that stores, as ``learn_rotation``; arguments as for ``launch_store``."""
+    if _is_second_call(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
         bind = partial(kernel.bind, kernel.STORED)
@@ -146,29 +146,29 @@ def learn_store(
         _KNOWN[form] = _Known(bound, spans_of(*stored.caches, q, k, stored.v), 2)
 
 
-def _came_twice(form: Form, tensors: Sequence[Tensor]) -> bool:
+def _is_second_call(form: Form, tensors: Sequence[Tensor]) -> bool:
     known = _KNOWN.get(form)
     if known is None:
         if len(_KNOWN) >= MOST:
             _KNOWN.clear()
         _KNOWN[form] = _Known()
         return False
-    return known.seen == 1 and _are_wide(tensors)
+    return known.seen == 1 and _are_aligned(tensors)
 
 
 def _known(form: Form, tensors: Sequence[Tensor]) -> _Known | None:
-    """Return what is known of a form, if its kernel can be launched with these tensors."""
+    """Return the cache entry of a form if its kernel can be launched with these tensors, else None."""
     try:
         known, first = _KNOWN.get(form), tensors[0]
-    except TypeError:  # of what has no hash, a mistake that the long way names
+    except TypeError:  # an argument is not hashable, which the checks of the operators report
         return None
-    if known is None or known.bound is None or not _are_wide(tensors):
+    if known is None or known.bound is None or not _are_aligned(tensors):
         return None
     return None if first.is_cuda and first.get_device() != torch.cuda.current_device() else known
 
 
-def _are_wide(tensors: Sequence[Tensor]) -> bool:
-    """Check for addresses of 16 bytes, for which Triton compiles other code than for others."""
+def _are_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all addresses are multiples of 16 bytes, for which Triton compiles different code."""
     address = 0
     for x in tensors:
         address |= x.data_ptr()

@@ -1,8 +1,8 @@
-"""Register the rotations as torch operators: tensors and numbers in, with gradients of their own.
+"""Register the rotations as torch operators with their own gradients.
 
-Operators take plain tensors and numbers alone, so ``RotationArguments``, ``Norm`` and ``Stored`` are spread over their
-arguments and put together again behind them. q, k and v are (batch, seq, heads, head_dim) in any strides, and no heads
-are no k.
+Operators accept only tensors and numbers, so ``RotationArguments``, ``Norm`` and ``Stored`` are unpacked into their
+arguments and rebuilt by their functions. q, k and v are (batch, seq, heads, head_dim) with any strides; a missing k has
+0 heads.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
     "int kind, bool adjacent, float attention_factor, bool conjugate, int implementation"
 )
-"""RotationArguments; torch's modes take the name "mode" for themselves."""
+"""Schema of RotationArguments; its mode is named kind, since torch reserves "mode"."""
 
 _NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool after"
-"""A Norm."""
+"""Schema of Norm."""
 
 _STORE = (
     "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
 )
-"""Caches are (blocks, block_size, heads, head_dim) in any strides, slots (n,) int32 or int64 of the first n tokens;
-then Scales."""
+"""Schema of Stored and its Scales: caches have any strides, and slots are (n,) int32 or int64 of the first n tokens."""
 
-# The rotation, and the norm before or after it.
+# The rotation, with the norm before or after it.
 
 
 def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -76,9 +75,9 @@ def run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation
 
         kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
     elif batch * seq and not (rotation.implementation == AUTO and cpu.rotated(q, k, q_out, k_out, rotation, norm)):
-        turn = reference.turning_of(rotation, batch, seq)
+        rotation_of_heads = reference.head_rotation_of(rotation, batch, seq)
         for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
-            reference.rotate(x, out, turn, rotation.num_pairs, norm, weight)
+            reference.rotate(x, out, rotation_of_heads, rotation.num_pairs, norm, weight)
 
 
 def _rotate_backward(
@@ -95,16 +94,16 @@ def _rotate_backward(
 
         sums = kernel.launch_backward((q_grad, k_grad), (q, k), outs, wanted[2:], back, norm)
     else:
-        turn = reference.turning_of(rotation, batch, seq) if norm.after else None
-        turn_back = reference.turning_of(back, batch, seq)
+        forward = reference.head_rotation_of(rotation, batch, seq) if norm.after else None
+        backward = reference.head_rotation_of(back, batch, seq)
         for i, (grad, x, out, weight) in enumerate(zip((q_grad, k_grad), (q, k), outs, norm.weights(), strict=True)):
             if weight is not None:
-                x_grad, weight_grad = reference.norm_backward(grad, x, weight, norm.eps, turn, turn_back)
+                x_grad, weight_grad = reference.norm_backward(grad, x, weight, norm.eps, forward, backward)
                 sums[i] = weight_grad if wanted[2 + i] else None
                 if out is not None:
                     out.copy_(x_grad)
             elif out is not None:
-                reference.rotate(grad, out, turn_back, rotation.num_pairs)
+                reference.rotate(grad, out, backward, rotation.num_pairs)
     weights = (norm.q_weight, norm.k_weight)
     gradients = *outs, *(None if x is None or w is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
@@ -113,7 +112,7 @@ def _rotate_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, q_weight, k_weight, *ctx.of_norm, positions, frequencies, pair_axis = inputs[:10]
     ctx.numbers = inputs[10:]
-    # What is not normalised goes back without being there.
+    # The gradient of a tensor without a norm does not depend on the tensor.
     kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
     ctx.save_for_backward(*kept, q_weight, k_weight, positions, frequencies, pair_axis)
 
@@ -123,7 +122,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     norm = Norm(q_weight, k_weight, *ctx.of_norm)
     rotation = RotationArguments(*tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:4])
-    # Nobody wants them of the one or the other: it has no heads.
+    # A tensor without wanted gradients is passed with 0 heads.
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
     grads = tuple(x if wanted[i] or wanted[2 + i] else x[:, :, :0] for i, x in enumerate(grads))
     if norm.is_none:
@@ -141,8 +140,8 @@ def _differentiable_gradients(
     grads: Sequence[Tensor], kept: Sequence[Tensor | None], wanted: Sequence[bool], norm: Norm,
     rotation: RotationArguments,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the same gradients by those of torch's operations, for derivatives of derivatives."""
-    # What is turned alone may be anything: its gradient does not depend on it.
+    """Compute the gradients by differentiable torch operations, for higher derivatives."""
+    # The gradient of a tensor without a norm does not depend on the tensor: use zeros.
     inputs = [
         torch.zeros_like(grad, requires_grad=True) if x is None else x for grad, x in zip(grads, kept, strict=True)
     ]
@@ -153,10 +152,10 @@ def _differentiable_gradients(
     outs = [reference.normalised(x, weight, norm.eps) for x, weight in zip(outs, norm.weights(), strict=True)]
     if not norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
-    asked = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]
-    wide = [grad.to(torch.float32) for grad in grads]
-    found = iter(torch.autograd.grad(outs, asked, wide, create_graph=True))  # type: ignore[arg-type]
-    return tuple(next(found) if want else None for want in wanted)
+    sources = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]
+    grads = [grad.to(torch.float32) for grad in grads]
+    gradients = iter(torch.autograd.grad(outs, sources, grads, create_graph=True))  # type: ignore[arg-type]
+    return tuple(next(gradients) if want else None for want in wanted)
 
 
 # The paged cache: for inference, without gradients.
@@ -191,14 +190,14 @@ def _run_store(
 
         kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
     elif scales.are_none:
-        turned = k_out if stored.return_k else torch.empty_like(k)
-        run(q, k, q_out, turned, norm, rotation)
-        paged.write(stored.caches, (turned, stored.v), stored.slots)
+        k_rotated = k_out if stored.return_k else torch.empty_like(k)
+        run(q, k, q_out, k_rotated, norm, rotation)
+        paged.write(stored.caches, (k_rotated, stored.v), stored.slots)
     else:
-        q_wanted, turned = _store_scaled(q, k, stored, norm, rotation)
-        q_out.copy_(q_wanted)
+        q_rotated, k_rotated = _store_scaled(q, k, stored, norm, rotation)
+        q_out.copy_(q_rotated)
         if stored.return_k:
-            k_out.copy_(turned)
+            k_out.copy_(k_rotated)
     mark_written(
         *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
     )
@@ -207,12 +206,12 @@ def _run_store(
 def _store_scaled(
     q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
 ) -> tuple[Tensor, Tensor]:
-    """Store k and v, and return q as it is wanted and k in float32, from which what is stored is rounded once."""
-    full, scales = (q.to(torch.float32), k.to(torch.float32)), stored.scales
-    q_out, turned = rotate(*full, *norm, *rotation)
+    """Store k and v rounded once from float32; return rotated q, in 8 bits if it is scaled, and rotated float32 k."""
+    scales = stored.scales
+    q_out, k_out = rotate(q.to(torch.float32), k.to(torch.float32), *norm, *rotation)
     rows = []
     for x, pages, (scale, computed) in zip(
-        (turned, stored.v), stored.caches, ((scales.k, scales.k_computed), (scales.v, scales.v_computed)), strict=True
+        (k_out, stored.v), stored.caches, ((scales.k, scales.k_computed), (scales.v, scales.v_computed)), strict=True
     ):
         divisor = scale
         if computed is not None:
@@ -221,9 +220,9 @@ def _store_scaled(
         rows.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
     paged.write(stored.caches, rows, stored.slots)
     if scales.q_computed is None:
-        return q_out, turned
+        return q_out, k_out
     scale = scales.q_computed.copy_(paged.computed_scale(q_out, paged.QUERY))
-    return paged.quantised(q_out, scale, paged.QUERY), turned
+    return paged.quantised(q_out, scale, paged.QUERY), k_out
 
 
 def _rerotate_in_place(
@@ -236,26 +235,26 @@ def _rerotate_in_place(
 
         kernel.launch_rerotate(pages, scales, slots, start, stop)
     elif slots.shape[0] and pages.numel():
-        _rerotate_plainly(pages, scales, slots, start, stop)
+        _rerotate_in_torch(pages, scales, slots, start, stop)
     mark_written(pages, *([] if scales is None else [scales]))
 
 
-def _rerotate_plainly(
+def _rerotate_in_torch(
     pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
 ) -> None:
     keys = paged.read(pages, slots).unsqueeze(0)
-    turned = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
+    rotated = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
     cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
-    reference.rotate(turned, turned, reference.turning(cos, sin, stop.adjacent), stop.num_pairs)
-    if turned is not keys:
-        growth = turned.new_ones(()) if scales is None else paged.grown(turned, pages.dtype)
-        turned = paged.quantised(turned, growth, pages.dtype)
+    reference.rotate(rotated, rotated, reference.head_rotation(cos, sin, stop.adjacent), stop.num_pairs)
+    if rotated is not keys:
+        growth = rotated.new_ones(()) if scales is None else paged.scale_growth(rotated, pages.dtype)
+        rotated = paged.quantised(rotated, growth, pages.dtype)
         if scales is not None:
             paged.write((scales,), (paged.read(scales, slots).unsqueeze(0) * growth,), slots)
-    paged.write((pages,), (turned,), slots)
+    paged.write((pages,), (rotated,), slots)
 
 
-# Shapes without values, for graphs that are traced.
+# Fake implementations: shapes without values, for tracing.
 
 
 def _fake_rotate(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -285,17 +284,17 @@ def _without_heads(x: Tensor) -> Tensor:
 
 # The operators.
 
-# Not by ``custom_op``, whose first call takes seconds: it imports what compiles graphs.
+# ``custom_op`` is not used: its first call imports the compiler, which takes seconds.
 _LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
 
 
 def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload[..., Any]:
-    """Register a function as an operator of torch, ``torch.ops.mmpos.<name>``, and return that.
+    """Register a function as the torch operator ``torch.ops.mmpos.<name>`` and return the operator.
 
     Args:
-        schema: its name, arguments and results, as ``torch.library`` has them.
-        function: computes the results; what compiles graphs does not look into it.
-        fake: makes results of the same shapes and dtypes without values, for graphs that are traced.
+        schema: name, arguments and results in the schema language of ``torch.library``.
+        function: computes the results; the compiler does not trace into it.
+        fake: returns results with the same shapes and dtypes but without values, for tracing.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -310,13 +309,13 @@ _FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
 
 
 def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
-    """Call an operator, or its function where nobody but that would see the call."""
+    """Call an operator, or its function directly if torch's dispatcher is not needed."""
     plain = is_plain(*(x for x in arguments if isinstance(x, Tensor)))
     return (_FUNCTIONS[operator] if plain else operator)(*arguments)
 
 
 def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the function out of sight of what compiles graphs, once that is there."""
+    """Hide a function from the compiler once the compiler is imported."""
     hidden = cache(lambda: torch.compiler.disable(function))
 
     def call(*arguments: Any) -> Any:
@@ -337,25 +336,25 @@ rotate_backward = define_operator(
     _rotate_backward,
     _fake_backward,
 )
-"""Compute gradients of q, k and both weights of a norm; those that are not wanted are empty."""
+"""Compute the gradients of q, k and both weights of a norm; unwanted gradients are empty."""
 rotate_and_store = define_operator(
     f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
     _store,
     _fake_store,
 )
-"""Rotate q, and k or a tensor without heads, into new tensors, and write k and v to a cache."""
+"""Rotate q, and k if return_k, into new tensors, and write rotated k and v to a cache."""
 rotate_and_store_ = define_operator(
     f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
     _store_in_place,
     _fake_in_place,
 )
-"""Rotate q in place, and k where it is wanted, and write k and v to a cache."""
+"""Rotate q in place, and k if return_k, and write rotated k and v to a cache."""
 rerotate_ = define_operator(
     f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
     " -> ()",
     _rerotate_in_place,
     _fake_in_place,
 )
-"""Turn keys in a cache, (blocks, block_size, heads, head_dim), from other positions to those of the rotation."""
+"""Rotate keys in a cache, (blocks, block_size, heads, head_dim), from from_positions to positions."""
 
 torch.library.register_autograd("mmpos::rotate", _backward, setup_context=_save, lib=_LIBRARY)

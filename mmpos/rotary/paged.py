@@ -1,4 +1,4 @@
-"""Paged caches of k and v: view every layout as one, check it and its scales, and write to slots in plain torch."""
+"""Paged caches of k and v: view every layout as one, check caches and scales, and write to slots in plain torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from mmpos.support.checks import INT32_MAX, one_of
 CacheLayout = Literal["NHD", "HND"]
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of 8 bits that a cache may have."""
+"""8-bit dtypes that a cache may have."""
 
 
 class Cache(NamedTuple):
-    """A paged cache of k and v, and which of its slots a call writes.
+    """Paged cache of k and v, and the slots that a call writes.
 
-    Slot s is offset s mod block_size of block s // block_size. A token whose slot is negative is not stored, and so is
-    one without a slot behind the end of the mapping, by which engines pad, and on a device one whose slot is too
-    large. A slot for several tokens is an error where slots are read; unread, on a device or in a compiled graph, it
-    gets some elements of each. Sources: vLLM's reshape_and_cache_flash, FlashInfer's append_paged_kv_cache.
+    Slot s is offset s mod block_size in block s // block_size. Tokens are not stored if their slot is negative, if they
+    have no slot because slot_mapping is shorter (engines pad tokens this way), or, on a device, if their slot is too
+    large. A slot shared by several tokens is an error where slots are checked; where they are not, on a device or in a
+    compiled graph, it receives a mix of their elements. Sources: vLLM's reshape_and_cache_flash, FlashInfer's
+    append_paged_kv_cache.
 
     Attributes:
         key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
-            "HND", or (slots, num_kv_heads, head_dim), in the dtype of k, or with k_scale in float8_e4m3fn or
-            float8_e5m2, any strides: a view of what holds k and v together, or all layers, is written where it lies.
-        value_cache: likewise, with the head_dim of v, and v_scale.
-        slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a row of fewer for the first tokens.
+            "HND", or (slots, num_kv_heads, head_dim), with the dtype of k or, with k_scale, float8_e4m3fn or
+            float8_e5m2. Any strides: a view of a tensor with k and v, or with all layers, is written in place.
+        value_cache: same layout as key_cache, with the head_dim of v, and with v_scale for 8 bits.
+        slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a shorter vector for the first tokens.
         layout: "NHD" or "HND".
-        k_scale: float32 by which k is divided before it is rounded to a cache of 8 bits: () or (1,) for all, or
-            (num_kv_heads,). Of the cache's shape without head_dim they are not read but written: each key that is
-            stored gets its own, its largest magnitude by the largest number of the cache's dtype.
-        v_scale: likewise of v.
-        q_scale: float32 of the shape of q without head_dim, to which a scale for each query is written; q then comes
-            back as float8_e4m3fn.
+        k_scale: float32 divisor of k for an 8-bit cache: () or (1,) for all heads, or (num_kv_heads,). With the cache's
+            shape without head_dim it is an output: each stored key gets its own scale, its largest magnitude divided
+            by the largest number of the cache's dtype.
+        v_scale: the same for v.
+        q_scale: float32 with the shape of q without head_dim; an output that receives the scale of each query. Rotated
+            q is then float8_e4m3fn.
     """
 
     key_cache: Tensor
@@ -52,13 +53,13 @@ class Cache(NamedTuple):
     q_scale: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is read or written beside the slots, by name."""
+        """Return the caches and the scales that are not None, by name."""
         names = ("key_cache", "value_cache", "k_scale", "v_scale", "q_scale")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
 
 def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
-    """View the cache of k or v as (blocks, block_size, heads, head_dim), if (batch, seq, heads, head_dim) x fits."""
+    """View the cache of x, a (batch, seq, heads, head_dim) k or v, as (blocks, block_size, heads, head_dim)."""
     name, pages = ("key_cache", cache.key_cache) if like == "k" else ("value_cache", cache.value_cache)
     scaled = (cache.k_scale if like == "k" else cache.v_scale) is not None
     one_of("cache.layout", cache.layout, ("NHD", "HND"))
@@ -67,41 +68,39 @@ def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
     if scaled and pages.dtype == x.dtype:
         raise InvalidInputError(f"{like}_scale: got scales for a cache of {pages.dtype}, want None")
     if pages.dtype != x.dtype and not (scaled and pages.dtype in EIGHT_BITS):
-        plainly = f"{x.dtype} as {like}"
+        same = f"{x.dtype} as {like}"
         if pages.dtype in EIGHT_BITS:
-            raise UnsupportedError(
-                f"{name}: got {pages.dtype}, which needs scales, want {like}_scale beside it, or {plainly}"
-            )
+            raise UnsupportedError(f"{name}: got {pages.dtype} without {like}_scale, want {like}_scale, or {same}")
         if pages.dtype.itemsize == 1:
             names = " or ".join(map(str, EIGHT_BITS))
-            raise UnsupportedError(f"{name}: got {pages.dtype}, want {names} with {like}_scale, or {plainly}")
-        raise InvalidInputError(f"{name}: got {pages.dtype}, want {plainly}")
+            raise UnsupportedError(f"{name}: got {pages.dtype}, want {names} with {like}_scale, or {same}")
+        raise InvalidInputError(f"{name}: got {pages.dtype}, want {same}")
     if pages.device != x.device:
         raise InvalidInputError(f"{name}: got a tensor on {pages.device}, want {x.device} as {like}")
     return as_pages(name, pages, cache.layout, *x.shape[2:])
 
 
 def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
-    """View a cache as ``pages_of`` does, of any dtype and device; heads may be a word, for any number of them."""
+    """View a cache of any dtype as (blocks, block_size, heads, head_dim); a str as heads allows any number of heads."""
     pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
     ends = (heads if isinstance(heads, int) else pages.shape[-2], head_dim) if pages.dim() == 4 else ()
     if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != ends:
         inner = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {inner}) or (slots, {heads}, {head_dim})"
         raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
-    check_inference({name: cache})  # before slots are read, which forward mode has no memory of
+    check_inference({name: cache})  # first: tensors of forward mode have no memory from which to read slots
     if _capacity(pages) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
     return pages
 
 
 class SlotNames(NamedTuple):
-    """Names of arguments, for messages about slots.
+    """Argument names for error messages about slots.
 
     Args:
-        slots: of the slots.
-        tokens: of the tensor whose tokens they are of.
-        cache: of the cache.
+        slots: name of the slots.
+        tokens: name of the tensor with the tokens that are stored in the slots.
+        cache: name of the cache.
     """
 
     slots: str
@@ -110,13 +109,13 @@ class SlotNames(NamedTuple):
 
 
 STORED = SlotNames("slot_mapping", "q", "key_cache")
-"""Names in ``rotate_and_store``."""
+"""Argument names of ``rotate_and_store``."""
 
 
 def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool, names: SlotNames = STORED) -> Tensor:
-    """Check the slots of (batch, seq) tokens and return them as one row; see ``Cache.slot_mapping``.
+    """Check the slots of (batch, seq) tokens and return them as one vector; see ``Cache.slot_mapping``.
 
-    Their values are read only on a host, or with validate.
+    Values are checked only on the host or with ``validate``.
     """
     name, tokens, _ = names
     if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
@@ -126,7 +125,7 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool,
         raise InvalidInputError(f"{name}: got a tensor on {slots.device}, want {pages.device} as {tokens}")
     if not (slots.shape == (batch, seq) or (slots.dim() == 1 and slots.shape[0] <= batch * seq)):
         raise InvalidInputError(
-            f"{name}: got shape {tuple(slots.shape)}, want at most ({batch * seq},), the tokens of {tokens}"
+            f"{name}: got shape {tuple(slots.shape)}, want at most ({batch * seq},), the token count of {tokens}"
         )
     row = slots.reshape(-1).contiguous()
     on_host = row.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -136,53 +135,52 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool,
 
 
 def check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: SlotNames) -> None:
-    """Raise for the first token whose slot is beyond the caches, or an earlier token's as well."""
+    """Raise for the first token whose slot exceeds the capacity or is also the slot of an earlier token."""
     if row.max(initial=-1) >= capacity:
         token = int((row >= capacity).argmax())
         raise InvalidInputError(
-            f"{names.slots}[{token}]: got {row[token]}, want < {capacity}, the slots of {names.cache}"
+            f"{names.slots}[{token}]: got {row[token]}, want < {capacity}, the number of slots of {names.cache}"
         )
-    slots = np.sort(row)  # several times as fast as torch's
+    slots = np.sort(row)  # several times as fast as torch.sort
     if ((slots[1:] == slots[:-1]) & (slots[1:] >= 0)).any():
         order = row.argsort(kind="stable")
-        again = np.flatnonzero((slots[1:] == slots[:-1]) & (slots[1:] >= 0))
-        earlier, token = order[again[order[again + 1].argmin()] + np.arange(2)].tolist()
+        repeats = np.flatnonzero((slots[1:] == slots[:-1]) & (slots[1:] >= 0))
+        earlier, token = order[repeats[order[repeats + 1].argmin()] + np.arange(2)].tolist()
         raise InvalidInputError(
-            f"{names.slots}[{token}]: got {row[token]}, the slot of token {earlier}, want one of its own: a slot of "
-            "two tokens holds some of each"
+            f"{names.slots}[{token}]: got {row[token]}, the slot of token {earlier}, want a slot for each token"
         )
 
 
 def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) -> None:
-    """Write tokens into their slots; one whose slot the caches do not have is skipped.
+    """Write tokens to their slots and skip tokens whose slot is negative or too large.
 
     Args:
-        caches: (blocks, block_size, heads, head_dim) of equal blocks, any strides.
-        tensors: what goes into each, (batch, seq, heads, head_dim), any strides.
+        caches: (blocks, block_size, heads, head_dim) with equal blocks and block_size, any strides.
+        tensors: one (batch, seq, heads, head_dim) tensor per cache, any strides.
         slots: (n,) slots of the first n tokens: block · block_size + offset.
     """
     capacity, size = _capacity(caches[0]), caches[0].shape[1]
     if not slots.shape[0]:
         return
-    kept = (slots >= 0) & (slots < capacity)  # counting them waits for a device, as no kernel does
+    kept = (slots >= 0) & (slots < capacity)  # indexing by a mask waits for the device, unlike a kernel
     places = slots[kept] // size, slots[kept] % size
     for cache, x in zip(caches, tensors, strict=True):
-        _movable(cache)[places] = _movable(x).flatten(0, 1)[: slots.shape[0]][kept]
+        as_bits(cache)[places] = as_bits(x).flatten(0, 1)[: slots.shape[0]][kept]
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
-    """Read slots into a new (n, heads, head_dim); what comes for one that the cache does not have is some other's.
+    """Return a new tensor (n, heads, head_dim) with the contents of slots; an invalid slot returns that of another.
 
     Args:
-        cache: (blocks, block_size, heads, …), any strides, of one slot at least.
+        cache: (blocks, block_size, heads, …) with at least one slot, any strides.
         slots: (n,) slots.
     """
     slots = slots.clamp(0, _capacity(cache) - 1)
-    return _movable(cache)[slots // cache.shape[1], slots % cache.shape[1]].view(cache.dtype)
+    return as_bits(cache)[slots // cache.shape[1], slots % cache.shape[1]].view(cache.dtype)
 
 
-def _movable(x: Tensor) -> Tensor:
-    """View 8-bit floats as bytes, since torch does not index them everywhere."""
+def as_bits(x: Tensor) -> Tensor:
+    """View an 8-bit tensor as uint8, since torch cannot index 8-bit floats on every device; return others unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -191,21 +189,21 @@ def _capacity(pages: Tensor) -> int:
 
 
 QUERY = torch.float8_e4m3fn
-"""Dtype of a q of 8 bits."""
+"""Dtype of 8-bit q."""
 
 LEAST_SCALE = 2.0**-100
-"""The least scale that is computed: heads of zeros need one, and what is divided by it stays a normal number."""
+"""Smallest computed scale: heads of zeros need a positive scale whose quotients stay normal numbers."""
 
 
 class Scales(NamedTuple):
-    """Scales of q, k and v where they are stored in 8 bits, in the order in which the operators take them.
+    """Scales of 8-bit q, k and v, in the argument order of the operators.
 
     Args:
-        k: (heads,) float32 by which k is divided; None where it is not stored in 8 bits or they are computed.
-        v: likewise of v.
-        k_computed: (blocks, block_size, heads) float32 where the scale of each key that is stored is written, or None.
-        v_computed: likewise of v.
-        q_computed: (batch, seq, heads) float32 where that of each query is written, or None for q in its own dtype.
+        k: (heads,) float32 divisors of k; None if k is not stored in 8 bits or its scales are computed.
+        v: the same for v.
+        k_computed: (blocks, block_size, heads) float32 output for the scale of each stored key, or None.
+        v_computed: the same for v.
+        q_computed: (batch, seq, heads) float32 output for the scale of each query; None if q keeps its dtype.
     """
 
     k: Tensor | None
@@ -221,25 +219,25 @@ class Scales(NamedTuple):
 
     @property
     def written(self) -> list[str]:
-        """Names of those that are computed, as ``Cache`` has them."""
+        """Names of the computed scales in ``Cache``."""
         computed = zip(("k_scale", "v_scale", "q_scale"), self[2:], strict=True)
         return [name for name, scale in computed if scale is not None]
 
 
 NO_SCALES = Scales(None, None, None, None, None)
-"""Nothing is stored in 8 bits."""
+"""Scales if nothing is stored in 8 bits."""
 
 
 class Stored(NamedTuple):
-    """All that storing takes beside q and k, in the order in which the operators take it.
+    """Arguments of a store operation other than q and k, in the argument order of the operators.
 
     Args:
-        v: (batch, seq, heads, head_dim), with the heads of k.
+        v: (batch, seq, heads, head_dim), with as many heads as k.
         key_cache: (blocks, block_size, heads, head_dim), any strides.
-        value_cache: likewise, with the head_dim of v.
+        value_cache: the same, with the head_dim of v.
         slots: (n,) slots of the first n tokens.
-        return_k: whether rotated k is wanted outside of the cache too.
-        scales: of what is stored in 8 bits.
+        return_k: whether rotated k is also returned.
+        scales: scales of 8-bit tensors.
     """
 
     v: Tensor
@@ -251,35 +249,35 @@ class Stored(NamedTuple):
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Those of k and of v."""
+        """Key cache and value cache."""
         return self.key_cache, self.value_cache
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return all of it in one row."""
+        """Return the fields with scales unpacked, as the operators expect them."""
         return *self[:-1], *self.scales
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide heads by their scales and round to the nearest numbers of 8 bits, ties to even.
+    """Divide heads by their scales and round to the nearest 8-bit number, ties to even.
 
-    All beyond the largest number becomes that number, as vLLM's caches have it; NaN stays.
+    Values beyond the largest number saturate, as in vLLM's caches; NaN stays NaN.
 
     Args:
         x: (…, heads, head_dim).
         scale: (…, heads) float32.
-        dtype: of 8 bits.
+        dtype: an 8-bit dtype.
     """
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) / scale.unsqueeze(-1)).clamp_(-largest, largest).to(dtype)
 
 
 def computed_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the (…, heads) scales that bring the largest channel of heads to the largest number of a dtype."""
+    """Compute (…, heads) scales that map the largest magnitude of each head to the largest number of a dtype."""
     return (_largest(x) / torch.finfo(dtype).max).clamp_(min=LEAST_SCALE)
 
 
-def grown(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the (…, heads) factor, at least 1, by which scales must grow for heads, in units of them, to fit."""
+def scale_growth(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the (…, heads) factor >= 1 by which scales must grow so that heads, in units of scales, fit a dtype."""
     return (_largest(x) / torch.finfo(dtype).max).clamp_(min=1.0)
 
 
@@ -292,19 +290,19 @@ def _largest(x: Tensor) -> Tensor:
 def scale_of_cache(
     name: str, scale: Tensor | None, cache: Tensor, pages: Tensor, layout: CacheLayout, validate: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check the scales of a cache of 8 bits; their values are read only on a host, or with validate.
+    """Check the scales of an 8-bit cache; values are checked only on the host or with ``validate``.
 
     Args:
-        name: of the scales, for messages.
-        scale: (), (1,) or (heads,), which are read, or of the cache's shape without head_dim, which are written; None
-            for a cache of other dtypes.
-        cache: as it came.
-        pages: it as (blocks, block_size, heads, head_dim).
-        layout: of the cache.
-        validate: whether to wait for a device.
+        name: name of the scales in error messages.
+        scale: input scales (), (1,) or (heads,), or output scales with the cache's shape without head_dim; None for
+            other dtypes.
+        cache: the caller's cache.
+        pages: the cache as (blocks, block_size, heads, head_dim).
+        layout: layout of the cache.
+        validate: whether to check values on a device, which waits for the device.
 
     Returns:
-        (heads,) those that are read, or None, and (blocks, block_size, heads) those that are written, or None.
+        (heads,) input scales or None, and (blocks, block_size, heads) output scales or None.
     """
     if scale is None:
         return None, None
@@ -318,25 +316,25 @@ def scale_of_cache(
         return scale.expand(heads), None
     if scale.shape != cache.shape[:-1]:
         raise InvalidInputError(
-            f"{name}: got shape {tuple(scale.shape)}, want () or (1,), ({heads},), one for each head, or "
-            f"{tuple(cache.shape[:-1])}, one for each slot and head, which are written"
+            f"{name}: got shape {tuple(scale.shape)}, want () or (1,), ({heads},) with one scale per head, or "
+            f"{tuple(cache.shape[:-1])} for output scales per slot and head"
         )
     return None, scale.unsqueeze(1) if scale.dim() == 2 else scale.transpose(1, 2) if layout == "HND" else scale
 
 
 def scale_of_queries(scale: Tensor, q: Tensor) -> Tensor:
-    """Check where the scales of queries are written, float32 of the shape of q without head_dim."""
+    """Check the output tensor for the scales of queries: float32 with the shape of q without head_dim."""
     _check_float32("q_scale", scale)
     if scale.device != q.device or scale.shape != q.shape[:-1]:
         raise InvalidInputError(
             f"q_scale: got shape {tuple(scale.shape)} on {scale.device}, "
-            f"want {tuple(q.shape[:-1])} on {q.device}, q without head_dim"
+            f"want {tuple(q.shape[:-1])} on {q.device}, the shape of q without head_dim"
         )
     return scale
 
 
 def _check_float32(name: str, scale: Tensor) -> None:
-    """Check a tensor of scales, which gradients do not go through."""
+    """Check that scales are a float32 tensor without gradients."""
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         got = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise InvalidInputError(f"{name}: got {got}, want a tensor of float32")
@@ -347,5 +345,5 @@ def _check_values(name: str, scale: Tensor) -> None:
     values = scale.reshape(-1).tolist()
     for i, value in enumerate(values):
         if not 0 < value < float("inf"):
-            place = f"[{i}]" if scale.dim() else ""
-            raise InvalidInputError(f"{name}{place}: got {value}, want a finite number > 0")
+            index = f"[{i}]" if scale.dim() else ""
+            raise InvalidInputError(f"{name}{index}: got {value}, want a finite number > 0")

@@ -1,4 +1,4 @@
-"""Views of the packed output of one projection: what goes into a rotation as it lies, for attention with a gate too."""
+"""Split the packed output of a qkv projection, with or without a gate, into views for the rotation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["QKV", "split_qkv"]
 
 
 class QKV(NamedTuple):
-    """Views of a packed tensor.
+    """Views of a packed qkv tensor.
 
     Attributes:
         q: (tokens, num_heads, head_dim) or (batch, seq, num_heads, head_dim).
-        k: as q, with num_kv_heads.
-        v: as q, with num_kv_heads.
-        gate: as q, what multiplies the output of attention once a sigmoid is taken of it; None where there is none.
+        k: like q, with num_kv_heads.
+        v: like q, with num_kv_heads.
+        gate: like q; its sigmoid multiplies the output of attention. None without a gate.
     """
 
     q: Tensor
@@ -29,24 +29,24 @@ class QKV(NamedTuple):
 
 
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, gate: bool = False) -> QKV:
-    """Split the packed output of a projection into q, k, v and a gate, without a copy.
+    """Split the packed output of a projection into q, k, v and an optional gate without a copy.
 
-    ``apply_rotary`` and ``rotate_and_store`` take the views as they are: with ``inplace=True`` they write rotated q and
-    k into the packed tensor itself, in one launch as for separate tensors, and leave everything else in it alone.
+    ``apply_rotary`` and ``rotate_and_store`` accept these views. With ``inplace=True`` they write rotated q and k to
+    the packed tensor itself, in one launch as for separate tensors, and leave its other elements unchanged.
 
     Args:
-        qkv: (tokens, width) or (batch, seq, width), any strides, width (num_heads + 2·num_kv_heads)·head_dim: all
-            heads of q, then of k, then of v. With a gate num_heads counts twice.
-        num_heads: heads of q.
-        num_kv_heads: heads of k and of v.
-        head_dim: channels of a head.
-        gate: whether each head of q is followed by its gate, of as many channels, as Qwen3-Next and Qwen3.5 have it.
+        qkv: (tokens, width) or (batch, seq, width), any strides, with width (num_heads + 2·num_kv_heads)·head_dim: all
+            heads of q, then of k, then of v. With a gate, num_heads counts twice.
+        num_heads: number of q heads.
+        num_kv_heads: number of k heads and of v heads.
+        head_dim: channels per head.
+        gate: whether each q head is followed by a gate of head_dim channels, as in Qwen3-Next and Qwen3.5.
 
     Returns:
         views of qkv.
 
     Raises:
-        InvalidInputError: heads do not fit the width.
+        InvalidInputError: the width does not match the heads.
     """
     if not isinstance(qkv, Tensor):
         raise InvalidInputError(f"qkv: got {type(qkv).__name__}, want a tensor")
@@ -59,7 +59,7 @@ def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, 
     sizes = [num_heads * parts * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     if qkv.shape[-1] != sum(sizes):
         other = sum(sizes) + (-num_heads if gate else num_heads) * head_dim
-        hint = f"; it would fit gate={not gate}" if qkv.shape[-1] == other else ""
+        hint = f"; this width matches gate={not gate}" if qkv.shape[-1] == other else ""
         raise InvalidInputError(
             f"qkv: got width {qkv.shape[-1]}, want {sum(sizes)} = ({'2·' if gate else ''}{num_heads} num_heads "
             f"+ 2·{num_kv_heads} num_kv_heads)·{head_dim} head_dim{hint}"

@@ -1,6 +1,6 @@
-"""Rotate q and k in plain torch: positions to cos and sin, the norm before or after, and the rotation itself.
+"""Rotate q and k in plain torch: cos and sin of positions, the norm before or after, and the rotation itself.
 
-The kernel and the extension are judged by what is here, and it does all that they do not take.
+Tests compare the kernel and the extension with this module, which also handles all inputs that they do not support.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
 """Coefficients, exact in float32, of sin(πu/4) = u·S(u²) and cos(πu/4) = 1 + u²·C(u²) on −1 <= u <= 1.
 
-Least squares on Chebyshev nodes; the polynomials alone err by 1.3e-9 and 6e-11.
+Fitted by least squares on Chebyshev nodes; the errors of the polynomials alone are 1.3e-9 and 6e-11.
 """
 
 MASK = 0xFFFFFFFF
 
 TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED = range(4)
-"""Modes of a positions tensor: a placed table, or (axes, tokens) ids as integers or in units of 2⁻³²."""
+"""Modes of a positions tensor: a table with integer or fractional ids, or (axes, tokens) integers or units of 2⁻³²."""
 
 REFERENCE, TRITON, AUTO = range(3)
-"""Implementations: plain torch, the kernel, and the extension where it takes the tensors, else plain torch."""
+"""Implementations: plain torch; the Triton kernel; the C extension for tensors that it supports, else plain torch."""
 
 CPU_BLOCK = 256
-"""Tokens whose cos and sin are made at a time on a CPU."""
+"""Number of tokens per block in which cos and sin are computed on a CPU."""
 
 
 class RotationArguments(NamedTuple):
-    """All that a rotation takes beside q and k, in the order in which the operators take it.
+    """Arguments of a rotation other than q and k, in the argument order of the operators.
 
     Args:
-        positions: a table or dense ids, as the mode says.
-        frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache,
-            (rows, 2·pairs) floats: row i has cos, then sin, of id i. Groups of heads with frequencies of their own have
-            (groups, 3, pairs) words, or (groups, 1, pairs) float32.
-        pair_axis: (pairs,) int32 axis of each pair, −1 for one that does not turn; or (groups, pairs), where as many
-            heads of each tensor follow the first row, then as many the second, and so on.
+        positions: a table or dense ids, depending on mode.
+        frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache:
+            (rows, 2·pairs) floats whose row i holds cos, then sin, of id i. If groups of heads have their own
+            frequencies: (groups, 3, pairs) words or (groups, 1, pairs) float32.
+        pair_axis: (pairs,) int32 axis of each pair, −1 if it is not rotated; or (groups, pairs): the heads of each
+            tensor are split into equal groups of consecutive heads, one per row.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
-        adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
-        attention_factor: multiplies cos and sin.
+        adjacent: whether pair j consists of channels (2j, 2j + 1) instead of (j, j + pairs).
+        attention_factor: factor on cos and sin.
         conjugate: whether to rotate by the negative angles.
         implementation: REFERENCE, TRITON or AUTO.
     """
@@ -64,7 +64,7 @@ class RotationArguments(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """Whether positions are a table, not dense ids."""
+        """Whether positions are a table instead of dense ids."""
         return self.mode in (TABLE_INTEGER, TABLE_FRACTIONAL)
 
     @property
@@ -79,28 +79,28 @@ class RotationArguments(NamedTuple):
 
     @property
     def cache_rows(self) -> int:
-        """Rows of an engine's cache of cos and sin; 0 where there is none."""
+        """Number of rows of an engine's cache of cos and sin; 0 without such a cache."""
         return self.frequencies.shape[0] if self.frequencies.is_floating_point() and not self.as_hf else 0
 
     @property
     def axes(self) -> int:
-        """Position axes."""
+        """Number of position axes."""
         rows = self.positions.shape[0]
         return (rows - AXES) // 4 if self.is_table else rows
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of channels that turn."""
+        """Number of rotated channel pairs."""
         return self.pair_axis.shape[-1]
 
     @property
     def head_groups(self) -> int:
-        """Groups of heads with axes of their own; 0 where all heads turn alike."""
+        """Number of groups of heads that rotate differently; 0 if all heads rotate alike."""
         return self.pair_axis.shape[0] if self.pair_axis.dim() == 2 else 0
 
     @property
     def own_frequencies(self) -> bool:
-        """Whether groups of heads have frequencies of their own, too."""
+        """Whether each group of heads has its own frequencies."""
         return self.frequencies.dim() == 3
 
     def reversed(self) -> RotationArguments:
@@ -109,7 +109,7 @@ class RotationArguments(NamedTuple):
 
 
 def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
-    """Compute (axes, tokens) int64 positions in units of 2⁻³², rounded down, of a table or of ids as the mode says."""
+    """Convert a table or dense ids to (axes, tokens) int64 positions in units of 2⁻³², rounded down."""
     if mode == DENSE_FIXED:
         return positions
     if mode == DENSE_INTEGER:
@@ -127,13 +127,13 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
 
 
 def fixed_ids(positions: Tensor, mode: int, tokens: int) -> Tensor:
-    """Compute ``fixed_positions`` and behind them a row of zeros, the ids of what has the axis −1."""
+    """Compute ``fixed_positions`` and append a row of zeros, the ids of axis −1."""
     fixed = fixed_positions(positions, mode, tokens)
     return torch.cat((fixed, fixed.new_zeros((1, fixed.shape[1]))))
 
 
 def fixed_from_fractions(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide int64 fractions to int64 positions in units of 2⁻³², rounded down."""
+    """Convert int64 fractions to int64 positions in units of 2⁻³², rounded down."""
     whole = torch.div(numerator, denominator, rounding_mode="floor")
     return (whole << 32) + ((numerator - whole * denominator) << 32) // denominator
 
@@ -147,24 +147,25 @@ def fixed_from_float(ids: Tensor) -> Tensor:
 def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> Tensor:
     """Compute angles as fractions of a turn.
 
-    With a position I + f/2³² and a frequency n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
-    I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn. Three floors lose less than a unit each, and the last
-    bit of the frequency a quarter; a fraction that is no multiple of 2⁻³² loses as much of it, times the frequency. So
-    the truth is within 3.25 + ω/2π units for ω rad per id: 3.41 for one rad, and 5,004 (7.3e-6 rad) for LTX's 31,416,
-    whose ids lose nothing if they are halves, quarters and so on. Whole turns n count at fractions only.
+    For a position I + f/2³² and a frequency of n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
+    I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn. The three floors lose less than one unit each and the
+    rounding of the frequency at most a quarter. A fraction that is not a multiple of 2⁻³² is rounded down by less than
+    2⁻³² ids, which loses less than ω/2π units at ω rad per id. The total error is below 3.25 + ω/2π units: 3.41 for
+    1 rad, and 5,004 units (7.3e-6 rad) for LTX's 31,416 rad, whose ids are exact if they are halves, quarters and so
+    on. The whole turns n affect fractions only.
 
     Args:
-        fixed: (axes, tokens) int64 positions in units of 2⁻³²: I·2³² + f; those of ``fixed_ids`` for an axis −1.
+        fixed: (axes, tokens) int64 positions I·2³² + f in units of 2⁻³²; from ``fixed_ids`` if pair_axis contains −1.
         pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair.
         tau: (3, pairs) or (groups, 3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
-        fractional: whether any position may have a fraction.
+        fractional: whether positions may have fractions.
 
     Returns:
         (tokens, pairs) or (tokens, groups, pairs) int64, 0 to 2³² − 1.
     """
     hi, lo, rounds = tau.unbind(-2)
     whole = (fixed >> 32).T[:, pair_axis]
-    # ⌊I·lo/2³²⌋ of a signed I, by halves of lo, since the whole product may pass 63 bits.
+    # ⌊I·lo/2³²⌋ for signed I, computed from halves of lo, since the full product may exceed 63 bits.
     turn = (whole * (lo & 0xFFFF)).bitwise_right_shift_(16).add_(whole * (lo >> 16)).bitwise_right_shift_(16)
     turn += whole.mul_(hi)
     if fractional:
@@ -176,13 +177,13 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
 
 
 def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate plays no part.
+    """Compute (tokens, pairs) float32 cos and sin times the attention factor; conjugate is ignored.
 
-    Where heads have axes of their own they are (tokens, groups, pairs).
+    If heads rotate differently, the shape is (tokens, groups, pairs).
     """
     positions = rotation.positions
     if rotation.cache_rows and rotation.mode == DENSE_INTEGER:
-        positions = positions.clamp(-1, rotation.cache_rows)  # beyond 32 bits they would wrap to rows of other ids
+        positions = positions.clamp(-1, rotation.cache_rows)  # ids beyond 32 bits would wrap to rows of other ids
     fixed = fixed_ids(positions, rotation.mode, tokens)
     axis = rotation.pair_axis.to(torch.int64)
 
@@ -193,7 +194,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
             return cos_sin_as_hf(block, axis, rotation.frequencies)
         return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
 
-    # On a CPU in blocks that stay in its cache; on a device at once, and in graphs, which would count the blocks.
+    # On a CPU in blocks that fit its cache. On a device all at once, and in graphs, which would unroll the loop.
     if fixed.device.type != "cpu" or torch.compiler.is_compiling():
         cos, sin = cos_sin_of(fixed)
     else:
@@ -207,69 +208,69 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of the rotation that leads from one position to another, in the shape of ``cos_sin``.
+    """Compute cos and sin of the rotation from one position to another, with the shape of ``cos_sin``.
 
-    The turns themselves are subtracted, so that it is exactly what lies between the rotations to both positions, and
-    nothing where they are equal. The float32 products of Transformers are not, since their difference is rounded:
-    it is their cos and sin that are combined.
+    Exact turns are subtracted, so the result is the exact difference of both rotations, and the identity for equal
+    positions. For the float32 angles of Transformers the difference would be rounded; their cos and sin are combined
+    instead.
 
     Args:
-        start: where tokens were; factor and conjugate play no part.
-        stop: where they go, by the same frequencies.
-        tokens: how many, from the first one.
+        start: rotation at the old positions; its attention factor and conjugate are ignored.
+        stop: rotation at the new positions, with the same frequencies.
+        tokens: number of leading tokens.
     """
     axis = stop.pair_axis.to(torch.int64)
     before, after = (fixed_ids(x.positions, x.mode, tokens)[:, :tokens] for x in (start, stop))
     if stop.as_hf:
         (cos, sin), (other_cos, other_sin) = (cos_sin_as_hf(x, axis, stop.frequencies) for x in (after, before))
         return cos * other_cos + sin * other_sin, sin * other_cos - cos * other_sin
-    there, here = (turns(x, axis, stop.frequencies) for x in (after, before))
-    return cos_sin_of_turns(there.sub_(here).bitwise_and_(MASK))
+    new, old = (turns(x, axis, stop.frequencies) for x in (after, before))
+    return cos_sin_of_turns(new.sub_(old).bitwise_and_(MASK))
 
 
 def cos_sin_of_turns(turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7, to the same bits on every device."""
+    """Compute float32 cos and sin of angles in units of 2⁻³² turn, within 1.2e-7 and bit-equal on every device."""
     turn = turn.to(torch.int32)
     quadrant = (turn + (1 << 29)) >> 30
-    # The remainder lies within an eighth of a turn and becomes u in [−1, 1] with one rounding.
+    # The remainder is at most an eighth of a turn and is scaled to u in [−1, 1] with one rounding.
     u = (turn - (quadrant << 30)).to(torch.float32).mul_(2.0**-29)
     z = u * u
     sin = _polynomial(SIN, z).mul_(u)
     cos = _polynomial(COS, z).mul_(z).add_(1.0)
     odd = (quadrant & 1).bool()
-    # Signs are −1 in two of the four quadrants: bit 1 of the quadrant for sin, of the next one for cos.
+    # Each sign is −1 in two of the four quadrants: bit 1 of quadrant for sin, bit 1 of quadrant + 1 for cos.
     cos_sign, sin_sign = (1 - ((quadrant + 1) & 2)), (1 - (quadrant & 2))
     return torch.where(odd, sin, cos).mul_(cos_sign), torch.where(odd, cos, sin).mul_(sin_sign)
 
 
 def _polynomial(coefficients: tuple[float, float, float, float], z: Tensor) -> Tensor:
-    """Compute c0 + z·(c1 + z·(c2 + z·c3)), every product and sum rounded."""
+    """Compute c0 + z·(c1 + z·(c2 + z·c3)) with every product and sum rounded."""
     c0, c1, c2, c3 = coefficients
     return (z * c3).add_(c2).mul_(z).add_(c1).mul_(z).add_(c0)
 
 
 def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute float32 cos and sin of the float32 product of id and frequency, as Transformers does."""
+    """Compute float32 cos and sin of the float32 product of id and frequency, as in Transformers."""
     angle = as_float(fixed).T[:, pair_axis] * inv_freq.view(-1, pair_axis.shape[-1])
     return angle.cos(), angle.sin()
 
 
 def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Read (tokens, *pair_axis) float32 cos and sin from a cache; NaN for an id that the cache has no row of.
+    """Read float32 cos and sin, (tokens, *pair_axis.shape), from a cache; NaN for ids without a row.
 
     Args:
-        ids: (axes, tokens) int64.
-        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair; −1 for the row of id 0.
-        cache: (rows, 2·pairs), in any floating dtype, cos of all pairs and then sin.
+        ids: (axes, tokens) int64 ids.
+        pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair; −1 reads the row of id 0.
+        cache: (rows, 2·pairs) cos of all pairs, then sin, in any floating dtype.
     """
     missing = (ids < 0) | (ids >= cache.shape[0])
     ids, axis_of_column = ids.masked_fill(missing, 0), torch.cat((pair_axis, pair_axis), -1)
 
     def rows(axis: int) -> Tensor:
-        read = cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
-        return read if pair_axis.dim() == 1 else read.unsqueeze(1)
+        values = cache.index_select(0, ids[axis]).to(torch.float32).masked_fill_(missing[axis, :, None], torch.nan)
+        return values if pair_axis.dim() == 1 else values.unsqueeze(1)
 
-    # Whole rows, one axis after the other, are read faster than single elements.
+    # Reading whole rows, axis by axis, is faster than reading single elements.
     values = torch.where(axis_of_column < 0, cache[0].to(torch.float32), rows(0))
     for axis in range(1, ids.shape[0]):
         values = torch.where(axis_of_column == axis, rows(axis), values)
@@ -278,7 +279,7 @@ def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[T
 
 
 def as_float(fixed: Tensor) -> Tensor:
-    """Convert fixed point to float32 ids, rounded once."""
+    """Convert fixed-point ids to float32, rounded once."""
     return fixed.to(torch.float32) * 2.0**-32
 
 
@@ -289,13 +290,13 @@ def angles_of_turns(turn: Tensor) -> Tensor:
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of what is rotated, and of weights."""
+"""Dtypes of tensors that can be rotated, and of weights."""
 
 LEAST_EPS = 2.0**-126
-"""The least normal float32: the kernel takes less than that for zero, whose inverse root is no number."""
+"""Smallest normal float32: the kernel flushes smaller numbers to zero, whose inverse root is infinite."""
 
 LARGEST = 2.0**127
-"""Beyond it float32 has infinity, times which a channel of zero is no number."""
+"""Largest power of two in float32: larger values may overflow to infinity, which times 0 is NaN."""
 
 
 class Norm(NamedTuple):
@@ -305,10 +306,10 @@ class Norm(NamedTuple):
 
     Attributes:
         q_weight: (head_dim,) float32, bfloat16 or float16; None does not normalise q.
-        k_weight: as q_weight, of k.
+        k_weight: the same for k.
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
-        offset: added to the weights: 1.0 for Gemma's, which are 1.0 less than what multiplies.
-        after: whether x is the head once it is rotated, instead of the head before.
+        offset: added to the weights: 1.0 for Gemma, which stores the factor minus 1.0.
+        after: whether to normalise after the rotation instead of before it.
     """
 
     q_weight: Tensor | None = None
@@ -323,11 +324,11 @@ class Norm(NamedTuple):
         return self.q_weight is None and self.k_weight is None
 
     def named(self) -> dict[str, Tensor | None]:
-        """Return both weights by their names in messages."""
+        """Return both weights by their names in error messages."""
         return {"norm.q_weight": self.q_weight, "norm.k_weight": self.k_weight}
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return (head_dim,) float32 weights of q and of k, offset included."""
+        """Return the (head_dim,) float32 weights of q and k, including the offset."""
         return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
 
 
@@ -335,10 +336,10 @@ NO_NORM = Norm()
 
 
 def checked_norm(norm: Norm, q: object, k: object) -> Norm:
-    """Check that a norm fits q and k, and return it with contiguous weights; ``NO_NORM`` without any.
+    """Check a norm against q and k, and return it with contiguous weights, or ``NO_NORM`` if it has no weights.
 
     Raises:
-        InvalidInputError: a weight does not fit q or k, or a number is out of range.
+        InvalidInputError: a weight does not match q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
     q_weight, k_weight, eps, offset, after = instance("norm", norm, Norm, "mmpos.rotary.Norm")
@@ -356,7 +357,7 @@ def checked_norm(norm: Norm, q: object, k: object) -> Norm:
 
 def _checked_weight(name: str, x: object, weight: Tensor | None) -> Tensor | None:
     if weight is None or not isinstance(x, Tensor):
-        return None  # what is no tensor is refused with q and k
+        return None  # a later check refuses q or k that is not a tensor
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise InvalidInputError(f"norm.{name}_weight: got {got}, want a tensor of float32, bfloat16 or float16")
@@ -375,91 +376,93 @@ def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
     return weight + offset if offset else weight
 
 
-Turn: TypeAlias = Callable[[Tensor], Tensor]
-"""Turns float32 heads, (batch, seq, heads, head_dim); channels behind the pairs stay."""
+HeadRotation: TypeAlias = Callable[[Tensor], Tensor]
+"""Function that rotates float32 heads, (batch, seq, heads, head_dim), and keeps unrotated channels."""
 
 
-def rotate(x: Tensor, out: Tensor, turn: Turn, pairs: int, norm: Norm = NO_NORM, weight: Tensor | None = None) -> None:
-    """Turn the first 2·pairs channels of heads and copy the rest; with a weight, normalise all of them before or after.
+def rotate(
+    x: Tensor, out: Tensor, rotation: HeadRotation, pairs: int, norm: Norm = NO_NORM, weight: Tensor | None = None
+) -> None:
+    """Rotate the first 2·pairs channels of heads and copy the rest; with a weight, normalise before or after.
 
-    Arithmetic is in float32 with one rounding at the end; products and sums are rounded one by one,
-    as the kernel does it, so both give the same bits.
+    Arithmetic is in float32 with one rounding at the end. Products and sums are rounded separately, as in the kernel,
+    so both give the same bits.
 
     Args:
-        x: (batch, seq, heads, head_dim) in any floating dtype and strides.
-        out: likewise; it may be x.
-        turn: turns heads.
-        pairs: pairs of channels that turn.
-        norm: the eps and order that go with the weight.
-        weight: (head_dim,) float32, what it is offset by included; None does not normalise.
+        x: (batch, seq, heads, head_dim) with any floating dtype and strides.
+        out: the same shape; it may be x.
+        rotation: function that rotates heads.
+        pairs: number of rotated channel pairs.
+        norm: provides eps and the order of norm and rotation.
+        weight: (head_dim,) float32 weight including the offset; None does not normalise.
     """
     width = 2 * pairs if weight is None else x.shape[-1]
     value = x[..., :width].to(torch.float32)
-    value = turn(value) if norm.after else turn(normalised(value, weight, norm.eps))
+    value = rotation(value) if norm.after else rotation(normalised(value, weight, norm.eps))
     value = normalised(value, weight, norm.eps) if norm.after else value
     if out.data_ptr() != x.data_ptr():
         out[..., width:].copy_(x[..., width:])
     out[..., :width].copy_(value)
 
 
-def turning_of(rotation: RotationArguments, batch: int, seq: int) -> Turn:
-    """Return the function that turns the heads of (batch, seq) tokens by a rotation."""
+def head_rotation_of(rotation: RotationArguments, batch: int, seq: int) -> HeadRotation:
+    """Return a function that rotates the heads of (batch, seq) tokens."""
     cos, sin = (x.unflatten(0, (batch, seq)) for x in cos_sin(rotation, batch * seq))
-    return turning(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
+    return head_rotation(cos, -sin if rotation.conjugate else sin, rotation.adjacent)
 
 
-def turning(cos: Tensor, sin: Tensor, adjacent: bool) -> Turn:
-    """Return the function that turns heads by these cos and sin, (batch, seq, pairs) float32.
+def head_rotation(cos: Tensor, sin: Tensor, adjacent: bool) -> HeadRotation:
+    """Return a function that rotates heads by (batch, seq, pairs) float32 cos and sin.
 
-    With (batch, seq, groups, pairs) the heads are cut into so many groups, each of which turns by its own.
+    With (batch, seq, groups, pairs), heads are split into groups of consecutive heads, each with its own cos and sin.
     """
     cos, sin = (x.reshape(*x.shape[:2], -1, 1, x.shape[-1]) for x in (cos, sin))
     groups, width = cos.shape[2], 2 * cos.shape[-1]
 
-    def turn(value: Tensor) -> Tensor:
+    def rotate_heads(value: Tensor) -> Tensor:
         heads = value[..., :width].unflatten(2, (groups, value.shape[2] // groups))
         first, second = (heads[..., 0::2], heads[..., 1::2]) if adjacent else heads.chunk(2, dim=-1)
         both = first * cos - second * sin, second * cos + first * sin
-        turned = torch.stack(both, -1).flatten(-2) if adjacent else torch.cat(both, -1)
-        return torch.cat((turned.flatten(2, 3), value[..., width:]), -1)
+        rotated = torch.stack(both, -1).flatten(-2) if adjacent else torch.cat(both, -1)
+        return torch.cat((rotated.flatten(2, 3), value[..., width:]), -1)
 
-    return turn
+    return rotate_heads
 
 
 def norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, turn: Turn | None, back: Turn
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, forward: HeadRotation | None, backward: HeadRotation
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of ``rotate`` with a weight, in float32.
+    """Compute the float32 gradients of ``rotate`` with a weight.
 
-    With y = turned(x · r · w), r = 1/√(mean(x²) + eps), and g the gradient of y turned back, that of w is the sum of
-    g · x · r over tokens and heads, and that of x is r · (g·w − x·r · mean(g·w · x·r)). Where the norm comes after,
-    x is what was turned, g is the gradient of y, and what these formulas give for x is turned back.
+    For y = rotated(x · r · w) with r = 1/√(mean(x²) + eps), let g be the gradient of y rotated back. The gradient of w
+    is the sum of g · x · r over tokens and heads, and the gradient of x is r · (g·w − x·r · mean(g·w · x·r)). If the
+    norm comes after the rotation, x is the rotated input, g the gradient of y, and the gradient of x is rotated back.
 
     Args:
-        grad: of the output, (batch, seq, heads, head_dim).
-        x: what was normalised, likewise.
-        weight: (head_dim,) float32, what it is offset by included.
+        grad: gradient of the output, (batch, seq, heads, head_dim).
+        x: input of ``rotate``, same shape.
+        weight: (head_dim,) float32 weight including the offset.
         eps: added to the mean of squares.
-        turn: turns heads as before a norm that comes after; None for one that comes before.
-        back: turns heads backwards.
+        forward: the rotation, if the norm comes after it; None if the norm comes first.
+        backward: the inverse rotation.
 
     Returns:
-        those of x and of the weight.
+        gradients of x and of the weight.
     """
     gradient, value = grad.to(torch.float32), x.to(torch.float32)
-    gradient, value = (back(gradient), value) if turn is None else (gradient, turn(value))
+    gradient, value = (backward(gradient), value) if forward is None else (gradient, forward(value))
     scale = _inverse_rms(value, eps)
     value = value * scale
     weight_grad, gradient = (gradient * value).sum((0, 1, 2)), gradient * weight
     gradient = (gradient - value * (gradient * value).mean(-1, keepdim=True)) * scale
-    return gradient if turn is None else back(gradient), weight_grad
+    return gradient if forward is None else backward(gradient), weight_grad
 
 
 def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise float32 heads by a weight, what it is offset by included; without one leave them."""
+    """Normalise float32 heads by a weight that includes the offset; return x unchanged without a weight."""
     return x if weight is None else x * _inverse_rms(x, eps) * weight
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Compute the (…, 1) factor that brings heads to a mean square of 1."""
+    """Compute the (…, 1) factor that scales heads to a mean square of 1."""
     return x.square().mean(-1, keepdim=True).add(eps).rsqrt()

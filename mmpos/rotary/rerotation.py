@@ -1,4 +1,4 @@
-"""Turn keys that lie in a paged cache from one table of positions to another."""
+"""Rotate keys in a paged cache from their old positions to new ones."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def rerotate(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> None:
-    """Turn keys in a paged cache from one table of positions to another, in place: in one launch on a GPU.
+    """Rotate keys in a paged cache in place from their old positions to new ones, in one launch on a GPU.
 
-    A key that was rotated to one position becomes the same key rotated to another one, with one rounding, and the same
-    bits where nothing lies between: neither k nor its projection is computed anew for a chunk that moves.
+    Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits stay
+    the same. A chunk of tokens can thus be moved without recomputing k or its projection.
 
-    Its content stays. Where other text or images now stand before a chunk, only the first layer's keys are those of the
-    whole prompt computed anew; in deeper layers k and v have seen what stood before, so that cached ones approximate.
+    The content of a key stays the same. If the text or images before a chunk change, only the first layer's keys equal
+    those of a recomputed prompt; in deeper layers cached k and v are approximations, since they depend on prior tokens.
 
     Args:
         k_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim) "HND",
             or (slots, num_kv_heads, head_dim), any strides; float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
-        slots: (tokens,) or (batch, seq) int32 or int64 slots, or a row of fewer for the first tokens; a negative one,
-            and on a device one that is too large, is skipped.
-        from_positions: where tokens were: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
-        to_positions: where they go; another sort than from_positions will do.
-        rotary: by which they were rotated; an attention factor is not multiplied again.
+        slots: (tokens,) or (batch, seq) int32 or int64 slots, or a shorter vector for the first tokens. Negative slots
+            are skipped, and on a device also slots that are too large.
+        from_positions: old positions: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
+        to_positions: new positions; their type may differ from that of from_positions.
+        rotary: the rotation of the cached keys; its attention factor is not applied again.
         cache_layout: "NHD" or "HND".
-        k_scale: of a cache of 8 bits, float32: (), (1,) or (num_kv_heads,), which stay, or the cache's shape without
-            head_dim, of which those grow, by √2 at most, whose turned key would have a channel too large.
-        implementation: "triton", "reference" (plain torch), or "auto": triton on CUDA tensors; the same bits.
-        validate: also check ids, slots and scales that lie on a device, which waits for the device.
+        k_scale: float32 scales of an 8-bit cache: (), (1,) or (num_kv_heads,), which stay unchanged, or the cache's
+            shape without head_dim, which grow by at most √2 if a channel of the rotated key would be too large.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); all are bit-equal.
+        validate: also check ids, slots and scales on a device; waits for the device.
 
     Raises:
-        InvalidInputError: something does not fit together; a slot that the cache does not have or that an earlier token
-            has, and scales that are missing or not finite and positive, where they are read: on the host, or validated.
-        LimitExceededError: 2³¹ slots or more.
-        UnsupportedError: under autograd; a cache of another dtype of 8 bits.
+        InvalidInputError: arguments do not match; on the host or with ``validate``, also for a slot that is too large
+            or repeated, and for scales that are not finite and positive.
+        LimitExceededError: the cache has 2³¹ slots or more.
+        UnsupportedError: a tensor requires gradients, or the cache has an unsupported 8-bit dtype.
     """
     boolean("validate", validate)
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
@@ -71,12 +71,12 @@ def rerotate(
     tensors = {"k_cache": k_cache} if k_scale is None else {"k_cache": k_cache, "k_scale": k_scale}
     check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = number_of(implementation, pages.device)
-    rotation = rotation_of(stop, rotary, implementation=number)  # whose factor plays no part
+    rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores its attention factor
     operators.call(operators.rerotate_, pages, written, row, start.tensor, start.mode, *rotation)
 
 
 def _pages(k_cache: Tensor, cache_layout: CacheLayout, k_scale: Tensor | None, rotary: Rotary) -> Tensor:
-    """Check the cache, with scales if it needs them, and view it as (blocks, block_size, heads, head_dim)."""
+    """Check the cache and whether it needs scales, and view it as (blocks, block_size, heads, head_dim)."""
     one_of("cache_layout", cache_layout, ("NHD", "HND"))
     if not isinstance(k_cache, Tensor):
         raise InvalidInputError(f"k_cache: got {type(k_cache).__name__}, want a tensor")
@@ -84,10 +84,10 @@ def _pages(k_cache: Tensor, cache_layout: CacheLayout, k_scale: Tensor | None, r
         error = UnsupportedError if k_cache.dtype.itemsize == 1 else InvalidInputError
         raise error(
             f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-            "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)"
+            "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
         )
     if (k_scale is None) == (k_cache.dtype in paged.EIGHT_BITS):
         got = "None" if k_scale is None else type(k_scale).__name__
-        want = "None" if k_cache.dtype in FLOATS else "its scales: a rotation may need larger ones"
+        want = "None" if k_cache.dtype in FLOATS else "scales: rotated keys may need larger ones"
         raise InvalidInputError(f"k_scale: got {got} for a cache of {k_cache.dtype}, want {want}")
     return paged.as_pages("k_cache", k_cache, cache_layout, "heads", rotary.head_dim)

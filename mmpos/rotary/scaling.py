@@ -1,4 +1,4 @@
-"""Context extension: scalings of the ladder θ_j = base^(−2j/d), before any axis gets its share."""
+"""Context extension: scalings of the frequency ladder θ_j = base^(−2j/d), applied before allocation to axes."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ __all__ = [
 
 
 class Scaling(ABC):
-    """A change of a ladder; subclass it as a frozen dataclass to add your own."""
+    """Scaling of a frequency ladder; subclass it as a frozen dataclass to add your own."""
 
     name: ClassVar[str]
     fewest_pairs: ClassVar[int] = 1
 
     @abstractmethod
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute (dim/2,) scaled inverse frequencies of theta^(−2j/dim), in the numbers of the arithmetic."""
+        """Compute the (dim/2,) scaled inverse frequencies of theta^(−2j/dim) as numbers of an Arithmetic."""
 
     def scaled_attention(self) -> float:
         """Return the factor on cos and sin."""
         return 1.0
 
     def check(self, theta: float, dim: int) -> None:
-        """Raise InvalidInputError if the scaling does not fit the ladder theta^(−2j/dim)."""
+        """Raise InvalidInputError if the scaling cannot be applied to the ladder theta^(−2j/dim)."""
         if dim < 2 * self.fewest_pairs:
             name, least = type(self).__name__, self.fewest_pairs
             raise InvalidInputError(f"scaling: got {name} for {dim // 2} pairs, want at least {least}")
 
     def effective_length(self, length: int) -> int | None:
-        """Return the one length that stands for all with the same frequencies; None is the original length."""
+        """Return a canonical length with the same frequencies; None means the original length."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the parameters and the name as a JSON object."""
+        """Return the type name and parameters as a JSON object."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {"type": self.name, **{key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}}
 
@@ -79,7 +79,7 @@ class Linear(Scaling):
     """Position interpolation: θ / factor (Chen et al., 2023).
 
     Args:
-        factor: how many times the original length; >= 1.
+        factor: ratio of the new to the original length; >= 1.
     """
 
     factor: float
@@ -94,13 +94,13 @@ class Linear(Scaling):
 
 @dataclass(frozen=True)
 class Linspace(Scaling):
-    """A ladder that climbs: factor · theta^(j/(n−1)) rad per id for pair j of n, up to factor · theta.
+    """Increasing ladder: factor · theta^(j/(n−1)) rad per id for pair j of n, up to factor · theta.
 
-    LTX has it, whose ids are parts of a whole, such as 2048 pixels, and whose fastest pair turns by 15,708 rad a whole.
-    Source: LTXVideoRotaryPosEmbed of diffusers.
+    Used by LTX, whose ids are fractions of a reference size such as 2048 pixels; its fastest pair rotates by
+    15,708 rad per id. Source: LTXVideoRotaryPosEmbed of diffusers.
 
     Args:
-        factor: rad per id of the slowest pair; > 0, and π/2 for LTX.
+        factor: rad per id of the slowest pair; > 0; π/2 for LTX.
     """
 
     factor: float
@@ -122,10 +122,10 @@ class Linspace(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware: base' = base · factor^(d/(d−2)), which stretches the slowest pair by the factor (bloc97, 2023).
+    """NTK-aware scaling: base' = base · factor^(d/(d−2)), which slows the slowest pair by the factor (bloc97, 2023).
 
     Args:
-        factor: how many times the original length; > 0, since Cosmos has 20/24 for frames.
+        factor: ratio of the new to the original length; > 0 and possibly below 1: Cosmos has 20/24 for frames.
     """
 
     factor: float
@@ -149,11 +149,11 @@ class NTK(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """NTK-aware with the factor that a length L asks for: factor·L/L0 − (factor − 1) (emozilla, 2023).
+    """NTK-aware scaling by a factor that depends on length L: factor·L/L0 − (factor − 1) (emozilla, 2023).
 
     Args:
         factor: >= 1.
-        original_max_position: L0, up to which nothing changes.
+        original_max_position: L0; shorter lengths are not scaled.
     """
 
     factor: float
@@ -166,7 +166,7 @@ class DynamicNTK(Scaling):
         self._length()
 
     def effective_length(self, length: int) -> int | None:
-        """Return the length itself, once it is past the original."""
+        """Return the length itself if it exceeds the original length, else None."""
         return length if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
@@ -177,12 +177,14 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Wavelengths beyond L0/low are divided by the factor, below L0/high kept, blended between (Llama 3.1, 4).
+    """Llama 3.1 and 4: divide the frequencies of long wavelengths by the factor.
+
+    Wavelengths above L0/low_freq_factor are scaled, below L0/high_freq_factor kept, and in between interpolated.
 
     Args:
         factor: >= 1.
         low_freq_factor: > 0.
-        high_freq_factor: at least the low one; with the same of both nothing is blended.
+        high_freq_factor: >= low_freq_factor; if both are equal, nothing is interpolated.
         original_max_position: L0.
     """
 
@@ -202,7 +204,7 @@ class Llama3(Scaling):
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
         plain = 1 / a.powers(a.number(theta), dim)
-        # A reciprocal, then a product: torch divides a number by a tensor so, and float32 shows it.
+        # Reciprocal, then product: torch divides a number by a tensor this way, which affects float32 results.
         wavelength = 1 / plain * (2 * a.pi)
         scaled = np.where(wavelength > original / low, plain / factor, plain)
         if self.high_freq_factor == self.low_freq_factor:
@@ -215,13 +217,13 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True)
 class PRoPE(Scaling):
-    """p-RoPE: the slowest pairs, from ⌊p·d/2⌋ on, do not turn; the others keep their θ (Barbero et al., 2024).
+    """p-RoPE: do not rotate the slowest pairs, from ⌊p·d/2⌋ on, and keep the θ of the others (Barbero et al., 2024).
 
-    That is rope_type "proportional" of Transformers and not its partial_rotary_factor, which shortens the ladder.
+    This is rope_type "proportional" of Transformers. It differs from partial_rotary_factor, which shortens the ladder.
 
     Args:
-        p: the share of pairs that turn, 0 to 1; the floor is that of the product of doubles.
-        factor: divides what is left.
+        p: fraction of pairs that are rotated, 0 to 1; the product p·d/2 is computed in double precision.
+        factor: divisor of the remaining frequencies.
     """
 
     p: float
@@ -235,27 +237,27 @@ class PRoPE(Scaling):
         self._finite("factor", minimum=1)
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        turning = int(self.p * dim // 2)
-        still = [a.number(0)] * (dim // 2 - turning)
-        return a.array([*(1 / a.powers(a.number(theta), dim, turning)), *still]) / a.number(self.factor)
+        rotated = int(self.p * dim // 2)
+        zeros = [a.number(0)] * (dim // 2 - rotated)
+        return a.array([*(1 / a.powers(a.number(theta), dim, rotated)), *zeros]) / a.number(self.factor)
 
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """Pairs that turn often are kept, those that turn less than once are divided by the factor, a ramp between.
+    """YaRN: keep fast pairs, divide the frequencies of slow pairs by the factor, and interpolate linearly in between.
 
-    The pair that turns n times over L0 is (d/2)·ln(L0/2πn)/ln base; cos and sin are scaled by 0.1·ln factor + 1.
-    Source: Peng et al., 2023, and Transformers for mscale and truncate.
+    The index of the pair that makes n turns over L0 is (d/2)·ln(L0/2πn)/ln base. The attention factor, which scales cos
+    and sin, is 0.1·ln factor + 1. Source: Peng et al., 2023, and Transformers for mscale and truncate.
 
     Args:
         factor: >= 1.
         original_max_position: L0.
-        beta_fast: turns above which a pair is kept.
-        beta_slow: turns below which a pair is divided.
-        attention_factor: None for the one above.
-        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) over the same of the other.
+        beta_fast: number of turns over L0 above which a pair is kept.
+        beta_slow: number of turns over L0 below which a pair is divided.
+        attention_factor: attention factor; None means the formula above.
+        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) / (the same of mscale_all_dim).
         mscale_all_dim: see mscale.
-        truncate: whether the ramp begins and ends at whole pairs.
+        truncate: whether the ramp begins and ends at integer pair indices.
     """
 
     factor: float
@@ -287,10 +289,10 @@ class YaRN(Scaling):
 
     def check(self, theta: float, dim: int) -> None:
         if theta == 1:
-            raise InvalidInputError("theta: got 1.0, want more for YaRN, which divides by its logarithm")
+            raise InvalidInputError("theta: got 1.0, want > 1 for YaRN, which divides by its logarithm")
 
     def ramp(self, a: Arithmetic, theta: float, dim: int) -> tuple[Number, Number]:
-        """Return the pairs where the ramp begins and ends."""
+        """Return the pair indices where the ramp begins and ends."""
         original = a.number(self.original_max_position)
         low, high = (
             (dim * a.log(original / (a.number(turns) * 2 * a.pi))) / (2 * a.log(a.number(theta)))
@@ -311,14 +313,14 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """Every θ divided by a factor of its own, from one list up to L0 and another beyond (Ding et al., 2024).
+    """LongRoPE: divide every θ by its own factor, with separate factors up to L0 and beyond (Ding et al., 2024).
 
     Args:
-        short_factor: (dim/2,) divisors up to the original length.
-        long_factor: (dim/2,) divisors beyond it.
+        short_factor: (dim/2,) divisors for lengths up to L0.
+        long_factor: (dim/2,) divisors for longer lengths.
         original_max_position: L0.
-        factor: how many times L0 the model serves; it sets the attention factor only. None is 1.
-        attention_factor: None for √(1 + ln factor / ln L0).
+        factor: ratio of the model's maximum length to L0; affects only the attention factor. None means 1.
+        attention_factor: attention factor; None means √(1 + ln factor / ln L0).
     """
 
     short_factor: Sequence[float]
@@ -352,7 +354,7 @@ class LongRoPE(Scaling):
                 raise InvalidInputError(f"LongRoPE.{field}: got {got} numbers, want {dim // 2}, one per frequency")
 
     def effective_length(self, length: int) -> int | None:
-        """Return one more than the original length for every longer one."""
+        """Return the original length + 1 for every longer length, else None."""
         return self.original_max_position + 1 if length > self.original_max_position else None
 
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
@@ -366,16 +368,16 @@ def _stretched(a: Arithmetic, theta: float, stretch: Number, dim: int) -> Number
 SCALINGS: Mapping[str, type[Scaling]] = MappingProxyType(
     {scaling.name: scaling for scaling in (Linear, NTK, DynamicNTK, YaRN, Llama3, LongRoPE, PRoPE, Linspace)}
 )
-"""Every scaling by its name."""
+"""Scalings by name."""
 
 
 def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
-    """Rebuild a scaling from the JSON object of ``to_dict``.
+    """Create a scaling from the JSON object that ``to_dict`` returns.
 
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)
     """
-    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # in a dict, {} would need a hash
+    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: type may be unhashable
         got = values.get("type") if isinstance(values, Mapping) else values
         raise InvalidInputError(f"scaling.type: got {got!r}, want one of {', '.join(map(repr, SCALINGS))}")
     kind = SCALINGS[values["type"]]

@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: proofs before timing, ratios, the machine's stamp, JSON and tables."""
+"""The benchmark framework: proofs before timing, ratios, the description of the machine, JSON and tables."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ class Outer:
     inner: Inner
 
 
-def test_an_inequality_stops_before_anything_is_timed() -> None:
+def test_a_wrong_result_stops_before_anything_is_timed() -> None:
     calls = [Mock(return_value=[1]) for _ in range(3)]
     fill, right, wrong = limit("fill", calls[0]), giving("right", calls[1], [1]), giving("wrong", calls[2], [2])
     timer = Mock()
     case = Comparison("ids", "a", lambda: Lineup((fill, right, wrong), {"tokens": 4}), timer=timer)
     with pytest.raises(NotEqualError, match=re.escape("ids: a, wrong: [0]: got 1, want 2")):
         case.measure(Budget(0.0, 2), lambda done, rounds: None)
-    assert [call.call_count for call in calls] == [0, 1, 1]  # the proofs
+    assert [call.call_count for call in calls] == [0, 1, 1]  # called by the proofs
     assert not timer.called
 
 
-def test_a_contestant_that_is_excused_is_left_out() -> None:
+def test_a_contestant_whose_attempt_fails_is_omitted() -> None:
     names: list[str] = []
 
     def attempt(name: str, work: Any) -> bool:
@@ -92,8 +92,8 @@ def test_a_contestant_that_is_excused_is_left_out() -> None:
         return "wrong" not in name
 
     lineup = Lineup((limit("fill", int), giving("wrong", int, 1), giving("right", int, 0)), {"tokens": 4})
-    found = Comparison("g", "n", lambda: lineup).measure(Budget(0.0, 2), lambda done, rounds: None, attempt)
-    assert [e.name for e in found.entries] == ["fill", "right"]
+    measured = Comparison("g", "n", lambda: lineup).measure(Budget(0.0, 2), lambda done, rounds: None, attempt)
+    assert [e.name for e in measured.entries] == ["fill", "right"]
     assert names == ["g: n, fill", "g: n, wrong", "g: n, right"]
 
 
@@ -101,7 +101,7 @@ OUTER = Outer(np.array([1, 2]), "a", Inner(1))
 
 
 @pytest.mark.parametrize(
-    ("got", "want", "at_most", "said"),
+    ("got", "want", "at_most", "message"),
     [
         ([1, 2], [[1, 2]], 0, "got shape (2,), want (1, 2)"),
         ([np.nan], [np.nan], 0, "[0]: got nan, want nan"),
@@ -116,17 +116,15 @@ OUTER = Outer(np.array([1, 2]), "a", Inner(1))
         (replace(OUTER, name="b"), OUTER, 0, "name: got 'b', want 'a'"),
     ],
 )
-def test_proofs_compare_every_value_and_the_shapes_dtypes_and_types(
-    got: object, want: object, at_most: float, said: str
-) -> None:
+def test_proofs_compare_values_shapes_dtypes_and_types(got: object, want: object, at_most: float, message: str) -> None:
     equal([np.arange(2), [3], replace(OUTER)], ([0, 1], np.array([3.0]), OUTER))
     equal([np.uint8(1)], [np.uint8(2)], 1)
     with pytest.raises(NotEqualError) as caught:
         equal(got, want, at_most)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None:
+def test_contestants_alternate_and_slow_ones_have_at_least_three_turns() -> None:
     turns: list[str] = []
     now = [0.0]
 
@@ -135,21 +133,21 @@ def test_contestants_take_turns_and_slow_ones_sit_out_rounds_but_three() -> None
         if not turns or turns[-1] != name:
             turns.append(name)
 
-    told: list[tuple[int, int]] = []
+    ticks: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmpos_bench.timing.time.perf_counter", lambda: now[0])
         calls = {"fast": lambda: call("fast", 2**-10), "slow": lambda: call("slow", 2.0)}
-        found = compare(calls, Budget(1.0, 5), lambda done, rounds: told.append((done, rounds)))
-    assert {name: (t.median, t.turns) for name, t in found.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
+        times = compare(calls, Budget(1.0, 5), lambda done, rounds: ticks.append((done, rounds)))
+    assert {name: (t.median, t.turns) for name, t in times.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
     assert turns[2:] == ["fast", "slow"] * 3
-    assert told == [(i, 5) for i in range(1, 6)]
+    assert ticks == [(i, 5) for i in range(1, 6)]
 
 
-def test_a_timing_is_the_middle_and_the_range_of_its_turns() -> None:
+def test_a_timing_has_the_median_and_the_percentiles_of_its_turns() -> None:
     assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == Timing(3.5, 2.0, 5.0, 6)
 
 
-def test_ours_are_compared_with_the_limit_and_with_peers_and_parts_with_the_limit() -> None:
+def test_ours_are_compared_with_the_limit_and_peers_but_parts_only_with_the_limit() -> None:
     ours, part, peer = (MEASUREMENT[name] for name in ("mmpos", "place", "loop"))
     assert [MEASUREMENT.of_limit(e) for e in (ours, part, peer)] == pytest.approx([1.5, 0.5, 30])
     assert MEASUREMENT.over_peers(ours) == {"loop": pytest.approx(20)}
@@ -158,55 +156,55 @@ def test_ours_are_compared_with_the_limit_and_with_peers_and_parts_with_the_limi
     assert replace(MEASUREMENT, work={"tokens": 0}).per_unit(ours) is None
 
 
-def test_reports_survive_json() -> None:
+def test_reports_round_trip_through_json() -> None:
     broken = replace(REPORT, suite="images", measurements=(), missing={}, interrupted=True, failed={"a": "b"})
     assert from_json(to_json((REPORT, broken))) == (REPORT, broken)
-    long = replace(MEASUREMENT, entries=(Timed("x", "ours", Timing(1.23456e-6, 1.0, 2.0, 3)),))
-    (kept,) = from_json(to_json([replace(REPORT, measurements=(long,))]))
-    assert kept.measurements[0]["x"].timing.median == 1.235e-6
+    precise = replace(MEASUREMENT, entries=(Timed("x", "ours", Timing(1.23456e-6, 1.0, 2.0, 3)),))
+    (report,) = from_json(to_json([replace(REPORT, measurements=(precise,))]))
+    assert report.measurements[0]["x"].timing.median == 1.235e-6
 
 
-def test_the_stamp_says_what_runs_and_how_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_has_its_versions_and_memory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
     monkeypatch.setattr("mmpos.support.native.core", None)
-    found = stamp("default")
-    assert (found.malloc, found.native, found.packages["numpy"]) == ("default", False, np.__version__)
-    assert found.cores >= 1
-    assert "without the extension in C, malloc default, GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1" in str(found)
-    assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the extension in C, malloc tuned"
+    machine = stamp("default")
+    assert (machine.malloc, machine.native, machine.packages["numpy"]) == ("default", False, np.__version__)
+    assert machine.cores >= 1
+    assert "without the C extension, malloc default, GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1" in str(machine)
+    assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the C extension, malloc tuned"
     named = replace(MACHINE, cpu="Intel(R) Xeon(R) 6 @ 2.0GHz", cores=1, gpu="H200")
     assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
 
 
-def test_the_stamp_counts_gpus_and_names_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_has_the_number_of_gpus_and_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H1, 580.65'\necho 'NVIDIA H1, 580.65'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = stamp("default")
-    assert (found.gpu, found.packages["GPU driver"]) == ("2 × NVIDIA H1", "580.65")
+    machine = stamp("default")
+    assert (machine.gpu, machine.packages["GPU driver"]) == ("2 × NVIDIA H1", "580.65")
 
 
-def test_missing_peers_are_told_and_those_not_wanted_are_not_missing() -> None:
-    options, unwanted = SuiteOptions(peers=True), SuiteOptions()
-    assert (options.peer("a peer", lambda: 7), unwanted.peer("a peer", lambda: 7)) == (7, None)
+def test_missing_peers_are_reported_unless_peers_are_disabled() -> None:
+    options, disabled = SuiteOptions(peers=True), SuiteOptions()
+    assert (options.peer("a peer", lambda: 7), disabled.peer("a peer", lambda: 7)) == (7, None)
     assert options.peer("Nonsense", lambda: import_module("no.such.project")) is None
     assert options.missing == {"Nonsense": "ModuleNotFoundError: No module named 'no'"}
-    assert unwanted.missing == {}
+    assert disabled.missing == {}
 
 
-def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
-    told: list[tuple[str, int, int]] = []
-    found = run("positions", quick=True, only="float64: d", watch=lambda *what: told.append(what))
+def test_a_suite_runs_only_selected_cases_and_reports_progress() -> None:
+    progress: list[tuple[str, int, int]] = []
+    report = run("positions", quick=True, only="float64: d", watch=lambda *step: progress.append(step))
     title = "dense(out=), rope-tie-v2, float64: d: 1 × 8k tokens of text"
-    assert told == [(title, 0, 1), (title, 1, 2), (title, 2, 2)]
-    (measured,) = found.measurements
+    assert progress == [(title, 0, 1), (title, 1, 2), (title, 2, 2)]
+    (measured,) = report.measurements
     assert (f"{measured.group}: {measured.name}", measured.work["bytes"]) == (title, 8192 * 2 * 8)
     timed = [(e.name, e.role, e.timing.turns) for e in measured.entries]
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
-    assert (found.suite, found.quick, found.missing) == ("positions", True, {})
-    assert found.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
-    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of the name of a case"):
+    assert (report.suite, report.quick, report.missing) == ("positions", True, {})
+    assert report.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
+    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want a part of a case's name"):
         run("positions", quick=True, only="nothing such")
     with pytest.raises(InvalidInputError, match="suite: got 'nonsense', want one of 'positions', "):
         run("nonsense")
@@ -214,24 +212,24 @@ def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
 
 def test_the_command_prints_tables_and_writes_json_and_a_figure(tmp_path: Path) -> None:
     figures, figure = tmp_path / "figures.json", tmp_path / "figure.pdf"
-    asked = ["bench", "positions", "--quick", "--only", "int32: d"]
-    done = CliRunner().invoke(app, [*asked, "--json", str(figures), "--plot", str(figure)], catch_exceptions=False)
+    arguments = ["bench", "positions", "--quick", "--only", "int32: d"]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(figures), "--plot", str(figure)], catch_exceptions=False)
     assert done.exit_code == 0
     assert figure.read_bytes().startswith(b"%PDF")
     (report,) = from_json(figures.read_text())
     assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
     lines = done.stdout.splitlines()
-    assert "quick: every path once, the figures mean nothing" in lines
+    assert "quick: every path ran once; the figures are meaningless" in lines
     at = lines.index("dense(out=), rope-tie, int32")
     assert lines[at + 1].split("  ")[-1] == "of limit"
     assert lines[at + 2] == "d: 1 × 8k tokens of text"
     assert [line.split()[0] for line in lines[at + 3 : at + 6]] == ["fill", "dense(out=)", "limit:"]
     assert re.search(r"\d+–\d.*\d×$", lines[at + 4])
-    printed = CliRunner().invoke(app, [*asked, "--json", "-"], catch_exceptions=False)
+    printed = CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False)
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
 
-def test_an_interrupted_command_writes_the_cases_that_were_done(
+def test_an_interrupted_command_writes_completed_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cases(options: SuiteOptions) -> Iterator[Comparison]:
@@ -239,14 +237,14 @@ def test_an_interrupted_command_writes_the_cases_that_were_done(
             yield Comparison("group", name, partial(Lineup, [limit("call", call)], {"tokens": 1}))
 
     monkeypatch.setattr("mmpos_bench.positions.cases", cases)
-    asked, figures = ["bench", "positions", "--quick", "--json"], tmp_path / "figures.json"
-    assert main([*asked, str(figures)]) == 130
+    arguments, figures = ["bench", "positions", "--quick", "--json"], tmp_path / "figures.json"
+    assert main([*arguments, str(figures)]) == 130
     (report,) = from_json(figures.read_text())
     assert ([m.name for m in report.measurements], report.interrupted) == (["first"], True)
     printed = capsys.readouterr()
-    assert "interrupted: the cases that were done" in printed.out.splitlines()
+    assert "interrupted: only completed cases are shown" in printed.out.splitlines()
     assert printed.err == "group: first\ngroup: second\n"
-    assert main([*asked, str(tmp_path / "none.json"), "--only", "second"]) == 130
+    assert main([*arguments, str(tmp_path / "none.json"), "--only", "second"]) == 130
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "none.json").exists()
 
@@ -262,18 +260,18 @@ def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.Monke
         CliRunner().invoke(app, ["bench", "positions", "--plot", "x.txt"], catch_exceptions=False)
 
 
-def test_a_figure_is_one_column_wide_and_shows_every_time_but_those_of_parts() -> None:
+def test_a_figure_is_one_column_wide_and_shows_all_times_except_those_of_parts() -> None:
     figure = plot_report(REPORT)
     assert figure.get_size_inches()[0] == WIDTH
     panels = figure.get_axes()
     assert [axes.get_title(loc="left") for axes in panels] == ["ids", "others"]
-    drawn = {}
+    times = {}
     for bars in panels[0].containers:
         assert isinstance(bars, ErrorbarContainer)
         line, _, (spread,) = bars.lines
-        drawn[bars.get_label()] = [*np.asarray(line.get_xdata()), *spread.get_segments()[0][:, 0]]
-    assert drawn.keys() == {"fill", "mmpos", "loop"}
-    assert drawn["mmpos"] == pytest.approx([3e-6, 1.5e-6, 6e-6])
+        times[bars.get_label()] = [*np.asarray(line.get_xdata()), *spread.get_segments()[0][:, 0]]
+    assert times.keys() == {"fill", "mmpos", "loop"}
+    assert times["mmpos"] == pytest.approx([3e-6, 1.5e-6, 6e-6])
     assert [text.get_text() for text in panels[0].texts] == ["a: one"]
     texts = [text for legend in figure.findobj(Legend) for text in legend.get_texts()]
     assert {text.get_fontsize() for text in texts} == {6}
@@ -281,9 +279,9 @@ def test_a_figure_is_one_column_wide_and_shows_every_time_but_those_of_parts() -
         plot_report(replace(REPORT, measurements=()))
 
 
-def test_less_than_the_limit_is_put_in_words() -> None:
+def test_multiples_below_the_limit_are_explained() -> None:
     slower = replace(MEASUREMENT, entries=MEASUREMENT.entries[:2])
-    below = ", one plain call over as many bytes; below 1×: faster than that call"
+    below = ", a single call over the same number of bytes; below 1×: faster than that call"
     for measurement, words in ((MEASUREMENT, below), (slower, "")):
         out = StringIO()
         print_report(Console(file=out, width=100), replace(REPORT, measurements=(measurement,)))
@@ -291,7 +289,7 @@ def test_less_than_the_limit_is_put_in_words() -> None:
         assert "\nmissing: vLLM (ImportError: vllm)\n" in out.getvalue()
 
 
-def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> None:
+def test_a_table_shows_multiples_of_the_limit_and_of_our_first_contestant() -> None:
     text = replace(MEASUREMENT, name="d", entries=MEASUREMENT.entries[:2])
     assert to_markdown((MEASUREMENT, text)) == (
         "|  | fill, the limit | mmpos (× limit) | place (× limit) | loop (× mmpos) |\n"
@@ -309,13 +307,13 @@ def test_a_table_quotes_multiples_of_the_limit_and_of_our_first_contestant() -> 
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_pages_quote_what_was_measured(page: Path) -> None:
+def test_tables_of_pages_equal_the_recorded_figures(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled_in(text) == text
 
 
 @pytest.mark.parametrize(("mark", "name"), [("bench", "abacus; positions; default; ids"), ("compare", "abaci")])
-def test_a_quote_of_figures_that_are_not_there_is_refused(mark: str, name: str) -> None:
+def test_a_table_without_figures_is_refused(mark: str, name: str) -> None:
     with pytest.raises(SystemExit, match=name):
         filled_in(f"<!-- {mark}: {name} -->\n<!-- /{mark} -->")
     assert QUOTING[1].read_text(encoding="utf-8").count("<!-- bench: ") >= 5

@@ -1,4 +1,4 @@
-"""The judges of the suites of rotations, data and the service."""
+"""Proofs of the suites of rotations, data and the service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, (4, 4)
 
 @pytest.fixture(params=SMALL)
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
-    monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, the last one short
+    monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, of which the last is shorter
     return Layer(SMALL[request.param], [interleaved(8)] * 2, torch.float32, "cpu")
 
 
@@ -39,17 +39,17 @@ def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
     layer.judge((q, k), before)
     layer.judge(by_formula(layer)(*before), before, rounded=True)
     for x in (q, k):
-        for place in ((0, 0, 0, 0), (0, -1, -1, -1)):
-            kept = x[place].item()
-            for wrong in (kept + 0.1, float("nan")):
-                x[place] = wrong
+        for index in ((0, 0, 0, 0), (0, -1, -1, -1)):
+            right = x[index].item()
+            for wrong in (right + 0.1, float("nan")):
+                x[index] = wrong
                 with pytest.raises(NotEqualError, match=r"got an error of .*, want at most 1\.0e-06"):
                     layer.judge((q, k), before)
-            x[place] = kept
+            x[index] = right
 
 
 @pytest.mark.parametrize("group", ALL_GROUPS)
-def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
+def test_every_way_is_proved_and_refused_with_wrong_positions(group: str) -> None:
     shape, pair = SMALL["interleaved"], ([interleaved(16)], workload(1, 16, 1, 3))
     if group in GENERATION_SIZES:
         shape = SHAPES[GENERATION_SIZES[group][0].shape].toy
@@ -57,12 +57,12 @@ def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
     right, other = (Layer(shape, documents, torch.float32, "cpu", sets=2) for documents in pair)
     assert right.values
     assert right.slots
-    wrong = copy(right)  # with its caches
+    wrong = copy(right)  # shares the caches
     wrong.table, wrong.dense, wrong.positions = other.table, other.dense, other.positions
     before = right.q.clone(), right.k.clone()
     for way in ALL_GROUPS[group].ways:
         contestant(way, right).proof()
-        assert torch.equal(right.q, before[0])  # as it was
+        assert torch.equal(right.q, before[0])  # restored
         if way.role is not Role.LIMIT:
             with pytest.raises(NotEqualError):
                 way.prove(right, way.make(wrong)(0), before)
@@ -70,30 +70,30 @@ def test_every_way_is_proved_and_by_other_positions_refused(group: str) -> None:
         right.k.copy_(before[1])
 
 
-def test_a_measurement_says_how_much_was_moved() -> None:
+def test_a_measurement_has_its_tokens_documents_and_bytes() -> None:
     (case,) = [case for case in compared(Bench("cpu"), SuiteOptions(quick=True)) if "keys" in case.title]
-    found = case.measure(Budget(0.0, 2), lambda done, rounds: None)
-    assert found.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * 8 * 128 * 2}
-    assert found.name == "7B layer, 8 tokens"
+    measured = case.measure(Budget(0.0, 2), lambda done, rounds: None)
+    assert measured.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * 8 * 128 * 2}
+    assert measured.name == "7B layer, 8 tokens"
 
 
-def test_peers_that_need_a_gpu_are_missing_without_one() -> None:
+def test_peers_that_require_a_gpu_are_missing_without_one() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("a GPU is available")
     options = SuiteOptions(peers=True)
     assert options.peer("Liger", ROTATIONS["Liger"]) is None
-    assert options.missing == {"Liger": "ImportError: its kernel needs a GPU"}
+    assert options.missing == {"Liger": "ImportError: its kernel requires a GPU"}
 
 
 class Forgets(Packer):
-    """Loses its last pack."""
+    """Packer that loses its last pack."""
 
     def flush(self) -> list[Pack]:
         return super().flush()[:-1]
 
 
 class Overfills(Packer):
-    """Takes twice as much as it was told."""
+    """Packer that packs twice the requested number of tokens."""
 
     def __init__(self, max_tokens: int, **options: bool) -> None:
         super().__init__(2 * max_tokens, split_text=options["split_text"], overlong="truncate")
@@ -105,18 +105,18 @@ def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
 ) -> None:
     examples = list(mix(30))
     data._prove_packs(examples, 4096, split_text)
-    for wrong, match in ((Forgets, "tokens lost, want the"), (Overfills, "want at most 4096")):
+    for wrong, match in ((Forgets, "tokens lost, want"), (Overfills, "want at most 4096")):
         monkeypatch.setattr(data, "Packer", wrong)
         with pytest.raises(NotEqualError, match=match):
             data._prove_packs(examples, 4096, split_text)
 
 
-def test_the_fill_in_order_of_arrival_counts_what_is_cut_off() -> None:
+def test_the_fill_in_order_of_arrival_excludes_truncated_tokens() -> None:
     assert data._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
 
 
 @pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5])])
-def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer, medians: list[float]) -> None:
+def test_turns_of_a_load_measure_their_seconds_and_the_first_is_a_warm_up(timer: Timer, medians: list[float]) -> None:
     echo = iter([LoadTurn(1, 9.0), LoadTurn(4, 1.0), LoadTurn(4, 3.0)])
     ours = iter([LoadTurn(1, 9.0), LoadTurn(2, 5.0), LoadTurn(2, 5.0)])
     ticks: list[tuple[int, int]] = []
@@ -129,7 +129,7 @@ def test_turns_of_a_load_tell_their_seconds_and_the_first_warms_up(timer: Timer,
 @pytest.mark.parametrize(
     ("suite", "needs", "extra"), [("rotary", "torch", "all"), ("data", "torch", "data"), ("service", "grpc", "server")]
 )
-def test_what_a_suite_lacks_names_the_pip_command(
+def test_a_missing_library_of_a_suite_raises_the_pip_command(
     suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
@@ -140,7 +140,7 @@ def test_what_a_suite_lacks_names_the_pip_command(
     assert str(raised.value) == f"the {suite} suite: {needs} is not installed, {want}"
 
 
-def test_the_service_suite_needs_the_clock_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_service_suite_requires_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmpos_bench import service
 
     monkeypatch.setattr(sys, "platform", "darwin")

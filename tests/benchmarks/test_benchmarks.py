@@ -1,4 +1,4 @@
-"""The suites run, prove equality first, and have the contestants that they say; kept figures are what pages claim."""
+"""Suites run with the recorded contestants; recorded figures support the statements of pages."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ PEERS = {
     FUSED: [*DIFFUSERS],
     JOINT: [*COMPILED_THEN_OURS, *DIFFUSERS],
 }
-"""Of the groups of rotations, on a CPU."""
+"""Peers by group of rotations on a CPU."""
 
 ONLY = {
-    "rotary": pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the suite is another one"),
-    "service": pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the processor time of a server"),
+    "rotary": pytest.mark.skipif(torch.cuda.is_available(), reason="the suite differs with a GPU"),
+    "service": pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [pytest.param(suite, marks=ONLY.get(suite, ())) for suite in SUITES])
-def test_a_suite_takes_every_path_on_toy_sizes_with_the_contestants_that_were_recorded(suite: str) -> None:
-    found = run(suite, peers=True, quick=True)
-    assert sorted(found.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
+def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(suite: str) -> None:
+    report = run(suite, peers=True, quick=True)
+    assert sorted(report.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
     ways = {
         f"{name}, bfloat16": [way.name for way in ALL_GROUPS[name].ways] + PEERS.get(name, []) for name in ALL_GROUPS
     }
     for want in [ways] if suite == "rotary" else map(contestants, kept(suite)):
-        assert contestants(found).items() >= want.items()  # a group may be younger than kept figures
-    assert {m.entries[0].role for m in found.measurements} == {"limit"}
+        assert contestants(report).items() >= want.items()  # a group may be newer than recorded figures
+    assert {m.entries[0].role for m in report.measurements} == {"limit"}
     if suite == "data":
-        whole, split = found.group("packs of a stream")[:2]
+        whole, split = report.group("packs of a stream")[:2]
         assert whole.facts["fill in order of arrival"] < whole.facts["fill"] < split.facts["fill"] <= 1
         assert whole.facts["cuts"] == split.facts["truncated"] == 0
-    for rates in found.group("calls at once"):
+    for rates in report.group("calls at once"):
         assert rates.facts["documents per second"] > 0
 
 
 def contestants(report: SuiteReport) -> dict[str, list[str]]:
-    """The names in each group, the limit first."""
+    """Return the names of the contestants in each group, with the limit first."""
     return {name: [e.name for e in report.group(name)[0].entries] for name in report.groups}
 
 
-# Ratios are measured when figures are recorded, and not here, where whatever else runs would decide.
+# Ratios are taken from recorded figures, since measurements in a test depend on the load of the machine.
 
 
 def kept(suite: str) -> list[SuiteReport]:
-    """Its reports of every machine."""
+    """Return the recorded reports of a suite on all machines."""
     paths = [path for path in RESULTS.glob("*.json") if re.fullmatch(r"(?!neighbours)[^.]+", path.stem)]
     reports = [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
     return [report for report in reports if report.suite == suite]
 
 
-def test_dense_ids_were_written_about_as_fast_as_memory_is_filled_and_batches_before_the_loop_per_image() -> None:
+def test_recorded_dense_ids_are_near_the_fill_and_batches_are_faster_than_the_loop_per_image() -> None:
     for report in kept("positions"):
         filled, built = report.group("dense(out=), rope-tie, int32"), report.group("from lists to dense ids")
         assert [[m.name[0] for m in group] for group in (filled, built)] == [["a", "b", "c", "d"]] * 2
@@ -77,24 +77,24 @@ def test_dense_ids_were_written_about_as_fast_as_memory_is_filled_and_batches_be
         assert min(peers["loop per image"] for peers in over) > 10
 
 
-def test_a_cpu_rotated_about_as_fast_as_memory_is_copied() -> None:
-    found = [m for report in kept("rotary") for m in report.group("in place, bfloat16") if "7B layer, 4" in m.name]
-    assert max(m.of_limit(m["mmpos, table"]) or 3 for m in found) < 2
+def test_recorded_rotations_on_a_cpu_are_near_the_copy() -> None:
+    rows = [m for report in kept("rotary") for m in report.group("in place, bfloat16") if "7B layer, 4" in m.name]
+    assert max(m.of_limit(m["mmpos, table"]) or 3 for m in rows) < 2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the processor time of a server")
-def test_clients_refuse_another_answer_than_was_ordered() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
+def test_clients_refuse_an_unexpected_answer() -> None:
     with started(echo("default")) as (server,), clients() as pool:
         right = Load(server, Order("/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
         turn = right()
         assert turn.cpu > 0
         assert right.turns == [turn]
         assert right.to(server, "/echo/Stream3", bytes(3))().per_second > 0
-        with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want other 3"):
+        with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want the expected 3 bytes"):
             right.to(server, "/echo/Bytes4", bytes(3))()
 
 
 def test_a_server_that_does_not_start_is_an_error() -> None:
-    with pytest.raises(ServiceError, match="got none, want one that listens"), started([sys.executable, "-c", "pass"]):
+    with pytest.raises(ServiceError, match="got no listening server"), started([sys.executable, "-c", "pass"]):
         pass

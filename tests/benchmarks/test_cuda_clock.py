@@ -1,4 +1,4 @@
-"""The clock of a GPU: neither a slow host nor a warm cache is in what it measures. A device of our own stands in."""
+"""The GPU clock excludes the effects of slow hosts and warm caches; a simulated device replaces the GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mmpos_bench.timing import Budget
 
 
 class Device:
-    """A device and its host, whose time is in cycles; the host queues, and the device works through the queue."""
+    """Simulated device and host with times in cycles; the host queues work that the device executes in order."""
 
     L2_CACHE_SIZE = 50 << 20
 
     def __init__(self) -> None:
-        self.host = self.free = 0  # now, and when the device has done all that is queued
+        self.host = self.free = 0  # current time of the host, and time when the device finishes all queued work
         self.slept: list[int] = []
-        self.read: list[int] = []  # elements of a buffer, each time that it was read
+        self.read: list[int] = []  # number of elements of the buffer for each read
 
     def queue(self, host: int, work: int) -> None:
-        """Spend time of the host, and then work on the device."""
+        """Advance the host by its time, then queue work on the device."""
         self.host += host
         self.free = max(self.free, self.host) + work
 
@@ -33,7 +33,7 @@ class Device:
     def ones(self, size: int, **_: object) -> Any:
         device = self
 
-        class Buffer:  # can only be read
+        class Buffer:  # supports only reading
             def sum(self) -> None:
                 device.read.append(size)
                 device.queue(10, 1000)
@@ -64,33 +64,33 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
+    simulated = Device()
     properties = SimpleNamespace(L2_cache_size=Device.L2_CACHE_SIZE)
     api = SimpleNamespace(
         is_available=lambda: True,
         current_device=lambda: 0,
         get_device_properties=lambda index: properties,
-        Event=made.event,
-        _sleep=made.sleep,
+        Event=simulated.event,
+        _sleep=simulated.sleep,
     )
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=made.ones, float32=None))
-    return made
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=simulated.ones, float32=None))
+    return simulated
 
 
 @pytest.mark.parametrize("host", [0, 500, 5_000_000])
-def test_time_of_the_host_does_not_count(device: Device, host: int) -> None:
+def test_host_time_is_excluded(device: Device, host: int) -> None:
     took = cuda.Clock().seconds(lambda: device.queue(host, 777))
     assert took == pytest.approx(777e-6)
 
 
-def test_sleep_grows_until_the_host_is_ahead_and_stays_so(device: Device) -> None:
+def test_the_sleep_grows_until_the_host_is_ahead_and_stays_long(device: Device) -> None:
     clock = cuda.Clock()
     for _ in range(2):
         clock.seconds(lambda: device.queue(3 << 20, 777))
     assert device.slept == [1 << 20, 2 << 20, 4 << 20, 4 << 20]
 
 
-def test_call_that_waits_for_the_device_is_measured_all_the_same(device: Device) -> None:
+def test_a_call_that_waits_for_the_device_is_measured_with_its_wait(device: Device) -> None:
     def waits() -> None:
         device.host = device.free
         device.queue(500, 777)
@@ -98,7 +98,7 @@ def test_call_that_waits_for_the_device_is_measured_all_the_same(device: Device)
     assert cuda.Clock().seconds(waits) == pytest.approx(1277e-6, abs=20e-6)
 
 
-def test_more_than_the_cache_is_read_before_every_call(device: Device) -> None:
+def test_several_times_the_cache_is_read_before_every_call(device: Device) -> None:
     times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4), tick)
     assert list(times) == ["a", "b"]
     assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
@@ -112,11 +112,11 @@ def tick(done: int, rounds: int) -> None:
 
 
 def test_calls_of_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without CUDA calls are made as they are, by the clock of the host; each is made once in a replay."""
-    made: list[str] = []
+    """Check that without CUDA a replay runs each call once and is measured by the clock of the host."""
+    called: list[str] = []
     moments = iter(range(100))
     monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
-    replays = cuda.Replays([lambda: made.append("a"), lambda: made.append("b")])
+    replays = cuda.Replays([lambda: called.append("a"), lambda: called.append("b")])
     timing = cuda.by_events({"both": replays}, Budget(0.0, 5), tick)["both"]
     assert (timing.median, timing.p20, timing.p80, timing.turns) == (0.5, 0.5, 0.5, 5)
-    assert made == ["a", "b"] * 8
+    assert called == ["a", "b"] * 8

@@ -1,4 +1,4 @@
-"""The endurance benchmark runs, and tells memory that grows from memory that does not."""
+"""The endurance benchmark runs and distinguishes growing memory from constant memory."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def soaked(first: float, grown: float, error: float) -> dict[str, float]:
     return {"counted": 300.0, "first": first, "slope": grown, "error": error}
 
 
-def test_memory_is_flat_if_it_grows_little_or_no_more_than_the_error_allows() -> None:
+def test_memory_is_flat_if_it_grows_by_at_most_2_percent_or_within_the_error() -> None:
     assert endurance.flat(soaked(1000, 240, 1))  # 20 MiB in five minutes: 2 %
     assert not endurance.flat(soaked(1000, 241, 1))
     assert endurance.flat(soaked(1000, 241, 121))
     assert endurance.flat(soaked(1000, -9999, 1))
 
 
-def test_a_slope_has_the_error_of_its_tenths() -> None:
+def test_a_slope_and_its_error_are_fitted_to_means_of_tenths() -> None:
     wave = [(float(t), 100.0 + 3 * t + (5 if t // 10 % 2 else -5)) for t in range(100)]
-    found, error = endurance.slope(wave)
-    assert found == round(3 + 25 / 825, 9)
+    slope, error = endurance.slope(wave)
+    assert slope == round(3 + 25 / 825, 9)
     assert error == round(((250 - 25**2 / 82.5) / 8 / 8250) ** 0.5, 9)
     assert endurance.slope([(float(t), 100.0 + 2 * t) for t in range(40)]) == (2.0, 0.0)
 
 
 @contextmanager
 def served(turns: dict[bytes, int], refused_from: int) -> Iterator[str]:
-    """A server that counts requests, and refuses those after so many."""
+    """Run a server that counts requests and refuses all after the first ``refused_from``."""
 
     def answer(request: bytes, context: Any) -> bytes:
         turns[request] += 1
@@ -53,7 +53,7 @@ def served(turns: dict[bytes, int], refused_from: int) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_a_flood_tells_answers_from_refusals_and_counts_from_when_a_call_was_due() -> None:
+def test_a_flood_records_answers_and_refusals_at_reproducible_scheduled_times() -> None:
     turns: Counter[bytes] = Counter()
     with served(turns, 20) as address:
         sent = flood(address, "/a/B", b"ab", 200.0, 0.3)
@@ -66,8 +66,8 @@ def test_a_flood_tells_answers_from_refusals_and_counts_from_when_a_call_was_due
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_the_script_takes_every_path_on_toy_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    with suppress(SystemExit):  # memory of two seconds may grow
+def test_the_quick_script_runs_every_path(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # memory may grow within two seconds
         endurance.main(["--quick", "--soak", "1"])
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""`make gpu`: what it writes as it goes, what it goes on behind, and its report; all of it once, as a dry run."""
+"""`make gpu`: results are written after every step, runs continue after failures, and a report is written."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def case(name: str, *contestants: Contestant) -> Comparison:
     return Comparison("g", name, lambda: Lineup(contestants, {"tokens": 1}))
 
 
-def test_report_says_what_was_wrong_and_all_figures(part: Callable[[int], Part], tmp_path: Path) -> None:
+def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part], tmp_path: Path) -> None:
     (tmp_path / "tests-gpu.xml").write_text(XML)
-    made = part(2)
-    speeds(made.kept, [case("n", limit("copy", int), giving("wrong", int, 1), giving("ours", int, 0))], never, True)
-    kept = made.kept
+    part_2 = part(2)
+    speeds(part_2.kept, [case("n", limit("copy", int), giving("wrong", int, 1), giving("ours", int, 0))], never, True)
+    kept = part_2.kept
     kept.failed["g: n, torch.compile"] = "RuntimeError: of a peer"
-    kept.report.missing["Liger"] = "it is not here"
+    kept.report.missing["Liger"] = "not installed"
     kept.write()
     gpu.write_report(tmp_path)
     assert gpu.problems_in(tmp_path) == [
@@ -55,12 +55,12 @@ def test_report_says_what_was_wrong_and_all_figures(part: Callable[[int], Part],
     ]
     report = (tmp_path / "report.md").read_text()
     for line in (
-        "**A dry run: toys in Triton's interpreter, whose figures mean nothing.**",
+        "**A dry run with toy sizes in Triton's interpreter; the figures are meaningless.**",
         "- g: n, wrong: NotEqualError: []: got 0, want 1",
         "| folder | tests | failures | errors | skipped | time | worst error |",
         "| tests/gpu | 4 | 1 | 1 | 1 | 3.5 | 0.5 |",
         "|  | copy, the limit | ours (× limit) |",
-        "- Liger: it is not here",
+        "- Liger: not installed",
     ):
         assert line in report.splitlines()
     assert "`make gpu PART=2 DRY=1`: " in report
@@ -71,17 +71,17 @@ def never() -> bool:
     return False
 
 
-# What is kept.
+# Results after failures.
 
 
-def test_a_process_that_ends_loses_no_more_than_it_was_doing(part: Callable[[int], Part]) -> None:
+def test_a_process_that_ends_loses_only_its_current_work(part: Callable[[int], Part]) -> None:
     path = part(2).path
     done: list[str] = []
 
     def work(name: str) -> None:
         done.append(name)
         if name == "b":
-            raise SystemExit  # as a process that ends
+            raise SystemExit  # simulates the end of the process
 
     def cases() -> Iterator[Comparison]:
         for title in ("first", "second"):
@@ -96,11 +96,11 @@ def test_a_process_that_ends_loses_no_more_than_it_was_doing(part: Callable[[int
     assert [[e.name for e in m.entries] for m in kept.report.measurements] == [["copy", "a", "c"]] * 2
     ended = "the process ended while this ran"
     assert kept.failed == {f"g: {title}, b": ended for title in ("first", "second")}
-    speeds(kept, cases(), never, True)  # has nothing left to do
+    speeds(kept, cases(), never, True)  # nothing is left to do
     assert done == [*"ab", *"acab", *"ac"]
 
 
-def test_a_comparison_that_fails_is_a_line_and_the_rest_goes_on(part: Callable[[int], Part]) -> None:
+def test_a_failed_comparison_is_recorded_and_later_ones_run(part: Callable[[int], Part]) -> None:
     kept = part(2).kept
     broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
     speeds(kept, [broken, case("next", limit("copy", int))], never, True)
@@ -108,19 +108,21 @@ def test_a_comparison_that_fails_is_a_line_and_the_rest_goes_on(part: Callable[[
     assert [m.name for m in Kept(kept.path).report.measurements] == ["next"]
 
 
-def test_a_process_whose_context_is_lost_ends(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_a_lost_context_is_replaced(
+    part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = part(2).kept
     monkeypatch.setattr("mmpos_bench.gpu_launches.synchronize", Mock(side_effect=[RuntimeError("lost"), None]))
     cases = [case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))]
     with pytest.raises(SystemExit, match=str(gpu.BROKEN)):
         speeds(kept, cases, never, True)
-    again = Kept(kept.path)
-    speeds(again, cases, never, True)
-    assert list(again.failed) == ["g: n, wrong"]
-    assert [[e.name for e in m.entries] for m in again.report.measurements] == [["copy", "right"]]
+    restarted = Kept(kept.path)
+    speeds(restarted, cases, never, True)
+    assert list(restarted.failed) == ["g: n, wrong"]
+    assert [[e.name for e in m.entries] for m in restarted.report.measurements] == [["copy", "right"]]
 
 
-def test_nothing_new_is_begun_when_the_time_is_over(part: Callable[[int], Part]) -> None:
+def test_no_comparison_begins_after_the_time_limit(part: Callable[[int], Part]) -> None:
     kept = part(2).kept
     speeds(kept, [case("n", limit("copy", int))], lambda: True, True)
     assert (Kept(kept.path).report.missing, kept.report.measurements) == ({"g: n": "out of time"}, ())
@@ -129,12 +131,14 @@ def test_nothing_new_is_begun_when_the_time_is_over(part: Callable[[int], Part])
 # The parts.
 
 
-def test_sanitizers_are_read(part: Callable[[int], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitizer_findings_are_recorded(
+    part: Callable[[int], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "tools" / "compute-sanitizer"
     tool.parent.mkdir()
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
     monkeypatch.setattr(sys, "executable", "true")
-    made = part(3)
+    part_3 = part(3)
     for name, text in (
         ("memcheck", "========= ERROR SUMMARY: 0 errors"),
         ("racecheck", "a race between\n===== RACECHECK SUMMARY: 2 hazards displayed"),
@@ -142,33 +146,33 @@ def test_sanitizers_are_read(part: Callable[[int], Part], tmp_path: Path, monkey
     ):
         tool.write_text(f'#!/bin/sh\necho "$@"\necho "{text}"\n')
         tool.chmod(0o755)
-        gpu.sanitize(made, (name,))
-    report = made.kept.report
+        gpu.sanitize(part_3, (name,))
+    report = part_3.kept.report
     assert {m.name: m.facts for m in report.measurements} == {
         "memcheck, 8 tokens of 1": {"findings": 0},
         "racecheck, 8 tokens of 1": {"findings": 2},
     }
-    asked = "--tool initcheck --print-limit 5 true -m mmpos_bench.gpu_launches launch --tokens 8 --documents 1"
-    assert report.missing == {"initcheck, 8 tokens of 1": f"ended with 0: {asked} Device not supported"}
+    command = "--tool initcheck --print-limit 5 true -m mmpos_bench.gpu_launches launch --tokens 8 --documents 1"
+    assert report.missing == {"initcheck, 8 tokens of 1": f"ended with 0: {command} Device not supported"}
     assert gpu.problems_in(tmp_path) == ["racecheck, 8 tokens of 1: 2 findings"]
 
 
-def test_tools_that_are_not_here_are_named(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_reported(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
-    made = part(3)
-    gpu.sanitize(made, ("memcheck",))
-    assert made.kept.report.missing == {"compute-sanitizer": "there is no such program here"}
+    part_3 = part(3)
+    gpu.sanitize(part_3, ("memcheck",))
+    assert part_3.kept.report.missing == {"compute-sanitizer": "the program is not installed"}
 
 
-def test_program_is_ended_with_its_children_when_the_time_is_over(part: Callable[[int], Part]) -> None:
-    status, told = part(1).run("sh", "-c", "echo begun; sleep 1000 & wait", seconds=1.0)
-    assert (status, told) == (None, "begun\n")
+def test_a_program_and_its_children_are_killed_when_the_time_is_over(part: Callable[[int], Part]) -> None:
+    status, output = part(1).run("sh", "-c", "echo begun; sleep 1000 & wait", seconds=1.0)
+    assert (status, output) == (None, "begun\n")
 
 
-def test_measurement_that_breaks_is_started_again_and_given_up_when_nothing_comes_of_it(
+def test_a_broken_measurement_is_restarted_until_it_makes_no_progress(
     part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = part(2)
+    part_2 = part(2)
     starts: list[str] = []
 
     def run(self: Part, *command: str, seconds: float) -> tuple[int, str]:
@@ -180,9 +184,9 @@ def test_measurement_that_breaks_is_started_again_and_given_up_when_nothing_come
         return -11, "Segmentation fault"
 
     monkeypatch.setattr(Part, "run", run)
-    made.measure("speed", 100.0)
+    part_2.measure("speed", 100.0)
     assert starts == ["speed"] * 3
-    assert made.kept.failed == {"1": "an error", "2": "an error", "speed": "ended with -11: Segmentation fault"}
+    assert part_2.kept.failed == {"1": "an error", "2": "an error", "speed": "ended with -11: Segmentation fault"}
 
 
 LOST = """
@@ -207,7 +211,7 @@ def test_some(n):
 
 
 @pytest.mark.slow
-def test_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_path: Path) -> None:
+def test_a_worker_with_a_lost_context_is_replaced_and_no_other_test_fails(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "lost.py").write_text(LOST)
     (tmp_path / "test_some.py").write_text(BREAKS)
@@ -217,19 +221,19 @@ def test_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_pa
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--junitxml=tests-some.xml"]
     environment["PYTHONPATH"] = folders
     subprocess.run([*command, "test_some.py"], cwd=tmp_path, env=environment, capture_output=True, check=False)
-    ((_, counts, wrong),) = gpu.read_tests(tmp_path)
-    assert counts["failures"] + counts["errors"] == len(wrong) <= 2  # the test, and its worker
-    assert all("test_some[3]" in each for each in wrong)
-    assert counts["tests"] - len(wrong) == 11
+    ((_, counts, failures),) = gpu.read_tests(tmp_path)
+    assert counts["failures"] + counts["errors"] == len(failures) <= 2  # the test and its worker
+    assert all("test_some[3]" in failure for failure in failures)
+    assert counts["tests"] - len(failures) == 11
 
 
-# All of it.
+# A whole dry run.
 
 ABSENT = ("typer", "rich", "pydantic", "grpc", "tokenizers", "transformers", "PIL", "mmpos._native")
 
 
 @pytest.mark.slow
-def test_dry_run_needs_neither_installation_nor_extension(tmp_path: Path) -> None:
+def test_a_dry_run_requires_neither_installation_nor_extension(tmp_path: Path) -> None:
     lines = ["import sys", f"sys.modules.update(dict.fromkeys({ABSENT}))"]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
@@ -245,7 +249,7 @@ def test_dry_run_needs_neither_installation_nor_extension(tmp_path: Path) -> Non
     reports = gpu.reports_in(out)
     assert {(report.machine.commit, report.machine.native) for report in reports} == {("abc", False)}
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}
-    ours = {name: [way.name for way in known.ways] for name, known in {**GROUPS, **GENERATION_GROUPS}.items()}
+    ours = {name: [way.name for way in group.ways] for name, group in {**GROUPS, **GENERATION_GROUPS}.items()}
     assert {name: [e.name for e in m.entries] for name, m in timed.items()} == ours
     assert [m.name for m in reports[2].group("the host")][:1] == ["in place: mmpos, table"]
     assert sum(path.stat().st_size for path in out.iterdir()) < 200_000

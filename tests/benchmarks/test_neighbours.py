@@ -1,4 +1,4 @@
-"""The experiment asks what it says, positions reach its model, it repeats, and the page says what it found."""
+"""The experiment: its questions, positions in its model, reproducible training, and statements of the page."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def drawn(sizes: Sizes = SQUARES, count: int = 40) -> Quiz:
 
 
 def images(quiz: Quiz) -> list[tuple[int, list[list[int]]]]:
-    """The filler words before each image, and its colours by rows."""
-    found = []
+    """Return the number of filler words before each image, and its colours by rows."""
+    parsed = []
     for d, ids in enumerate(quiz.input_ids.tolist()):
         text, grid, _ = range(*quiz.segments.segment_offsets[d : d + 2])
         before = int(quiz.segments.extents[:, text].prod())
         _, height, width = quiz.segments.extents[:, grid].tolist()
         assert ids[:before] == [FILLER_ID] * before
-        found.append((before, [ids[before + width * row :][:width] for row in range(height)]))
-    return found
+        parsed.append((before, [ids[before + width * row :][:width] for row in range(height)]))
+    return parsed
 
 
 @pytest.mark.parametrize("sizes", [SQUARES, ((2, 3), (9, 14))])
-def test_answers_are_the_colours_beside_and_below(sizes: Sizes) -> None:
+def test_answers_are_the_colours_of_right_and_lower_neighbours(sizes: Sizes) -> None:
     quiz = drawn(sizes)
     for d, (before, rows) in enumerate(images(quiz)):
         cells = [colour for row in rows for colour in row]
@@ -60,22 +60,22 @@ def test_sizes_questions_and_filler_take_every_value() -> None:
     assert set(quiz.directions.flat) == {0, 1}
 
 
-def test_every_scheme_for_text_and_images_is_tried_once() -> None:
+def test_every_distinct_scheme_for_text_and_images_is_trained_once() -> None:
     segments = drawn().segments
 
     def ids(scheme: str) -> tuple[object, ...]:
-        found = mmpos.place(segments, scheme).dense()
-        return found.shape, found.astype(np.float64).tobytes()
+        dense = mmpos.place(segments, scheme).dense()
+        return dense.shape, dense.astype(np.float64).tobytes()
 
-    tried = {ids(scheme) for scheme in PLACED}
-    assert len(tried) == len(PLACED)
-    # Which number images, and count markers, as one model does; and those of models that generate.
-    untried = {"xd-rope", "mrope-canvas", "qwen-image-2.1", "bagel"}
-    untried |= {name for name, scheme in mmpos.SCHEMES.items() if issubclass(scheme, mmpos.schemes.LatentScheme)}
-    assert {ids(name) for name in mmpos.SCHEMES.keys() - untried if mmpos.SCHEMES[name].text} == tried
+    trained = {ids(scheme) for scheme in PLACED}
+    assert len(trained) == len(PLACED)
+    # Excluded: schemes that number images or count markers for a single model, and schemes of generation models.
+    excluded = {"xd-rope", "mrope-canvas", "qwen-image-2.1", "bagel"}
+    excluded |= {name for name, scheme in mmpos.SCHEMES.items() if issubclass(scheme, mmpos.schemes.LatentScheme)}
+    assert {ids(name) for name in mmpos.SCHEMES.keys() - excluded if mmpos.SCHEMES[name].text} == trained
 
 
-def test_models_of_a_seed_differ_in_their_rotation_alone() -> None:
+def test_models_of_a_seed_differ_only_in_their_rotation() -> None:
     quiz, plain = drawn(), Transformer(NONE, 7)
     models = [plain, *(Transformer(scheme, 7) for scheme in PLACED)]
     first = plain.state_dict()
@@ -84,50 +84,50 @@ def test_models_of_a_seed_differ_in_their_rotation_alone() -> None:
     with torch.no_grad():
         logits = [model(quiz) for model in models]
         (bound,) = rounding(lambda: plain(quiz), plain.parameters())
-    for i, found in enumerate(logits):
-        assert all((found - other).abs().max() > 10 * bound for other in logits[:i])
+    for i, one in enumerate(logits):
+        assert all((one - other).abs().max() > 10 * bound for other in logits[:i])
 
 
-def test_the_model_sees_distances_and_not_padding() -> None:
+def test_the_model_depends_on_distances_but_not_on_padding() -> None:
     quiz, model = drawn(), Transformer("rope-tie", 0)
     ids = torch.from_numpy(mmpos.place(quiz.segments, "rope-tie").padded()[0])
     with torch.no_grad():
         placed, moved = model(quiz), model(quiz, ids + 1000)
         bound = rounding(lambda: model(quiz), model.parameters())
         assert_within(moved, placed, bound)
-        for others in (ids.flip(0), ids[..., torch.randperm(ids.shape[-1])]):  # axes exchanged, columns mixed
+        for others in (ids.flip(0), ids[..., torch.randperm(ids.shape[-1])]):  # axes swapped, columns permuted
             assert (model(quiz, others) - placed).abs().max() > 10 * bound[0]
-        # The same document without those that are longer.
-        alone = replace(quiz, **{name: getattr(quiz, name)[:1] for name in ("input_ids", "asked")})
-        short = replace(alone, input_ids=alone.input_ids[:, : quiz.segments.lengths[:3].sum()])
+        # The first document without longer ones has no padding.
+        first = replace(quiz, **{name: getattr(quiz, name)[:1] for name in ("input_ids", "asked")})
+        short = replace(first, input_ids=first.input_ids[:, : quiz.segments.lengths[:3].sum()])
         assert_within(model(short, ids[:, :1, : short.input_ids.shape[1]]), placed[:1], bound)
 
 
-def test_training_moves_the_answers_and_repeats_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_improves_answers_and_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     one, again, other = (neighbours.train("rope-tie-v2", seed, 3, 4) for seed in (1, 1, 2))
     assert one | {"seconds": 0} == again | {"seconds": 0}
     assert one["loss"] != other["loss"]
     tiny = {"COLOURS": 4, "FILLER_ID": 6, "SETS": {"inside": ((2, 2), (2, 2))}}
     for name, value in tiny.items():
         monkeypatch.setattr(neighbours, name, value)
-    assert neighbours.train("rope-tie", 1, 60, 10)["loss"] < 0.9  # log 3 = 1.10 is a guess among the other patches
+    assert neighbours.train("rope-tie", 1, 60, 10)["loss"] < 0.9  # log 3 = 1.10 for a guess among the other patches
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_continues_with_missing_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("neighbours.RESULTS", tmp_path)
     monkeypatch.setattr("pages.RESULTS", tmp_path)
     monkeypatch.setattr("neighbours.PICTURE", tmp_path / "page.png")
     monkeypatch.setattr("neighbours.ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
-    wanted = []
+    want: list[tuple[str, int]] = []
     for schemes, seeds in ((["vrope"], 1), (["none", "vrope"], 2)):
         neighbours.main(["--json", "--seeds", str(seeds), "--schemes", *schemes], 2, 4)
-        wanted += [(name, seed) for seed in range(seeds) for name in schemes if (name, seed) not in wanted]
+        want += [(name, seed) for seed in range(seeds) for name in schemes if (name, seed) not in want]
         (kept,) = kept_figures("neighbours-*.json")
-        assert [(one["scheme"], one["seed"]) for one in kept["outcomes"]] == wanted
+        assert [(one["scheme"], one["seed"]) for one in kept["outcomes"]] == want
         assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_cell_is_the_mean_and_the_range_over_seeds() -> None:
+def test_a_cell_shows_the_mean_and_the_range_over_seeds() -> None:
     outcomes = [
         {"scheme": scheme, "seed": seed, "accuracy": {"inside, right": right, "inside, below": below}}
         for scheme, seed, right, below in (("a", 0, 10, 20), ("b", 0, 1, 2), ("a", 1, 13, 20), ("a", 2, 16, 26))
@@ -140,21 +140,21 @@ def test_a_cell_is_the_mean_and_the_range_over_seeds() -> None:
     ]
 
 
-def test_the_guess_knows_the_patches_and_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guess_chooses_among_the_other_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "SETS", {"squares": ((2, 2), (2, 2)), "strips": ((2, 2), (3, 3))})
     assert neighbours.guess() == {"squares": 33.33, "strips": 20.0}
 
 
-def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
-    kept = kept_figures("neighbours-*.json")[0]  # the one that is drawn, and spoken of
-    sets = [dict(zip(kept["outcomes"][0]["accuracy"], p.T, strict=True)) for p in neighbours.percents(kept).values()]
-    found = dict(zip(neighbours.percents(kept), sets, strict=True))
+def test_recorded_figures_support_the_statements_of_the_page() -> None:
+    kept = kept_figures("neighbours-*.json")[0]  # the figures that are plotted and discussed
+    columns = list(kept["outcomes"][0]["accuracy"])
+    accuracy = {scheme: dict(zip(columns, p.T, strict=True)) for scheme, p in neighbours.percents(kept).items()}
     tie = {name for name in PLACED if name.startswith("rope-tie")}
     several = {name for name in PLACED if mmpos.SCHEMES[name]().axes > 1}
     assert set(PLACED) - several == {"flatten", "v2pe"}
     for direction in DIRECTIONS:
         inside, larger, longer = (
-            {scheme: cells[f"{name}, {direction}"] for scheme, cells in found.items()} for name in kept["guess"]
+            {scheme: cells[f"{name}, {direction}"] for scheme, cells in accuracy.items()} for name in kept["guess"]
         )
         assert min(inside[name].min() for name in several) > 80
         assert min(several, key=lambda name: inside[name].mean()) == "rope-tie-lcm"
@@ -162,9 +162,9 @@ def test_what_the_page_says_holds_for_the_figures_that_are_kept() -> None:
         assert larger["naive-2d"].min() > max(larger[name].max() for name in several - {"naive-2d"})
         assert longer["naive-2d"].min() > max(longer[name].max() for name in tie)
         assert max(tie, key=lambda name: longer[name].mean()) == "rope-tie-v2"
-    assert max(np.ptp(cells) for cells in found["vrope"].values()) == printed("38")
+    assert max(np.ptp(cells) for cells in accuracy["vrope"].values()) == printed("38")
     for name in ("flatten", "v2pe"):
-        assert found[name]["inside, right"].min() > 99
-        assert found[name]["inside, below"].max() < 20
-        others = max(found[other]["longer, right"].mean() for other in several)
-        assert found[name]["longer, right"].min() > others
+        assert accuracy[name]["inside, right"].min() > 99
+        assert accuracy[name]["inside, below"].max() < 20
+        others = max(accuracy[other]["longer, right"].mean() for other in several)
+        assert accuracy[name]["longer, right"].min() > others

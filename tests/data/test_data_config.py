@@ -57,7 +57,7 @@ def test_preprocessing_with_a_folder_equals_the_processor_of_the_model(
     ("file", "content", "message"),
     [
         ("config.json", "{", "--config: model/config.json:1: got no valid JSON ("),
-        ("config.json", None, "--config: model: got a folder without config.json, want that of a model"),
+        ("config.json", None, "--config: model: got a folder without config.json, want the folder of a model"),
         ("config.json", '{"model_type": "eliza"}', "--config: "),
         ("tokenizer.json", "{", "--config: model/tokenizer.json: got "),
         (

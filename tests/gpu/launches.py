@@ -1,6 +1,6 @@
-"""Every kind of launch in a table, with its inputs and its truth in float64: full size on a GPU, toys elsewhere.
+"""Table of all kinds of launches, with inputs and float64 references: full size on a GPU, toys elsewhere.
 
-A further kind is a function of a scene in `KINDS`, fields of `Launch` for its own options, and lines of `LAUNCHES`.
+To add a kind, add a function of a scene to `KINDS`, fields of `Launch` for its options, and lines to `LAUNCHES`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ EPS = 1e-6
 
 
 def sized(full: int, toy: int) -> int:
-    """A size on a GPU, or in the interpreter, which runs program after program."""
+    """Return the full size on a GPU, and the toy size in the interpreter, which runs programs in sequence."""
     return full if GPU else toy
 
 
 FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
-"""Tokens: a warp a program with few of them, several warps, and a machine that is full."""
+"""Numbers of tokens: for one warp per program, for several warps, and for a full device."""
 
 BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
-"""The axis of each kv head of the layer "by head"."""
+"""Axis of each kv head of the layer "by head"."""
 
 LAYERS: Mapping[str, tuple[int, int, int]] = {
     "by head": (32, 8, 128) if GPU else (6, 3, 16),
@@ -49,12 +49,12 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
     "FLUX": (24, 24, 128) if GPU else (2, 2, 16),
     **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
 }
-"""Heads of q and of k, and their channels."""
+"""Numbers of q heads, of k heads, and of channels per head."""
 
 
 @dataclass(frozen=True)
 class Turning:
-    """Arguments of a Rotary for a number of channels, and the scheme of its ids."""
+    """Arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
 
     options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
     scheme: str = "rope-tie"
@@ -77,7 +77,7 @@ TURNINGS: Mapping[str, Turning] = {
     "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
     "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
     "theta": Turning(lambda dim: {"theta": 1e6}),
-    "time stands": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
+    "unrotated frames": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
     "by head": Turning(lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}, "mrope"),
     "by head, adjacent, half of a head": Turning(
         lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
@@ -96,29 +96,29 @@ FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
     "int64": lambda table: _dense(table).to(torch.int64),
     "float64": lambda table: _dense(table).double() + 0.25,
 }
-"""Forms of positions; "fractions" takes them of a scheme that has some."""
+"""Forms of positions; "fractions" uses a fractional scheme."""
 
 
 def _dense(table: PositionTable) -> Tensor:
     return torch.from_numpy(table.dense()).to(DEVICE)
 
 
-def _moved(held: Tensor, x: Tensor) -> Tensor:
-    return held.view(x.shape).copy_(x) if held.dim() == 1 else held.copy_(x)
+def _copied(target: Tensor, x: Tensor) -> Tensor:
+    return target.view(x.shape).copy_(x) if target.dim() == 1 else target.copy_(x)
 
 
 STRIDES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
-    "misaligned": lambda x: _moved(x.new_empty(x.numel() + 1)[1:], x),  # by one element
-    "odd rows": lambda x: _moved(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # no multiple of 16 bytes
-    "channels apart": lambda x: _moved(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
+    "misaligned": lambda x: _copied(x.new_empty(x.numel() + 1)[1:], x),  # by one element
+    "odd rows": lambda x: _copied(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # not a multiple of 16 bytes
+    "strided channels": lambda x: _copied(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
 }
-"""Memory of heads; "fused" is a view of a packed qkv."""
+"""Memory layouts of heads; "fused", a view of a packed qkv, is handled by Scene."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch; what a kind does not take, it leaves at its default."""
+    """Description of one launch; options that its kind does not use keep their defaults."""
 
     kind: str = "rotate"
     tokens: int = SOME
@@ -132,10 +132,10 @@ class Launch:
     strides: str = "contiguous"
     inplace: bool = False
     conjugate: bool = False
-    norm: str = ""  # of "q", "k" or "qk"
+    norm: str = ""  # normalised tensors: "q", "k" or "qk"
     offset: float = 0.0
-    weights: torch.dtype | None = None  # that of the heads
-    only: str = ""  # "q": without k, or gradients of it alone; "k", "weights": likewise
+    weights: torch.dtype | None = None  # dtype of norm weights; None means the dtype of the heads
+    only: str = ""  # "q": without k, or only gradients of q; "k", "weights": only these gradients
     cache: str = "NHD"
     page: int = 16
     value_dim: int | None = None
@@ -143,7 +143,7 @@ class Launch:
     return_k: bool = False
 
     def __str__(self) -> str:
-        """Name what is not as in every launch."""
+        """Return the kind, the tokens and all options that differ from their defaults."""
         words = [self.kind]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
@@ -153,9 +153,9 @@ class Launch:
 
 
 def launches(kind: str, **options: Iterable[Any] | Any) -> Iterator[Launch]:
-    """Give the product of all options that are lists."""
-    listed = [value if isinstance(value, list) else [value] for value in options.values()]
-    for values in product(*listed):
+    """Yield the launches of all combinations of options given as lists."""
+    choices = [value if isinstance(value, list) else [value] for value in options.values()]
+    for values in product(*choices):
         yield Launch(kind, **dict(zip(options, values, strict=True)))
 
 
@@ -211,7 +211,7 @@ BACKWARD = [
     *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
     *launches("backward", norm="qk", dtype=F32, only=["q", "k", "weights"]),
     *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
-    *launches("backward", turning="time stands", dtype=F32),
+    *launches("backward", turning="unrotated frames", dtype=F32),
     *launches("backward", layer="by head", turning=FOR_HEADS, norm=["", "qk"], dtype=F32),
 ]
 
@@ -267,16 +267,16 @@ EIGHT_BITS = [
 LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED, *EIGHT_BITS]))
 
 
-# What goes in.
+# Inputs.
 
 
 def documents(tokens: int, count: int = 1) -> list[list[Text | Grid]]:
-    """Documents of equal length with an image of 16×16 in every 320 tokens, or of 2×2 in every 8 of short ones."""
-    each = tokens // count
-    side, every = (16, 320) if each >= 320 else (2, 8)
-    parts: list[Text | Grid] = [Text(every - side * side), Grid(side, side)] * (each // every)
-    if each % every:
-        parts.append(Text(each % every))
+    """Build documents of equal length with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens if shorter."""
+    length = tokens // count
+    side, every = (16, 320) if length >= 320 else (2, 8)
+    parts: list[Text | Grid] = [Text(every - side * side), Grid(side, side)] * (length // every)
+    if length % every:
+        parts.append(Text(length % every))
     return [parts] * count
 
 
@@ -291,7 +291,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = F32) -> Tensor:
 
 @cache
 def turns(rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """(pairs,) turns per id in units of 2⁻⁶⁴ modulo one turn, rad per id, and axes, from frequencies of 60 digits."""
+    """Return (pairs,) turns per id modulo 1 in units of 2⁻⁶⁴, rad per id and axes, from frequencies of 60 digits."""
     with mp.workdps(60):
         omegas = frequencies(rotary)
         words = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 64)) % 2**64 for omega in omegas]
@@ -301,12 +301,12 @@ def turns(rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def angles(ids: Tensor, rotary: Rotary) -> Tensor:
-    """(tokens, pairs) float64 angles of (axes, tokens) ids: products of whole ids wrap modulo one turn, exactly.
+    """Compute (tokens, pairs) float64 angles of (axes, tokens) ids, exactly modulo one turn for integer parts.
 
-    Where heads have axes of their own they are (tokens, kv_heads, pairs).
+    With head_axes the shape is (tokens, kv_heads, pairs).
     """
     if rotary.head_axes is not None:
-        return torch.stack([angles(ids, alone) for alone in by_kv_head(rotary)], 1)
+        return torch.stack([angles(ids, of_head) for of_head in by_kv_head(rotary)], 1)
     words, rad, axis = turns(rotary)
     whole = ids.floor()
     wrapped = whole.long()[axis].T * words
@@ -314,7 +314,7 @@ def angles(ids: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Scene:
-    """Tensors and positions for a launch."""
+    """Tensors and positions of a launch."""
 
     def __init__(self, launch: Launch, seed: int = 0) -> None:
         turning = TURNINGS[launch.turning]
@@ -341,22 +341,22 @@ class Scene:
 
     @cached_property
     def angle(self) -> Tensor:
-        """(tokens, pairs) or (tokens, kv_heads, pairs) float64."""
-        turn = angles(self.ids, self.rotary)
-        return -turn if self.launch.conjugate else turn
+        """(tokens, pairs) or (tokens, kv_heads, pairs) float64 angles."""
+        angle = angles(self.ids, self.rotary)
+        return -angle if self.launch.conjugate else angle
 
     @property
     def norm(self) -> Norm | None:
-        """Of q and k, if there is one."""
+        """Norm of q and k, or None."""
         return Norm(self.weights[0], self.weights[1], EPS, self.launch.offset) if self.launch.norm else None
 
     @property
     def how(self) -> dict[str, Any]:
-        """Arguments of every call."""
+        """Common arguments of all calls."""
         return {"implementation": TRITON, "norm": self.norm}
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """float64 RMSNorm of heads, which has gradients."""
+        """Compute the RMSNorm of heads in float64, differentiable by autograd."""
         x = x.double()
         if weight is None:
             return x
@@ -364,54 +364,54 @@ class Scene:
 
     @property
     def bound(self) -> float:
-        """Of the distance from the truth over the length of a pair: arithmetic, and one rounding of each channel."""
+        """Error bound relative to the length of a pair: arithmetic, and one rounding of each channel."""
         dtype = self.launch.dtype
         rounding = unit(dtype) * (2 if dtype == BF16 and not GPU else 1)  # the interpreter truncates bfloat16
         arithmetic = ARITHMETIC + (gamma(self.rotary.head_dim + 16) if self.launch.norm else 0)
         return rounding * (1 + arithmetic) + arithmetic
 
     def arranged(self, x: Tensor) -> Tensor:
-        """(tokens, heads, head_dim) as the layout has it, a view."""
+        """View (tokens, heads, head_dim) in the layout of the launch."""
         if self.launch.layout == "thd":
             return x
         rows = x.unflatten(0, (self.launch.documents, -1))
         return rows.transpose(1, 2) if self.launch.layout == "bhsd" else rows
 
     def flat(self, x: Tensor) -> Tensor:
-        """(tokens, heads, head_dim) of a tensor in the layout."""
+        """Reshape a tensor in the layout of the launch to (tokens, heads, head_dim)."""
         if self.launch.layout == "thd":
             return x
         return (x.transpose(1, 2) if self.launch.layout == "bhsd" else x).flatten(0, 1)
 
     def poison(self) -> None:
-        """Leave NaN where fresh outputs will lie, so that an element that nobody writes shows."""
+        """Fill freed memory with NaN, to reveal elements of new outputs that are never written."""
         for x in (self.q, self.k):
             torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
 
 
-# How far results are from the truth.
+# Errors.
 
 Check = tuple[str, float]
-"""A name, and an error as a share of its bound: right up to 1."""
+"""Name of a check, and its error as a fraction of the bound: correct up to 1."""
 
 
-def same(name: str, fact: bool) -> Check:
-    return name, 0.0 if fact else inf
+def same(name: str, equal: bool) -> Check:
+    return name, 0.0 if equal else inf
 
 
 def split(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """First and second channels of pairs, and the rest."""
-    turning, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
+    """Return the first and second channels of pairs and the unrotated channels."""
+    paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
     if rotary.pairing == "adjacent":
-        return turning[..., 0::2], turning[..., 1::2], rest
+        return paired[..., 0::2], paired[..., 1::2], rest
     half = rotary.rotary_dim // 2
-    return turning[..., :half], turning[..., half:], rest
+    return paired[..., :half], paired[..., half:], rest
 
 
-def turned(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
-    """float64 heads turned by the formula, which has gradients."""
-    each = angle.repeat_interleave(x.shape[1] // angle.shape[1], 1) if angle.dim() == 3 else angle[:, None]
-    cos, sin = (f(each) * rotary.attention_factor for f in (torch.cos, torch.sin))
+def rotated(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate float64 heads by the formula, differentiable by autograd."""
+    of_heads = angle.repeat_interleave(x.shape[1] // angle.shape[1], 1) if angle.dim() == 3 else angle[:, None]
+    cos, sin = (f(of_heads) * rotary.attention_factor for f in (torch.cos, torch.sin))
     a, b, rest = split(x, rotary)
     first, second = a * cos - b * sin, b * cos + a * sin
     both = (
@@ -421,22 +421,22 @@ def turned(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
 
 
 def distance(got: Tensor, x: Tensor, angle: Tensor, rotary: Rotary) -> float:
-    """The greatest distance of a pair from x turned, over its length, and of the rest over its size; inf for NaN."""
+    """Return the largest relative error of pairs from rotated x and of unrotated channels; inf for NaN."""
     worst, step = 0.0, 4096
-    floor = 1e-3 if got.dtype == F16 else 1e-30  # float16 has subnormal numbers near
+    floor = 1e-3 if got.dtype == F16 else 1e-30  # smaller float16 numbers are subnormal
     for at in range(0, x.shape[0], step):
         part = slice(at, at + step)
-        a, b, rest = split(turned(x[part].double(), angle[part], rotary), rotary)
+        a, b, rest = split(rotated(x[part].double(), angle[part], rotary), rotary)
         got_a, got_b, got_rest = split(got[part].double(), rotary)
         shares = [torch.hypot(a - got_a, b - got_b) / torch.hypot(a, b).clamp_min(floor)]
         shares.append((rest - got_rest).abs() / rest.abs().clamp_min(floor))
-        found = max(float(share.amax()) for share in shares if share.numel())
-        worst = inf if isnan(found) else max(worst, found)
+        largest = max(float(share.amax()) for share in shares if share.numel())
+        worst = inf if isnan(largest) else max(worst, largest)
     return worst
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖ / ‖want‖; infinite where anything is not finite."""
+    """Return ‖got − want‖ / ‖want‖, or infinity if any element is not finite."""
     if not bool(torch.isfinite(got).all()):
         return inf
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
@@ -446,7 +446,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def rotate(scene: Scene) -> Iterator[Check]:
-    """Rotate q and k, normalised or not, into new tensors or in place."""
+    """Rotate q and k, with or without a norm, into new tensors or in place."""
     launch, rotary = scene.launch, scene.rotary
     untouched = scene.q.clone(), scene.k.clone()
     before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
@@ -458,33 +458,33 @@ def rotate(scene: Scene) -> Iterator[Check]:
         if out is not None:
             yield name, distance(scene.flat(out), x, scene.angle, rotary) / scene.bound
     if not launch.inplace or launch.only == "q":
-        yield same("k as it was", torch.equal(scene.k, untouched[1]))
+        yield same("k unchanged", torch.equal(scene.k, untouched[1]))
     if not launch.inplace:
-        yield same("q as it was", torch.equal(scene.q, untouched[0]))
-    # A norm sums in another order in the kernel, and the interpreter truncates bfloat16.
+        yield same("q unchanged", torch.equal(scene.q, untouched[0]))
+    # The kernel adds squares of a norm in another order, and the interpreter truncates bfloat16.
     if not launch.norm and launch.tokens <= 2100 and (GPU or launch.dtype != BF16):
-        again = [scene.arranged(x) for x in untouched]
+        inputs = [scene.arranged(x) for x in untouched]
         options |= {"implementation": "reference"}
-        want = apply_rotary(again[0], None if k is None else again[1], scene.positions, rotary, **options)
+        want = apply_rotary(inputs[0], None if k is None else inputs[1], scene.positions, rotary, **options)
         pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
         yield same("bits of the reference", all(torch.equal(a, b) for a, b in pairs))
 
 
 def backward(scene: Scene) -> Iterator[Check]:
-    """Bring gradients of q, k and the weights back, against those of the formula in float64."""
-    launch, wants = scene.launch, scene.launch.only
+    """Compute gradients of q, k and the weights, compared with the float64 formula."""
+    launch, only = scene.launch, scene.launch.only
     inputs = {"q": scene.q, "k": scene.k, "q weight": scene.weights[0], "k weight": scene.weights[1]}
-    asked = {"": list(inputs), "weights": ["q weight", "k weight"]}.get(wants, [wants])
-    names = [name for name in asked if inputs[name] is not None]
-    # Views keep their strides: gradients go to what was detached, not to copies.
+    selected = {"": list(inputs), "weights": ["q weight", "k weight"]}.get(only, [only])
+    names = [name for name in selected if inputs[name] is not None]
+    # Leaves are detached views instead of copies, which keeps their strides.
     leaves = {name: None if x is None else x.detach().requires_grad_(name in names) for name, x in inputs.items()}
-    wide = {n: None if x is None else x.detach().double().requires_grad_(n in names) for n, x in inputs.items()}
+    doubles = {n: None if x is None else x.detach().double().requires_grad_(n in names) for n, x in inputs.items()}
     incoming = [normal(*x.shape, seed=scene.seed + 31, dtype=x.dtype) for x in (scene.q, scene.k)]
 
     def gradients(outs: Any, of: Mapping[str, Tensor | None], grads: list[Tensor]) -> Any:
-        reached = [i for i, out in enumerate(outs) if out.requires_grad]
-        wanted = [of[name] for name in names]
-        return torch.autograd.grad([outs[i] for i in reached], wanted, [grads[i] for i in reached])  # type: ignore[arg-type]
+        indices = [i for i, out in enumerate(outs) if out.requires_grad]
+        sources: Any = [of[name] for name in names]
+        return torch.autograd.grad([outs[i] for i in indices], sources, [grads[i] for i in indices])
 
     def by_kernel() -> Any:
         q, k = (scene.arranged(x) for x in (leaves["q"], leaves["k"]) if x is not None)
@@ -498,56 +498,55 @@ def backward(scene: Scene) -> Iterator[Check]:
     scene.poison()
     got = by_kernel()
     truth = [
-        turned(scene.normed(x, w), scene.angle, scene.rotary)
-        for x, w in ((wide["q"], wide["q weight"]), (wide["k"], wide["k weight"]))
+        rotated(scene.normed(x, w), scene.angle, scene.rotary)
+        for x, w in ((doubles["q"], doubles["q weight"]), (doubles["k"], doubles["k weight"]))
         if x is not None
     ]
-    want = gradients(truth, wide, [x.double() for x in incoming])
-    for name, found, right in zip(names, got, want, strict=True):
+    want = gradients(truth, doubles, [x.double() for x in incoming])
+    for name, gradient, expected in zip(names, got, want, strict=True):
         heads = LAYERS[launch.layer][0 if name[0] == "q" else 1]
         summed = 8 * sqrt(launch.tokens * heads) * unit(F32) if "weight" in name else 0.0
-        rounding = unit(found.dtype) * (2 if found.dtype == BF16 and not GPU else 1)
+        rounding = unit(gradient.dtype) * (2 if gradient.dtype == BF16 and not GPU else 1)
         bound = 2 * (rounding + ARITHMETIC + gamma(scene.rotary.head_dim + 16)) + summed
-        yield name, relative(found, right) / bound
-    again = by_kernel()
-    yield same("the same bits again", all(torch.equal(a, b) for a, b in zip(got, again, strict=True)))
+        yield name, relative(gradient, expected) / bound
+    yield same("deterministic", all(torch.equal(a, b) for a, b in zip(got, by_kernel(), strict=True)))
 
 
 def store(scene: Scene) -> Iterator[Check]:
-    """Rotate q and k, and write k and v into a cache of which every other cell must stay as it was."""
+    """Rotate q and k, write k and v to a cache, and check that all other cells stay unchanged."""
     launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
     blocks, page = -(-launch.tokens // launch.page) + 3, launch.page
-    made = CACHES[launch.cache](blocks, page, heads, scene.k.shape[2], launch.dtype)
+    cache = CACHES[launch.cache](blocks, page, heads, scene.k.shape[2], launch.dtype)
     if launch.value_dim:
         values = filled(blocks, page, heads, launch.value_dim, dtype=launch.dtype)
-        made = Held(made.key, values, (made.key, values), "NHD", page)
+        cache = Held(cache.key, values, (cache.key, values), "NHD", page)
     slots = _slots(launch, blocks * page)
     untouched, values_before = (scene.q.clone(), scene.k.clone()), scene.v.clone()
     before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
     scene.poison()
-    layout: Any = made.layout
+    layout: Any = cache.layout
     outs = rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, rotary, Cache(made.key, made.value, slots, layout),
+        scene.q, scene.k, scene.v, scene.positions, rotary, Cache(cache.key, cache.value, slots, layout),
         return_k=launch.return_k, inplace=launch.inplace, **scene.how,
     )  # fmt: skip
     for name, x, out in zip("qk", before, outs, strict=True):
         if out is not None:
             yield name, distance(out, x, scene.angle, rotary) / scene.bound
     if not launch.inplace:
-        yield same("q and k as they were", all(map(torch.equal, (scene.q, scene.k), untouched)))
+        yield same("q and k unchanged", all(map(torch.equal, (scene.q, scene.k), untouched)))
     kept = (slots >= 0).nonzero()[:, 0]
-    at = slots[kept].long() // made.block_size, slots[kept].long() % made.block_size
-    keys, values = pages_of(made, made.key), pages_of(made, made.value)
+    at = slots[kept].long() // cache.block_size, slots[kept].long() % cache.block_size
+    keys, values = pages_of(cache, cache.key), pages_of(cache, cache.value)
     if len(kept):
         yield "keys", distance(keys[at], before[1][kept], scene.angle[kept], rotary) / scene.bound
     yield same("values", torch.equal(values[at], values_before[kept]))
     for held in (keys, values):
         held[at] = filled(1, 1, dtype=launch.dtype)
-    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
+    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))
 
 
 def _slots(launch: Launch, capacity: int) -> Tensor:
-    """Slots in any order, some tokens without one; "short" ends before the tokens do, "none" keeps none."""
+    """Return slots in random order with some missing; "short" has fewer slots than tokens, "none" no valid slots."""
     order = torch.randperm(capacity, generator=torch.Generator().manual_seed(launch.tokens))[: launch.tokens]
     order[:: max(2, launch.tokens // 7)] = -1
     if launch.slots == "none":
@@ -558,36 +557,36 @@ def _slots(launch: Launch, capacity: int) -> Tensor:
 
 
 def pages_of(cache: Held, view: Tensor) -> Tensor:
-    """(blocks, block_size, heads, head_dim) of any layout, a view."""
+    """View a cache of any layout as (blocks, block_size, heads, head_dim)."""
     if view.dim() == 3:
         return view.unsqueeze(1)
     return view if cache.layout == "NHD" else view.transpose(1, 2)
 
 
 def move(scene: Scene) -> Iterator[Check]:
-    """Turn stored keys to other positions; every cell without a slot must stay as it was."""
+    """Rerotate stored keys to other positions, and check that all other cells stay unchanged."""
     launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
     blocks = -(-launch.tokens // launch.page) + 3
-    made = CACHES[launch.cache](blocks, launch.page, heads, scene.k.shape[2], launch.dtype)
+    cache = CACHES[launch.cache](blocks, launch.page, heads, scene.k.shape[2], launch.dtype)
     slots = _slots(launch, blocks * launch.page)
     kept = (slots >= 0).nonzero()[:, 0]
-    at = slots[kept].long() // made.block_size, slots[kept].long() % made.block_size
-    keys = pages_of(made, made.key)
+    at = slots[kept].long() // cache.block_size, slots[kept].long() % cache.block_size
+    keys = pages_of(cache, cache.key)
     keys[at] = scene.k[kept]
     scheme = "rope-tie-fractional" if launch.form == "fractions" else TURNINGS[launch.turning].scheme
-    there = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
-    layout: Any = made.layout
-    to = FORMS[launch.form](there)
-    rerotate(made.key, slots, scene.positions, to, rotary, cache_layout=layout, implementation=TRITON)
+    new = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
+    layout: Any = cache.layout
+    to_positions = FORMS[launch.form](new)
+    rerotate(cache.key, slots, scene.positions, to_positions, rotary, cache_layout=layout, implementation=TRITON)
     if len(kept):
-        between = angles(_dense(there).double(), rotary) - scene.angle
+        between = angles(_dense(new).double(), rotary) - scene.angle
         yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
     keys[at] = filled(1, 1, dtype=launch.dtype)
-    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in made.whole))
+    yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))
 
 
 def norm_after(scene: Scene) -> Iterator[Check]:
-    """Rotate q and k, and normalise what came of it."""
+    """Rotate q and k, then normalise them."""
     before = scene.q.clone(), scene.k.clone()
     scene.poison()
     assert scene.norm is not None
@@ -595,14 +594,14 @@ def norm_after(scene: Scene) -> Iterator[Check]:
     got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, **options)
     for name, x, weight, out in zip("qk", before, scene.weights, got, strict=True):
         assert out is not None
-        yield name, relative(out, scene.normed(turned(x.double(), scene.angle, scene.rotary), weight)) / scene.bound
+        yield name, relative(out, scene.normed(rotated(x.double(), scene.angle, scene.rotary), weight)) / scene.bound
 
 
 def cached(scene: Scene) -> Iterator[Check]:
-    """Rotate by the rows of an engine's cache of cos and sin, of float32."""
+    """Rotate by an engine's float32 cache of cos and sin."""
     rows = int(scene.ids.max()) + 1
-    every = angles(torch.arange(rows, device=DEVICE).double().expand(scene.table.axes, rows), scene.rotary)
-    cos_sin = torch.cat((every.cos(), every.sin()), -1).float()
+    row_angles = angles(torch.arange(rows, device=DEVICE).double().expand(scene.table.axes, rows), scene.rotary)
+    cos_sin = torch.cat((row_angles.cos(), row_angles.sin()), -1).float()
     scene.poison()
     got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, cos_sin=cos_sin, **scene.how)
     for name, x, out in zip("qk", (scene.q, scene.k), got, strict=True):
@@ -611,7 +610,7 @@ def cached(scene: Scene) -> Iterator[Check]:
 
 
 def store_in_8_bits(scene: Scene) -> Iterator[Check]:
-    """Write k and v in e4m3 with a scale for each token and head, which are 16 steps apart at the top."""
+    """Write k and v in e4m3 with a scale for each token and head."""
     launch, (tokens, heads, dim) = scene.launch, scene.k.shape
     blocks = -(-tokens // launch.page) + 3
     keys, values = torch.zeros(2, blocks, launch.page, heads, dim, dtype=torch.float8_e4m3fn, device=DEVICE)
@@ -623,10 +622,10 @@ def store_in_8_bits(scene: Scene) -> Iterator[Check]:
     )  # fmt: skip
     kept = (slots >= 0).nonzero()[:, 0]
     at = slots[kept].long() // launch.page, slots[kept].long() % launch.page
-    truth = turned(scene.normed(scene.k, scene.weights[1]), scene.angle, scene.rotary)
+    truth = rotated(scene.normed(scene.k, scene.weights[1]), scene.angle, scene.rotary)
     for name, codes, scale, want in (("keys", keys, k_scale, truth), ("values", values, v_scale, scene.v.double())):
         error = (codes[at].double() * scale[at][..., None] - want[kept]).abs()
-        # Half a step: a sixteenth of a normal number, and of the subnormal ones 2⁻¹⁰ of 448 parts of the largest.
+        # Half the spacing: 1/16 of normal numbers; for subnormal numbers 2⁻¹⁰ of the scale, the largest number / 448.
         bound = (want[kept].abs() / 16).clamp_min(want[kept].abs().amax(-1, keepdim=True) * 2**-10 / 448)
         yield name, float((error / (bound * 1.01 + 1e-30)).amax()) if len(kept) else 0.0
     free = torch.ones(blocks * launch.page, dtype=torch.bool, device=DEVICE)
@@ -636,7 +635,7 @@ def store_in_8_bits(scene: Scene) -> Iterator[Check]:
 
 
 def dense(scene: Scene) -> Iterator[Check]:
-    """Expand a table into ids on the device: the bits of those made on the host."""
+    """Expand a table to ids on the device, bit-equal to the ids computed on the host."""
     yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
 
 
@@ -650,4 +649,4 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "cached": cached,
     "store in 8 bits": store_in_8_bits,
 }
-"""Each launches, and yields how far everything that it wrote is from the truth."""
+"""Functions by kind; each launches and yields checks of everything that it writes."""

@@ -1,4 +1,4 @@
-"""The conditions that engines launch under: graphs, streams, compiled code, other devices, huge tensors, no waits."""
+"""Launch conditions of inference engines: graphs, streams, compiled code, several devices, huge tensors, no waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE = 16
 
 
 class Bench:
-    """A scene with a cache, and copies of q and k for what writes in place."""
+    """Scene with caches, and copies of q and k for calls in place."""
 
     def __init__(self, tokens: int, capacity: int | None = None, start: int = 0) -> None:
         self.scene = Scene(Launch(tokens=tokens, norm="qk", start=start), seed=3)
@@ -57,32 +57,32 @@ class Bench:
         self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
 
     def rotated(self, **options: Any) -> Any:
-        """By apply_rotary."""
+        """Rotate by apply_rotary."""
         return apply_rotary(self.q, self.k, self.positions, self.rotary, implementation=TRITON, **options)
 
     def rotated_here(self, **options: Any) -> Any:
-        """By apply_rotary in place, of copies of q and k."""
+        """Rotate copies of q and k in place by apply_rotary."""
         self.q_here.copy_(self.q)
         self.k_here.copy_(self.k)
         q, k = self.q_here, self.k_here
         return apply_rotary(q, k, self.positions, self.rotary, inplace=True, implementation=TRITON, **options)
 
     def stored(self, q: Tensor, k: Tensor, **options: Any) -> Any:
-        """By rotate_and_store; the caches too."""
+        """Rotate by rotate_and_store and return q, k and the caches."""
         cache = Cache(self.keys, self.values, self.slots)
-        rotated, k_out = rotate_and_store(
+        q_out, k_out = rotate_and_store(
             q, k, self.v, self.positions, self.rotary, cache, implementation=TRITON, **options
         )
-        return rotated, k_out, self.keys, self.values
+        return q_out, k_out, self.keys, self.values
 
     def stored_here(self) -> Any:
-        """By rotate_and_store in place, with a norm."""
+        """Rotate by rotate_and_store in place with a norm."""
         self.q_here.copy_(self.q)
         self.k_here.copy_(self.k)
         return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, norm=self.norm)
 
     def stored_in_8_bits(self) -> Any:
-        """By rotate_and_store into caches of e4m3, whose bits are returned."""
+        """Rotate by rotate_and_store with e4m3 caches, and return q and the bits of the caches."""
         scale = torch.full((1,), 0.25, device=DEVICE)
         keys, values = self.eight.unbind(0)
         cache = Cache(keys, values, self.slots, k_scale=scale, v_scale=scale)
@@ -90,14 +90,14 @@ class Bench:
         return q, self.eight.view(torch.uint8)
 
     def moved(self) -> Any:
-        """By rerotate, of keys that were stored as they came, to where they stand in reverse."""
+        """Rerotate stored keys to their positions in reverse order."""
         self.keys.flatten(0, 1)[self.slots] = self.k
-        there = self.ids.flip(1)
-        rerotate(self.keys, self.slots, self.positions, there, self.rotary, implementation=TRITON)
+        reverse = self.ids.flip(1)
+        rerotate(self.keys, self.slots, self.positions, reverse, self.rotary, implementation=TRITON)
         return (self.keys,)
 
-    def there_and_back(self, norm: Norm | None) -> Any:
-        """Gradients of q, k and what else there is."""
+    def gradients(self, norm: Norm | None) -> Any:
+        """Return the gradients of q, k and the weights of a norm."""
         q, k = leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
         if norm is not None:
             weights = [x.detach().requires_grad_() for x in norm[:2] if x is not None]
@@ -110,21 +110,21 @@ class Bench:
 CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
     "rotate": ({"rotate"}, lambda bench: bench.rotated()),
     "rotate in place": ({"rotate_"}, lambda bench: bench.rotated_here()),
-    "rotate back": ({"rotate"}, lambda bench: bench.there_and_back(None)),
+    "rotate backward": ({"rotate"}, lambda bench: bench.gradients(None)),
     "norm": ({"rotate"}, lambda bench: bench.rotated(norm=bench.norm)),
     "norm in place": ({"rotate_"}, lambda bench: bench.rotated_here(norm=bench.norm)),
-    "norm back": ({"rotate", "rotate_backward"}, lambda bench: bench.there_and_back(bench.norm)),
+    "norm backward": ({"rotate", "rotate_backward"}, lambda bench: bench.gradients(bench.norm)),
     "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
     "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
     "store in 8 bits": ({"rotate_and_store"}, lambda bench: bench.stored_in_8_bits()),
     "rerotate": ({"rerotate_"}, lambda bench: bench.moved()),
     "dense ids": (set(), lambda bench: (bench.positions.dense(),)),
 }
-"""A call of every operator, with the names of those that it calls; what it gives is compared from run to run."""
+"""Calls that together use every operator, with the names of their operators; each returns tensors to compare."""
 
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
-"""Marks what the interpreter runs in `make slow` alone, since `make test` has something of its kind."""
+"""Mark of tests that the interpreter runs only in `make slow`, since `make test` runs similar ones."""
 
 FIRST = [n if n in ("rotate", "norm and store in place") else pytest.param(n, marks=later) for n in CALLS]
 
@@ -146,7 +146,7 @@ def test_every_operator_is_called() -> None:
 @pytest.mark.parametrize("tokens", [FEW, pytest.param(sized(5000, 21), marks=later)])
 @pytest.mark.parametrize("name", FIRST)
 def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
-    """Nothing depends on the order of programs, nor on what memory held before."""
+    """Check that results do not depend on the order of programs or on previous contents of memory."""
     bench, (_, call) = Bench(tokens), CALLS[name]
     want = bits_of(call(bench))
     for _ in range(sized(30, 2)):
@@ -156,7 +156,7 @@ def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Make torch raise RuntimeError where something inside makes the host wait for the device."""
+    """Make torch raise RuntimeError if the host waits for the device within the context."""
     if not GPU:
         yield
         return
@@ -170,7 +170,7 @@ def no_waits() -> Iterator[None]:
 
 
 def tables(tokens: int) -> list[PositionTable]:
-    """Tables of as many tokens: at other places, of text alone, with one small image."""
+    """Return tables with equal token counts: with other start ids, with only text, with one small image."""
     parts: list[list[Text | Grid]] = [[Text(tokens)], [Text(3), Grid(2, 2), Text(tokens - 7)]]
     others = [place(SegmentTable.from_documents([part]), "rope-tie") for part in parts]
     return [*(placed(tokens, start=start) for start in (0, 77, 100_000)), *others][:: sized(1, 4)]
@@ -178,11 +178,11 @@ def tables(tokens: int) -> list[PositionTable]:
 
 @pytest.mark.parametrize("tokens", [sized(256, 9), pytest.param(MANY, marks=later)])
 @pytest.mark.parametrize("name", FIRST)
-def test_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
-    """A graph that was captured once gives the bits of a call with each table, and neither refresh nor replay waits."""
+def test_a_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
+    """Check that replays of one graph equal calls with each table, and that neither refresh nor replay waits."""
     chosen = tables(tokens)
-    most = max(table.num_segments for table in chosen)
-    bench, fresh, (_, call) = Bench(tokens, most), Bench(tokens, most), CALLS[name]
+    capacity = max(table.num_segments for table in chosen)
+    bench, fresh, (_, call) = Bench(tokens, capacity), Bench(tokens, capacity), CALLS[name]
     held: list[Any] = []
 
     def keep() -> None:
@@ -210,8 +210,8 @@ def test_calls_do_not_wait_for_the_device(name: str) -> None:
 
 
 @contextmanager
-def beside() -> Iterator[None]:
-    """Work in a stream beside the current one, behind a long wait; the current one goes on after it."""
+def side_stream() -> Iterator[None]:
+    """Run work in a side stream after a long wait; the current stream continues after it."""
     if not GPU:
         yield
         return
@@ -225,14 +225,14 @@ def beside() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FIRST)
 def test_launches_go_to_the_current_stream(name: str) -> None:
-    """Write behind a long wait in a stream what a call in that stream reads."""
+    """Check that a call reads inputs that are written after a long wait in the same stream."""
     bench, (_, call) = Bench(SOME), CALLS[name]
     want = bits_of(call(bench))
     for _ in range(sized(4, 1)):
         q, k, v = (x.clone() for x in (bench.q, bench.k, bench.v))
         for x in (bench.q, bench.k, bench.v, bench.keys, bench.values):
             x.zero_()
-        with beside():
+        with side_stream():
             for x, held in ((bench.q, q), (bench.k, k), (bench.v, v)):
                 x.copy_(held)
             bench.positions = DevicePositions.from_table(bench.scene.table, DEVICE)
@@ -253,7 +253,7 @@ def _loss(out: Any) -> Tensor:
 
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("normed", [False, pytest.param(True, marks=later)])
-def test_compiled_graph_is_whole_and_has_the_gradients_of_eager(normed: bool) -> None:
+def test_a_compiled_full_graph_has_the_gradients_of_eager_calls(normed: bool) -> None:
     bench = Bench(sized(1000, 9))
 
     def rotated(q: Tensor, k: Tensor) -> Any:
@@ -265,12 +265,12 @@ def test_compiled_graph_is_whole_and_has_the_gradients_of_eager(normed: bool) ->
     want = torch.autograd.grad(_loss(rotated(q, k)), (q, k))
     got = torch.autograd.grad(_loss(compiled(q, k)), (q, k))
     for a, b in zip(got, want, strict=True):
-        # Fused operations round once where eager ones do so at each: of the rotation, of both doublings.
+        # Fused operations round once, eager ones after the rotation and after both doublings.
         assert relative(a, b.double()) <= 4 * unit(a.dtype)
 
 
 @pytest.mark.usefixtures("fresh_graphs")
-def test_compiled_store_writes_what_eager_writes() -> None:
+def test_a_compiled_store_writes_the_same_caches_as_an_eager_call() -> None:
     bench, eager = Bench(sized(1000, 9)), Bench(sized(1000, 9))
     want = bits_of(eager.stored(eager.q, eager.k))
 
@@ -284,7 +284,7 @@ def test_compiled_store_writes_what_eager_writes() -> None:
 
 @pytest.mark.usefixtures("fresh_graphs")
 @later
-def test_compiled_graph_that_is_replayed_gives_the_bits_of_eager() -> None:
+def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
     bench = Bench(sized(1000, 9))
 
     def step(q: Tensor, k: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def test_compiled_graph_that_is_replayed_gives_the_bits_of_eager() -> None:
 
 
 def room(gigabytes: int) -> None:
-    """Wait until a GPU has so much memory free, which other tests may have; skip on one that never does."""
+    """Wait until other tests have freed enough memory of the GPU; skip if that does not happen."""
     if not GPU:
         return
     torch.cuda.empty_cache()
@@ -320,14 +320,14 @@ def bound(tokens: int) -> float:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_more_than_two_to_the_31_elements(inplace: bool) -> None:
+def test_tensors_with_more_than_two_to_the_31_elements_are_rotated(inplace: bool) -> None:
     room(24)
     heads, dim = sized(64, 3), sized(128, 12)
     tokens = sized(300_000, 30)  # 2.46e9 elements
     table = placed(tokens)
     rotary, ids = Rotary(dim), torch.from_numpy(table.dense()).to(DEVICE).double()
     q, k = uniform(tokens, heads, dim), uniform(tokens, 1, dim)
-    edge = sized(262_144, 15)  # where 64 heads of 128 channels pass 2³¹
+    edge = sized(262_144, 15)  # first token past 2³¹ elements with 64 heads of 128 channels
     width = sized(300, 4)
     parts = [slice(at, at + width) for at in (0, edge // 2, edge - width // 2, tokens - width)]
     before = [(q[part].clone(), k[part].clone()) for part in parts]
@@ -338,14 +338,14 @@ def test_more_than_two_to_the_31_elements(inplace: bool) -> None:
             assert distance(out[part], x, angles(ids[:, part], rotary), rotary) <= bound(1)
 
 
-def test_rows_more_than_two_to_the_31_elements_apart() -> None:
+def test_rows_more_than_two_to_the_31_elements_apart_are_rotated() -> None:
     room(24)
     heads, dim, seq = sized(8, 2), sized(128, 12), sized(40_000, 10)
     table = placed(2 * seq, count=2)
     rotary, positions = Rotary(dim), DevicePositions.from_table(table, DEVICE)
-    step = sized(17 * 2**27, 2 * seq * heads * dim)  # elements of a row: 2.28e9
-    apart = torch.empty(2, step, dtype=torch.bfloat16, device=DEVICE)
-    q = apart[:, : seq * heads * dim].view(2, seq, heads, dim).uniform_(-1, 1)
+    step = sized(17 * 2**27, 2 * seq * heads * dim)  # elements per row: 2.28e9
+    rows = torch.empty(2, step, dtype=torch.bfloat16, device=DEVICE)
+    q = rows[:, : seq * heads * dim].view(2, seq, heads, dim).uniform_(-1, 1)
     k = uniform(2, seq, 1, dim)
     angle = angles(torch.from_numpy(table.dense()).to(DEVICE).double(), rotary)
     assert q.stride(0) == step
@@ -355,7 +355,7 @@ def test_rows_more_than_two_to_the_31_elements_apart() -> None:
     assert torch.equal(q, got)
 
 
-def test_cache_of_more_than_two_to_the_31_elements() -> None:
+def test_caches_with_more_than_two_to_the_31_elements_are_written() -> None:
     room(16)
     bench = Bench(sized(4096, 20))
     blocks = sized(140_000, 4)  # 2.3e9 elements
@@ -372,7 +372,7 @@ def test_cache_of_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("images", [sized(200, 3), sized(10_000, 5), sized(60_000, 7)])
-def test_tables_of_many_segments(images: int) -> None:
+def test_tables_with_many_segments_are_rotated(images: int) -> None:
     parts: list[Text | Grid] = []
     for i in range(images):
         parts += [Text(1 + i % 3), Grid(1 + i % 2, 1 + i % 5)]
@@ -384,11 +384,11 @@ def test_tables_of_many_segments(images: int) -> None:
     assert distance(got, q, angle, rotary) <= Scene(Launch(tokens=1, dtype=F32)).bound
 
 
-def test_tensors_on_a_device_that_is_not_the_current_one() -> None:
-    """The last device; where there is one alone, this is the current one."""
-    there = torch.device(f"cuda:{torch.cuda.device_count() - 1}") if GPU else DEVICE
+def test_tensors_on_a_device_that_is_not_current_are_rotated() -> None:
+    """Use the last device, which is the current one if there is only one."""
+    device = torch.device(f"cuda:{torch.cuda.device_count() - 1}") if GPU else DEVICE
     scene = Scene(Launch(tokens=SOME))
-    positions = DevicePositions.from_table(scene.table, there)
-    got, _ = apply_rotary(scene.q.to(there), scene.k.to(there), positions, scene.rotary, implementation=TRITON)
-    assert got.device == there
+    positions = DevicePositions.from_table(scene.table, device)
+    got, _ = apply_rotary(scene.q.to(device), scene.k.to(device), positions, scene.rotary, implementation=TRITON)
+    assert got.device == device
     assert distance(got.to(DEVICE), scene.q, scene.angle, scene.rotary) <= scene.bound

@@ -1,4 +1,4 @@
-"""Every kind of launch against the formula in float64, in the tilings that are chosen for its size."""
+"""Every kind of launch compared with the float64 formula, in the tilings chosen for its size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from launches import GPU, KINDS, LAUNCHES, Launch, Scene
 
 pytestmark = pytest.mark.gpu
 
-IN_SHORT = 6  # of so many toys, one is run by `make test`
+EVERY = 6  # `make test` runs every sixth launch without a GPU, and `make slow` the others
 
 
-def chosen() -> list[object]:
-    """All on a GPU; of toys one in so many, the others for `make slow`."""
+def cases() -> list[object]:
+    """Return all launches, most of them marked slow without a GPU."""
     return [
-        pytest.param(launch, id=str(launch), marks=[] if GPU or not number % IN_SHORT else [pytest.mark.slow])
+        pytest.param(launch, id=str(launch), marks=[] if GPU or not number % EVERY else [pytest.mark.slow])
         for number, launch in enumerate(LAUNCHES)
     ]
 
 
-@pytest.mark.parametrize("launch", chosen())
-def test_launch_agrees_with_float64(launch: Launch, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("launch", cases())
+def test_a_launch_agrees_with_float64(launch: Launch, record_property: Callable[[str, object], None]) -> None:
     checks = list(KINDS[launch.kind](Scene(launch, LAUNCHES.index(launch))))
     record_property("share_of_bound", max(share for _, share in checks))
     assert checks

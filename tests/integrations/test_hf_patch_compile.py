@@ -69,7 +69,7 @@ def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotatio
     """Compute the kernel's result without its interpreter."""
     from mmpos.rotary import reference
 
-    turn = reference.turning_of(rotation, q.shape[0], q.shape[1])
+    turn = reference.head_rotation_of(rotation, q.shape[0], q.shape[1])
     for x, out in ((q, q_out), (k, k_out)):
         reference.rotate(x, out, turn, rotation.num_pairs)
 

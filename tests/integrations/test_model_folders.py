@@ -210,6 +210,6 @@ def test_invalid_json_is_reported_with_its_file_and_line(tmp_path: Path, name: s
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     for read in (from_hf_config, Rotary.from_hf_config):
-        message = f"{tmp_path}: got a folder without config.json, want that of a model"
+        message = f"{tmp_path}: got a folder without config.json, want the folder of a model"
         assert_refused(message, partial(read, tmp_path))
-        assert_refused("config: got str, want a config object, or the mapping", partial(read, ""))
+        assert_refused("config: got str, want a config object, the mapping", partial(read, ""))

@@ -371,14 +371,14 @@ CONFIGS_REFUSED: dict[str, Any] = {
     "max_position_embeddings: got 'long', want a finite number": without(
         "mistral", rope_parameters=YARN, max_position_embeddings="long"
     ),
-    "head_dim: got KeyError ('hidden_size') from the config, want a field that can be read": Unreadable(),
-    f"{SECTION} [24, 16, 24], want as many rows as columns, then frames": ernie_with([24, 16, 24]),
+    "head_dim: got KeyError ('hidden_size') from the config, want a readable field": Unreadable(),
+    f"{SECTION} [24, 16, 24], want pairs of rows, the same number for columns, then frames": ernie_with([24, 16, 24]),
     "mrope_section[0]: got 1099511627776, want <= 65536": ernie_with([2**40, 2**40, 0]),
     f"{SECTION} 7, want a sequence of numbers": ernie_with(7),
     f"{ROPE}{SECTION} none, want the pairs of at least three axes": hunyuan_with(),
     f"{ROPE}{SECTION} [32, 32], want the pairs of at least three axes": hunyuan_with(mrope_section=[32, 32]),
     f"{SECTION} [16, 16, 16, 8], want sizes that sum to 64 pairs": hunyuan_with(mrope_section=[16, 16, 16, 8]),
-    f"{SECTION} [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same": hunyuan_with(
+    "mrope_section must equal xdrope_section, got [16, 16, 16, 16] and [24, 24, 8, 8]": hunyuan_with(
         mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]
     ),
     "config.dit_config must have the rotation of config.vlm_config, whose keys it attends to": without(

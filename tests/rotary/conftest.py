@@ -1,4 +1,4 @@
-"""Kernels in the interpreter: few programs, and fresh memory that shows what nobody writes."""
+"""Fixtures for kernels in the interpreter: few programs, and fresh memory filled with NaN."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Tile = Callable[[int, int], None]
 
 @pytest.fixture
 def tile(monkeypatch: pytest.MonkeyPatch) -> Tile:
-    """Set the tokens of a program and the number of programs that share their heads."""
+    """Return a function that sets the tokens per program and the number of programs that share their heads."""
 
-    def chosen(block: int, shares: int) -> None:
+    def set_tiles(block: int, shares: int) -> None:
         from mmpos.rotary.kernel import tiling
 
         monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
 
-    return chosen
+    return set_tiles
 
 
 @pytest.fixture
 def few_programs(tile: Tile) -> None:
-    """Let a program take sixteen tokens and all heads: the interpreter runs program after program."""
+    """Give each program sixteen tokens and all heads, since the interpreter runs programs in sequence."""
     tile(16, 1)
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh memory with NaN, so that an element that nobody writes shows."""
+    """Fill fresh memory with NaN to reveal elements that are never written."""
     for name in ("empty_like", "empty"):
         make = getattr(torch, name)
 

@@ -1,4 +1,4 @@
-"""Frequencies: spec literals, an oracle in mpmath for every bit of the turns, and Transformers for float32."""
+"""Frequencies: literals of the specification, exact turns from an mpmath oracle, and float32 of Transformers."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def yarn(scaling: YaRN, theta: Any, dim: int) -> list[Any]:
         low, high = mpmath.floor(low), mpmath.ceil(high)
     low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
     high += mpf(0.001) if low == high else 0
-    found = []
+    scaled = []
     for j, value in enumerate(plain(theta, dim)):
         share = min(max((j - low) / (high - low), mpf(0)), mpf(1))
-        found.append(value / mpf(scaling.factor) * share + value * (1 - share))
-    return found
+        scaled.append(value / mpf(scaling.factor) * share + value * (1 - share))
+    return scaled
 
 
 def llama3(scaling: Llama3, theta: Any, dim: int) -> list[Any]:
-    found = []
+    scaled = []
     for value in plain(theta, dim):
         turns = scaling.original_max_position * value / (2 * mpmath.pi)
         low, high = mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
         share = min(max((turns - low) / (high - low), mpf(0)), mpf(1)) if low < high else mpf(int(turns >= low))
-        found.append((1 - share) * value / mpf(scaling.factor) + share * value)
-    return found
+        scaled.append((1 - share) * value / mpf(scaling.factor) + share * value)
+    return scaled
 
 
 def oracle(scaling: Scaling | None, theta: float, dim: int, length: int | None = None) -> list[Any]:
@@ -83,8 +83,8 @@ def oracle(scaling: Scaling | None, theta: float, dim: int, length: int | None =
             divisors = scaling.long_factor if length else scaling.short_factor
             return [value / mpf(divisor) for value, divisor in zip(plain(base, dim), divisors, strict=True)]
         case PRoPE():
-            turning = int(scaling.p * dim) // 2
-            return [value / mpf(scaling.factor) * (j < turning) for j, value in enumerate(plain(base, dim))]
+            rotated = int(scaling.p * dim) // 2
+            return [value / mpf(scaling.factor) * (j < rotated) for j, value in enumerate(plain(base, dim))]
         case Linspace():
             return [base ** (mpf(j) / (dim // 2 - 1)) * mpf(scaling.factor) for j in range(dim // 2)]
     raise AssertionError(scaling)
@@ -102,7 +102,7 @@ def _many_digits() -> Any:
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.8])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_every_bit_of_the_turns_is_that_of_the_oracle(name: str, theta: float) -> None:
+def test_turns_equal_the_oracle_bit_for_bit(name: str, theta: float) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(128, theta=theta, scaling=scaling)
     expected = oracle(scaling, theta, 128)
@@ -111,7 +111,7 @@ def test_every_bit_of_the_turns_is_that_of_the_oracle(name: str, theta: float) -
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_turns_at_a_length_are_those_of_the_oracle(name: str) -> None:
+def test_turns_for_a_length_equal_the_oracle(name: str) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(128, scaling=scaling).for_length(10_001)
     assert rotary.turns.tolist() == fixed(oracle(scaling, 10000.0, 128, 10_001))
@@ -120,7 +120,7 @@ def test_turns_at_a_length_are_those_of_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
 @pytest.mark.parametrize("axes", [1, 2, 4])
-def test_axial_scales_the_short_ladder_of_each_axis(name: str, axes: int) -> None:
+def test_axial_allocation_scales_the_short_ladder_of_each_axis(name: str, axes: int) -> None:
     scaling = SCALINGS[name]
     thetas = [10000.0 * 3**axis for axis in range(axes)]
     rotary = Rotary(64, theta=thetas, axes=axes, allocation="axial", scaling=scaling)
@@ -129,7 +129,7 @@ def test_axial_scales_the_short_ladder_of_each_axis(name: str, axes: int) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
-def test_pixtral_takes_even_then_odd_of_the_full_scaled_ladder(name: str) -> None:
+def test_pixtral_takes_the_even_then_the_odd_frequencies_of_the_full_scaled_ladder(name: str) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(64, theta=[10000.0, 20000.0], allocation="pixtral", scaling=scaling)
     expected = oracle(scaling, 10000.0, 64)[0::2] + oracle(scaling, 20000.0, 64)[1::2]
@@ -137,18 +137,18 @@ def test_pixtral_takes_even_then_odd_of_the_full_scaled_ladder(name: str) -> Non
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 6, 40])
-def test_the_ladder_is_that_of_rotary_dim_not_of_head_dim(rotary_dim: int) -> None:
+def test_the_ladder_depends_on_rotary_dim_instead_of_head_dim(rotary_dim: int) -> None:
     rotary = Rotary(64, rotary_dim=rotary_dim, axes=1)
     assert rotary.turns.tolist() == fixed(plain(10000, rotary_dim))
 
 
-def test_each_axis_has_the_ladder_of_its_own_theta() -> None:
+def test_each_axis_uses_the_ladder_of_its_own_theta() -> None:
     rotary = Rotary(16, theta=[10000, 500000.0], allocation="split")
     expected = plain(10000, 16)[:4] + plain(500000, 16)[4:]
     assert rotary.turns.tolist() == fixed(expected)
 
 
-def test_explicit_frequencies_are_taken_exactly_modulo_one_turn() -> None:
+def test_explicit_frequencies_are_exact_modulo_one_turn() -> None:
     values = [0.1, 7.5, -0.25, 0.0, 351.85837720205683, 2.0**32, 5e-324, 1e-9]
     rotary = Rotary(16, inv_freq=values)
     assert rotary.turns.tolist() == fixed([mpf(value) for value in values])
@@ -156,7 +156,7 @@ def test_explicit_frequencies_are_taken_exactly_modulo_one_turn() -> None:
     assert rotary.inv_freq_float32.tolist() == np.array(values, np.float32).tolist()
 
 
-def test_the_decimal_context_of_the_caller_plays_no_part() -> None:
+def test_the_decimal_context_of_the_caller_is_ignored() -> None:
     import decimal
 
     expected = Rotary(64, scaling=YaRN(4, 2048)).turns.tolist()
@@ -164,7 +164,7 @@ def test_the_decimal_context_of_the_caller_plays_no_part() -> None:
         assert Rotary(64, scaling=YaRN(4, 2048)).turns.tolist() == expected
 
 
-def test_spec_ntk_stretches_the_base_to_40889_94() -> None:
+def test_spec_ntk_increases_the_base_to_40889_94() -> None:
     rotary = Rotary(128, scaling=NTK(4))
     assert rotary.inv_freq_array[1] ** -64 == printed("40889.94")
     assert Rotary(128).inv_freq_array[-1] / rotary.inv_freq_array[-1] == pytest.approx(4, rel=gamma(3, np.float64))
@@ -181,7 +181,7 @@ def test_spec_yarn_ramp_ratios_and_attention_factor() -> None:
     assert rotary.attention_factor == printed("1.138629")
 
 
-def test_spec_llama3_keeps_29_blends_6_divides_29() -> None:
+def test_spec_llama3_keeps_29_pairs_interpolates_6_and_divides_29() -> None:
     scaling = Llama3(8, 1, 4, 8192)
     ratio = Rotary(128, theta=5e5, scaling=scaling).inv_freq_array / Rotary(128, theta=5e5).inv_freq_array
     assert [int((ratio == 1).sum()), int(((ratio < 1) & (ratio > 0.125)).sum()), int((ratio == 0.125).sum())] == [
@@ -197,7 +197,7 @@ def test_spec_p_rope_is_not_a_partial_rotary_factor() -> None:
     assert Rotary(16, rotary_dim=4).inv_freq_array.tolist() == [1, 0.01]
 
 
-def test_p_rope_of_one_changes_nothing_and_of_zero_stops_everything() -> None:
+def test_p_rope_with_p_1_changes_nothing_and_with_p_0_rotates_nothing() -> None:
     assert Rotary(16, scaling=PRoPE(1)).turns.tolist() == Rotary(16).turns.tolist()
     assert Rotary(16, scaling=PRoPE(0)).turns.tolist() == [0] * 8
 
@@ -206,25 +206,25 @@ def test_spec_rope_1d_of_eight_channels() -> None:
     assert Rotary(8, axes=1).inv_freq_array.tolist() == [1, 0.1, 0.01, 0.001]
 
 
-def test_spec_interleaved_keeps_both_axes_over_the_whole_spectrum() -> None:
+def test_spec_interleaved_allocation_gives_both_axes_the_whole_spectrum() -> None:
     rotary = Rotary(128)
     rows, cols = (rotary.inv_freq_array[rotary.pair_axis == axis] for axis in (0, 1))
     assert np.exp(np.log(rows).mean() - np.log(cols).mean()) == printed("1.155")
 
 
-def test_spec_split_starves_the_columns() -> None:
+def test_spec_split_allocation_gives_columns_only_low_frequencies() -> None:
     rotary = Rotary(128, allocation="split")
     rows, cols = (rotary.inv_freq_array[rotary.pair_axis == axis] for axis in (0, 1))
     assert [rows[0], rows[-1], cols[0], cols[-1]] == [1, printed("0.0115"), 0.01, printed("1.2e-4")]
 
 
-def test_attention_factors() -> None:
+def test_attention_factors_equal_their_formulas() -> None:
     assert YaRN(4, 2048, attention_factor=0.5).scaled_attention() == 0.5
     assert YaRN(1, 2048).scaled_attention() == 1
     assert YaRN(40, 4096, mscale=1, mscale_all_dim=1).scaled_attention() == 1
     by_hand = (0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
-    found = YaRN(40, 4096, mscale=0.707, mscale_all_dim=1).scaled_attention()
-    assert found == pytest.approx(by_hand, rel=2 * gamma(LIBRARY + 4, np.float64))
+    factor = YaRN(40, 4096, mscale=0.707, mscale_all_dim=1).scaled_attention()
+    assert factor == pytest.approx(by_hand, rel=2 * gamma(LIBRARY + 4, np.float64))
     assert LongRoPE([1], [1], 4096, factor=32).scaled_attention() == printed("1.190238")
     assert LongRoPE([1], [1], 4096).scaled_attention() == 1
     assert LongRoPE([1], [1], 4096, factor=32, attention_factor=1.5).scaled_attention() == 1.5
@@ -236,7 +236,7 @@ def test_yarn_with_one_pair_in_the_ramp_has_no_singularity() -> None:
     assert Rotary(8, scaling=scaling).turns.tolist() == fixed(yarn(scaling, mpf(10000), 8))
 
 
-# Transformers, bit for bit with its own power, and within an ulp without it.
+# Transformers: bit-equal with torch's power function, within an ulp without it.
 
 HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
     "linear": ({"factor": 2.5}, Linear(2.5)),
@@ -284,24 +284,24 @@ def config(**rope: Any) -> Any:
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 1234567.8])
 @pytest.mark.parametrize("length", [None, 200_000])
 @pytest.mark.parametrize("name", HF)
-def test_float32_frequencies_are_those_of_transformers(name: str, length: int | None, theta: float) -> None:
+def test_float32_frequencies_equal_transformers(name: str, length: int | None, theta: float) -> None:
     parameters, scaling = HF[name]
     rope_utils = importlib.import_module(pytest.importorskip("transformers").__name__ + ".modeling_rope_utils")
-    told = config(rope_type=name.strip(), rope_theta=theta, **parameters)
-    expected, factor = rope_utils.ROPE_INIT_FUNCTIONS[name.strip()](told, None, seq_len=length)
+    hf_config = config(rope_type=name.strip(), rope_theta=theta, **parameters)
+    expected, factor = rope_utils.ROPE_INIT_FUNCTIONS[name.strip()](hf_config, None, seq_len=length)
     rotary = Rotary(128, theta=theta, scaling=scaling, precision="hf", length=length)
     assert rotary.inv_freq_as_hf(torch_power).tobytes() == expected.numpy().tobytes()
-    assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY + 4) * abs(expected))  # 4 of the scaling
+    assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY + 4) * abs(expected))  # 4 for the scaling
     assert rotary.attention_factor == factor
-    assert Rotary.from_hf_config(told, precision="hf", length=length) == rotary
+    assert Rotary.from_hf_config(hf_config, precision="hf", length=length) == rotary
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80])
-def test_axial_frequencies_are_those_of_timm(dim: int) -> None:
+def test_axial_frequencies_equal_timm(dim: int) -> None:
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")
     rotary = Rotary(dim, allocation="axial", pairing="adjacent")
     sin, cos = timm.build_rotary_pos_embed([3, 4], dim=dim, in_pixels=False)
     ids = np.stack([np.repeat(np.arange(3), 4), np.tile(np.arange(4), 3)])
     angle = ids[rotary.pair_axis].T * rotary.inv_freq_array
-    found = sin[:, ::2], cos[:, ::2]
-    assert_within(found, (np.sin(angle), np.cos(angle)), cos_sin(angle, FREQUENCY + 1))
+    pairs = sin[:, ::2], cos[:, ::2]
+    assert_within(pairs, (np.sin(angle), np.cos(angle)), cos_sin(angle, FREQUENCY + 1))

@@ -1,4 +1,4 @@
-"""The kernels compiled ahead of time for GPUs that need not be here: wide, exact code without spills."""
+"""Kernels compiled ahead of time for GPUs that need not be present: wide, exact code without register spills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = [
     "rerotate own frequencies, sm_90",
     "rerotate, sm_90", "rerotate fractional from ids, sm_80",
 ]  # fmt: skip
-"""Heads of 16 bits that are loaded and stored 16 bytes at a time, and nothing in smaller pieces."""
+"""Cases whose 16-bit heads are loaded and stored exclusively in pieces of 16 bytes."""
 
 NARROW = [
     "rotate partial, one token, sm_90", "norm partial adjacent, sm_80", "backward partial, sm_100",
@@ -37,13 +37,13 @@ FUSED = "rotate fused, sm_80"
 AMD = ["backward after, gfx942", "store e4m3, norm, computed, gfx942", "rerotate e4m3, scales, gfx942"]
 
 REGISTERS = {"rotate": 72, "norm": 80, "backward": 128, "store": 96, "rerotate": 96}
-"""Most registers of wide kernels: 64, 72, 128, 89 and 96 are seen with Triton 3.9."""
+"""Register limits of wide kernels; Triton 3.9 uses 64, 72, 128, 89 and 96."""
 
 Facts = dict[str, dict[str, int]]
 
 
 def compiled(names: list[str], cache: Path) -> Facts:
-    """Compile cases in a process without the interpreter, and give its counts by case."""
+    """Compile cases in a process without the interpreter and return its counts by case."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
@@ -56,32 +56,32 @@ def compiled(names: list[str], cache: Path) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def slowly(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """Facts of all cases that slow tests share."""
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """Return the counts of all cases, for the slow tests."""
     return compiled([*WIDE, *NARROW, FUSED, *AMD], tmp_path_factory.mktemp("triton"))
 
 
-def assert_exact(case: str, facts: dict[str, int]) -> None:
-    """Products and sums are rounded one by one, nothing is computed in float64 and nothing spilled."""
-    # What grows, and what is divided for 8 bits, is divided in fused steps.
+def assert_exact(case: str, counts: dict[str, int]) -> None:
+    """Assert that products and sums are rounded separately, nothing uses float64 and no register spills."""
+    # Divisions by scales are compiled to fused instructions.
     if "scales" not in case and "e4m3" not in case:
-        assert facts["fma"] == 0, case
-    assert facts["float64"] == 0, case
-    assert (facts["divisions_64"] > 0) == ("fractional" in case or "one token" in case), case  # only fractions divide
-    most = (4, 8, 0) if "q too" in case else (0, 0, 0)  # scales of q, k and v are a number more than registers hold
-    assert (facts["spills"], facts["stack"], facts["local"]) <= most, case
+        assert counts["fma"] == 0, case
+    assert counts["float64"] == 0, case
+    assert (counts["divisions_64"] > 0) == ("fractional" in case or "one token" in case), case  # only fractions divide
+    limits = (4, 8, 0) if "q too" in case else (0, 0, 0)  # scales of q, k and v need one register too many
+    assert (counts["spills"], counts["stack"], counts["local"]) <= limits, case
 
 
-def assert_wide(case: str, facts: dict[str, int]) -> None:
-    assert_exact(case, facts)
+def assert_wide(case: str, counts: dict[str, int]) -> None:
+    assert_exact(case, counts)
     kernel = case.replace(",", "").split()[0]
-    assert facts["loads_128"] >= (2 if kernel == "rerotate" else 4), case
-    assert facts["stores_128"] >= (2 if kernel == "rerotate" else 4), case
-    # Only the sums of the weights' gradients are smaller, once a program.
-    assert facts["narrow_stores"] <= (4 if kernel == "backward" else 0), case
-    # A row's mean is made by threads of one warp.
-    assert facts["heads_shared"] == 0 or kernel not in ("norm", "backward"), case
-    assert facts["registers"] <= REGISTERS[kernel], case
+    assert counts["loads_128"] >= (2 if kernel == "rerotate" else 4), case
+    assert counts["stores_128"] >= (2 if kernel == "rerotate" else 4), case
+    # Only the sums of the weight gradients are narrower, once per program.
+    assert counts["narrow_stores"] <= (4 if kernel == "backward" else 0), case
+    # The mean of a row is computed by the threads of one warp.
+    assert counts["heads_shared"] == 0 or kernel not in ("norm", "backward"), case
+    assert counts["registers"] <= REGISTERS[kernel], case
 
 
 def test_kernels_compile_to_wide_exact_code_without_spills(tmp_path: Path) -> None:
@@ -89,22 +89,22 @@ def test_kernels_compile_to_wide_exact_code_without_spills(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_they_do_in_every_other_shape(slowly: Facts) -> None:
+def test_kernels_of_all_shapes_compile_to_wide_exact_code(facts: Facts) -> None:
     for case in WIDE:
-        assert_wide(case, slowly[case])
+        assert_wide(case, facts[case])
 
 
 @pytest.mark.slow
-def test_heads_that_turn_in_part_and_numbers_of_8_bits_compile_without_spills(slowly: Facts) -> None:
+def test_partly_rotated_heads_and_8_bit_numbers_compile_without_spills(facts: Facts) -> None:
     for case in NARROW:
-        assert_exact(case, slowly[case])
+        assert_exact(case, facts[case])
 
 
 @pytest.mark.slow
-def test_with_fusion_the_count_of_fused_instructions_is_not_zero(slowly: Facts) -> None:
-    assert slowly[FUSED]["fma"] > 0
+def test_enabled_fusion_is_visible_in_the_count_of_fused_instructions(facts: Facts) -> None:
+    assert facts[FUSED]["fma"] > 0
 
 
 @pytest.mark.slow
-def test_an_amd_gpu_compiles_them_without_spills(slowly: Facts) -> None:
-    assert {case: slowly[case] for case in AMD} == {case: {"spills": 0} for case in AMD}
+def test_kernels_for_an_amd_gpu_compile_without_spills(facts: Facts) -> None:
+    assert {case: facts[case] for case in AMD} == {case: {"spills": 0} for case in AMD}

@@ -1,8 +1,8 @@
-"""Cases of peers' own tests of rotations, with their formulas of float32 angles and within their tolerances.
+"""Test cases from the rotary tests of other projects, with their float32 angle formulas and tolerances.
 
 flash-attention at 0251105a, tests/test_rotary.py; TransformerEngine at d0067d0d, tests/pytorch/test_fused_rope.py;
 FlashInfer at fb28d724, tests/attention/test_rope.py; vLLM 0.33, tests/kernels/core/test_pos_encoding.py; SGLang 0.5.23,
-sgl-kernel/tests and jit_kernel/tests/test_rope.py. Two of each, and sizes that only repeat rows or heads are smaller.
+sgl-kernel/tests and jit_kernel/tests/test_rope.py. Two cases from each, with fewer rows and heads where they repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Case(NamedTuple):
-    """A rotation of one axis: documents of lengths from starts, heads of q and k, and what the peer allows."""
+    """Rotation with one axis: document lengths and start ids, heads of q and k, and the tolerance of the peer."""
 
     head_dim: int
     rotary_dim: int
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def flash(dtype: torch.dtype) -> Tolerance:
-    """Twice what adding a number and taking it away again does to numbers below 4."""
+    """Return twice the rounding error of adding and subtracting a constant, for numbers below 4."""
     return Tolerance(1e-3, 2 * 4 * torch.finfo(dtype).eps)
 
 
@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_rotations_and_gradients_are_those_of_peers(case: Case) -> None:
+def test_rotations_and_gradients_agree_with_peers(case: Case) -> None:
     positions = place(SegmentTable.from_documents([[Text(n)] for n in case.lengths]), "flatten", start=case.starts)
     pairing: Any = "adjacent" if case.adjacent else "half"
     options: Any = {"axes": 1, "rotary_dim": case.rotary_dim, "pairing": pairing, "precision": "hf"}

@@ -1,4 +1,4 @@
-"""Rows of images as PixtralProcessor of Transformers writes them: built, read again, and made by the processor."""
+"""Image rows in the format of Transformers' PixtralProcessor: written by the processor and the builder, and parsed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["What is [IMG] this?", "[IMG][IMG]", "A cat", "[IMG] a cup [IMG]"]
 
 
 @pytest.mark.parametrize("merge", [1, 2])
-def test_ids_are_those_of_pixtral_and_are_read_again(merge: int) -> None:
+def test_input_ids_equal_pixtral_and_are_parsed(merge: int) -> None:
     tokenizer = chat_tokenizer(NAMES)
     sizes = [(merge * height, merge * width) for height, width in SIZES]
     photos = [np.zeros((*size, 3), np.uint8) for size in sizes]
@@ -34,25 +34,25 @@ def test_ids_are_those_of_pixtral_and_are_read_again(merge: int) -> None:
     want = theirs([photos[:1], photos[1:3], [], photos[3:]], TEXTS, padding=True, return_tensors="np")
 
     ours = ImageProcessor("pillow", patch_size=16, spatial_merge_size=merge, min_pixels=0)
-    made = MMPosProcessor(tokenizer, ours, "flatten", MARKERS)
-    got = made([ImageSize(*size) for size in sizes], TEXTS, padding=True, return_tensors="np")
+    processor = MMPosProcessor(tokenizer, ours, "flatten", MARKERS)
+    got = processor([ImageSize(*size) for size in sizes], TEXTS, padding=True, return_tensors="np")
     for key in ("input_ids", "attention_mask"):
         np.testing.assert_array_equal(got[key], want[key])
     np.testing.assert_array_equal(got["image_grid_thw"][:, 1:], want["image_sizes"] // 16)
-    again = made.positions(want["input_ids"], got["image_grid_thw"], want["attention_mask"])
-    np.testing.assert_array_equal(again.dense().reshape(1, *want["input_ids"].shape), got["mm_position_ids"])
+    positions = processor.positions(want["input_ids"], got["image_grid_thw"], want["attention_mask"])
+    np.testing.assert_array_equal(positions.dense().reshape(1, *want["input_ids"].shape), got["mm_position_ids"])
 
     builder = SequenceBuilder(tokenizer, ours, "flatten", MARKERS)
     parts: list[Any] = ["What is ", ImageSize(*sizes[0]), " this?"]
-    (whole,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
+    (expected,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
     sequence = builder.build(parts)
-    assert sequence.input_ids.tolist() == whole
-    found = SegmentTable.from_input_ids(whole, Placeholders(image=IMG, rows=(BREAK, END)), sequence.grid_thw)
-    np.testing.assert_array_equal(found.extents, sequence.segments.extents)
+    assert sequence.input_ids.tolist() == expected
+    segments = SegmentTable.from_input_ids(expected, Placeholders(image=IMG, rows=(BREAK, END)), sequence.grid_thw)
+    np.testing.assert_array_equal(segments.extents, sequence.segments.extents)
 
 
 @pytest.mark.parametrize("model", ["Mistral3Config", "LlavaConfig"])
-def test_a_config_knows_the_names_of_pixtrals_rows(model: str) -> None:
+def test_settings_from_a_config_include_the_row_markers_of_pixtral(model: str) -> None:
     text, vision = transformers.MistralConfig(), transformers.PixtralVisionConfig()
     config = getattr(transformers, model)(text_config=text, vision_config=vision, image_token_index=IMG)
     settings = mmpos.from_hf_config(config)
@@ -61,5 +61,5 @@ def test_a_config_knows_the_names_of_pixtrals_rows(model: str) -> None:
     sequence = builder.build(["A", mmpos.Grid(2, 3)])
     assert sequence.input_ids[1:].tolist()[-8:] == [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, END]
     merge = settings.spatial_merge_size
-    found = settings.segments(sequence.input_ids, sequence.grid_thw * [1, merge, merge], rows=(BREAK, END))
-    np.testing.assert_array_equal(found.extents, sequence.segments.extents)
+    segments = settings.segments(sequence.input_ids, sequence.grid_thw * [1, merge, merge], rows=(BREAK, END))
+    np.testing.assert_array_equal(segments.extents, sequence.segments.extents)

@@ -1,4 +1,4 @@
-"""apply_rotary on a CPU: every allocation, dtype, layout and table against the oracle, element by element."""
+"""apply_rotary on a CPU: every allocation, dtype, layout and table, compared with an oracle element by element."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ PAIRINGS = ("half", "adjacent")
 
 
 def both(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> tuple[Tensor, Tensor]:
-    """Rotated q and k, neither of them None."""
+    """Return rotated q and k."""
     q_out, k_out = apply_rotary(q, k, positions, rotary, **options)
     assert k_out is not None
     return q_out, k_out
 
 
 def one(x: Tensor, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
-    """Rotated q, without k."""
+    """Return rotated q of a call without k."""
     out, none = apply_rotary(x, None, positions, rotary, **options)
     assert none is None
     return out
 
 
 def bits(x: Tensor) -> list[Any]:
-    """The bits of every element, in which 0 and −0 differ."""
-    found: list[Any] = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).tolist()
-    return found
+    """Return the bits of every element, which distinguish 0 and −0."""
+    integers: list[Any] = x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).tolist()
+    return integers
 
 
 def dense(positions: PositionTable) -> Tensor:
     return torch.from_numpy(positions.dense())
 
 
-# The map.
+# Allocations, tables and ids.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("name", ROTARIES)
 @pytest.mark.usefixtures("way")
-def test_every_allocation_rotates_as_the_oracle_does(name: str, pairing: Any, dtype: torch.dtype) -> None:
+def test_every_allocation_agrees_with_the_oracle(name: str, pairing: Any, dtype: torch.dtype) -> None:
     rotary = replace(ROTARIES[name], pairing=pairing)
     table = packed(BY_AXES[rotary.axes])
     q, k = heads(32, 3, rotary.head_dim, dtype), heads(32, 1, rotary.head_dim, dtype, seed=1)
@@ -83,7 +83,7 @@ def test_every_allocation_rotates_as_the_oracle_does(name: str, pairing: Any, dt
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.usefixtures("way")
-def test_every_table_rotates_as_the_oracle_does(scheme: str, view: str) -> None:
+def test_every_table_agrees_with_the_oracle(scheme: str, view: str) -> None:
     rotary = Rotary(16, axes=SCHEMES[scheme])
     table = VIEWS[view](packed(scheme, 9_000_000))
     q = heads(table.num_tokens, 2, 16)
@@ -110,7 +110,7 @@ def test_every_table_rotates_as_the_oracle_does(scheme: str, view: str) -> None:
     pairing=st.sampled_from(PAIRINGS),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_ids_rotate_as_the_oracle_does(
+def test_any_ids_agree_with_the_oracle(
     ids: list[Fraction | int], pairs: int, rest: int, pairing: Any, dtype: torch.dtype
 ) -> None:
     rotary = Rotary(2 * (pairs + rest), rotary_dim=2 * pairs, axes=1, pairing=pairing)
@@ -119,22 +119,22 @@ def test_any_ids_rotate_as_the_oracle_does(
     assert_rotated(one(q, table, rotary), q, table, rotary)
 
 
-def test_the_worked_numbers_of_both_pairings() -> None:
+def test_worked_examples_of_both_pairings() -> None:
     position = torch.tensor([[1]])
     adjacent = one(torch.tensor([[[1.0, 0, 1, 0]]]), position, Rotary(4, axes=1, pairing="adjacent"))
-    assert_within(adjacent, [[[0.540302, 0.841471, 0.99995, 0.01]]], 5e-7 + EXACT)  # as printed
+    assert_within(adjacent, [[[0.540302, 0.841471, 0.99995, 0.01]]], 5e-7 + EXACT)  # half a unit of the printed digits
     half = one(torch.tensor([[[1.0, 1, 0, 0]]]), position, Rotary(4, axes=1))
     assert_within(half, [[[0.540302, 0.99995, 0.841471, 0.01]]], 5e-7 + EXACT)
 
 
-def test_partial_rotation_passes_the_rest_through() -> None:
+def test_partial_rotation_keeps_the_other_channels() -> None:
     table = packed("rope-tie")
     q = heads(32, 2, 20, torch.bfloat16)
     q[0, 0, 12:14] = torch.tensor([torch.inf, torch.nan])
     out = one(q, table, Rotary(20, rotary_dim=12))
     assert bits(out[..., 12:]) == bits(q[..., 12:])
-    alone = one(q[..., :12], table, Rotary(12))
-    assert bits(out[..., :12]) == bits(alone)
+    rotated_part = one(q[..., :12], table, Rotary(12))
+    assert bits(out[..., :12]) == bits(rotated_part)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,14 +161,14 @@ def test_hf_precision_rotates_by_float32_angles(axes: int) -> None:
     assert_rotated(one(q, table, rotary), q, table, replace(rotary, precision="exact"), slack=slack)
 
 
-# What rotations are for.
+# Text and inverse rotations.
 
 ONE_LADDER = [name for name in ROTARIES if not any(word in name for word in ("axial", "pixtral", "theta", "HoPE"))]
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("name", ONE_LADDER)
-def test_text_is_rotated_as_by_rope_1d_to_the_bit(name: str, pairing: Any) -> None:
+def test_text_is_rotated_bit_for_bit_as_by_rope_1d(name: str, pairing: Any) -> None:
     rotary = replace(ROTARIES[name], pairing=pairing)
     scheme = BY_AXES[rotary.axes]
     flat = replace(rotary, axes=1, allocation="interleaved", mrope_section=None)
@@ -180,23 +180,23 @@ def test_text_is_rotated_as_by_rope_1d_to_the_bit(name: str, pairing: Any) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_conjugate_turns_backwards_and_inverts(pairing: Any, dtype: torch.dtype) -> None:
+def test_conjugate_inverts_a_rotation(pairing: Any, dtype: torch.dtype) -> None:
     rotary = Rotary(20, rotary_dim=16, pairing=pairing)
     table = packed("rope-tie-v2")
     q = heads(32, 2, 20, dtype)
     assert_rotated(one(q, table, rotary, conjugate=True), q, table, rotary, conjugate=True)
-    there_and_back = one(one(q, table, rotary), table, rotary, conjugate=True)
-    # Of the length of a pair, each way: the arithmetic, and one rounding of both channels.
-    assert_within(there_and_back, q, 2 * (ARITHMETIC + unit(dtype)) * math.sqrt(2) * float(q.abs().max()))
+    restored = one(one(q, table, rotary), table, rotary, conjugate=True)
+    # Relative to the length of a pair, for each rotation: the arithmetic, and one rounding of both channels.
+    assert_within(restored, q, 2 * (ARITHMETIC + unit(dtype)) * math.sqrt(2) * float(q.abs().max()))
 
 
-# The tensors.
+# Layouts, views and sizes.
 
 LAYOUTS = {"thd": (39,), "bshd": (3, 13), "bhsd": (3, 13)}
 
 
 def as_layout(x: Tensor, layout: str) -> Tensor:
-    """(39, heads, head_dim) as the layout has it, without a copy."""
+    """View (39, heads, head_dim) in a layout without a copy."""
     if layout == "thd":
         return x
     four = x.view(3, 13, *x.shape[1:])
@@ -204,16 +204,16 @@ def as_layout(x: Tensor, layout: str) -> Tensor:
 
 
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Collects the q and k that reach an operator."""
-    found: list[Tensor] = []
+    """Return a list that collects the q and k passed to operators."""
+    tensors: list[Tensor] = []
     original = operators.call
 
-    def listen(operator: Any, q: Tensor, k: Tensor, *rest: Any) -> Any:
-        found.extend((q, k))
+    def record(operator: Any, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        tensors.extend((q, k))
         return original(operator, q, k, *rest)
 
-    monkeypatch.setattr(operators, "call", listen)
-    return found
+    monkeypatch.setattr(operators, "call", record)
+    return tensors
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -233,7 +233,7 @@ def test_views_of_a_fused_qkv_are_not_copied(layout: Any, pairing: Any, monkeypa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_place_writes_into_views_and_nowhere_else(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_place_rotation_writes_only_to_its_views(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rotary = Rotary(12, rotary_dim=8)
     table = packed("rope-tie").pad(13)
     fused = heads(39, 8, 12)
@@ -247,13 +247,13 @@ def test_in_place_writes_into_views_and_nowhere_else(layout: Any, monkeypatch: p
     assert bits(q) == bits(fresh[0])
     assert bits(k) == bits(fresh[1])
     assert bits(fused[:, 6:]) == bits(before[:, 6:])
-    alone, none = apply_rotary(q, None, table, rotary, layout=layout, inplace=True, conjugate=True)
-    assert alone is q
-    assert none is None
+    q_out, k_out = apply_rotary(q, None, table, rotary, layout=layout, inplace=True, conjugate=True)
+    assert q_out is q
+    assert k_out is None
     assert bits(k) == bits(fresh[1])
 
 
-def test_layouts_without_a_name_follow_the_dimensions() -> None:
+def test_layout_none_depends_on_the_number_of_dimensions() -> None:
     rotary, table = Rotary(8), packed("rope-tie").pad(13)
     q = heads(39, 2, 8)
     flat = one(q, table, rotary)
@@ -264,20 +264,20 @@ def test_layouts_without_a_name_follow_the_dimensions() -> None:
     assert bits(over_heads) == bits(one(square, table, rotary))
 
 
-def test_empty_batches_and_no_heads_give_empty_tensors() -> None:
+def test_empty_batches_and_zero_heads_return_empty_tensors() -> None:
     rotary = Rotary(8)
-    nothing = packed("rope-tie").slice(4, 4)
-    q, k = both(heads(0, 2, 8), heads(0, 1, 8), nothing, rotary)
+    empty = packed("rope-tie").slice(4, 4)
+    q, k = both(heads(0, 2, 8), heads(0, 1, 8), empty, rotary)
     assert (q.shape, k.shape) == ((0, 2, 8), (0, 1, 8))
     assert one(heads((0, 5), 2, 8), torch.zeros(2, 0, 5, dtype=torch.int32), rotary).shape == (0, 5, 2, 8)
     x = heads(32, 2, 8)
     q, k = both(x[:, :0], x, packed("rope-tie"), rotary)
     assert q.shape == (32, 0, 8)
     assert_rotated(k, x, packed("rope-tie"), rotary)
-    apply_rotary(heads(0, 2, 8), heads(0, 1, 8), nothing, rotary, inplace=True)
+    apply_rotary(heads(0, 2, 8), heads(0, 1, 8), empty, rotary, inplace=True)
 
 
-def test_long_inputs_are_cut_into_blocks() -> None:
+def test_inputs_longer_than_a_block_agree_with_the_oracle() -> None:
     rotary = Rotary(64, axes=1)
     ids = torch.arange(1100, dtype=torch.int32).repeat(4).view(1, 4, 1100)
     q = heads((4, 1100), 6, 64, torch.bfloat16)
@@ -300,22 +300,22 @@ def test_tables_device_tables_and_dense_ids_agree(axes: int, view: str) -> None:
     ids = dense(table)
     device = DevicePositions.from_table(table)
     roomy = DevicePositions.from_table(table, capacity=100)
-    exactly: list[Any] = [device, roomy]
+    exact_forms: list[Any] = [device, roomy]
     if not table.fractional:
         assert ids.dtype == torch.int32
-        exactly += [ids, ids.to(torch.int64), ids.to(torch.float64)]
-    for positions in exactly:
+        exact_forms += [ids, ids.to(torch.int64), ids.to(torch.float64)]
+    for positions in exact_forms:
         got = both(q, k, positions, rotary)
         assert (bits(got[0]), bits(got[1])) == (bits(want[0]), bits(want[1]))
-    # float64 holds thirds only nearly, and rounds them down or not by one unit of 2⁻³².
-    near = both(q, k, ids.to(torch.float64), rotary)
-    assert_within(near, want, [rotations(x, 2 * EXACT) for x in want])
-    assert_rotated(near[0], q, table, rotary)
+    # float64 represents thirds only approximately; rounding down may differ by one unit of 2⁻³².
+    approximate = both(q, k, ids.to(torch.float64), rotary)
+    assert_within(approximate, want, [rotations(x, 2 * EXACT) for x in want])
+    assert_rotated(approximate[0], q, table, rotary)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_padded_tables_are_batches(scheme: str, side: Any) -> None:
+def test_padded_tables_rotate_batches(scheme: str, side: Any) -> None:
     rotary = Rotary(8)
     table = packed(scheme).pad(13, side)
     ids = dense(table)
@@ -340,7 +340,7 @@ def leaf(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.usefixtures("way")
-def test_gradients_are_turned_backwards(conjugate: bool, pairing: Any, dtype: torch.dtype) -> None:
+def test_gradients_are_rotated_back(conjugate: bool, pairing: Any, dtype: torch.dtype) -> None:
     rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
     table = packed("rope-tie-fractional")
     q, k = leaf(heads(32, 3, 20, dtype)), leaf(heads(32, 1, 20, dtype, seed=1))
@@ -350,24 +350,24 @@ def test_gradients_are_turned_backwards(conjugate: bool, pairing: Any, dtype: to
     assert_rotated(k.grad, k_grad, table, rotary, conjugate=not conjugate)
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_tensors_that_require_gradients_receive_one() -> None:
     rotary, table = Rotary(8), packed("rope-tie")
     grad = heads(32, 2, 8, seed=5)
     q, k = leaf(heads(32, 2, 8)), heads(32, 1, 8)
     both(q, k, table, rotary)[0].backward(grad)
     assert_rotated(q.grad, grad, table, rotary, conjugate=True)
     assert k.grad is None
-    alone = leaf(q.detach())
-    one(alone, table, rotary).backward(grad)
-    assert alone.grad is not None
+    q_alone = leaf(q.detach())
+    one(q_alone, table, rotary).backward(grad)
+    assert q_alone.grad is not None
     assert q.grad is not None
-    assert bits(alone.grad) == bits(q.grad)
+    assert bits(q_alone.grad) == bits(q.grad)
     k = leaf(k)
     both(q.detach(), k, table, rotary)[1].backward(grad[:, :1])
     assert_rotated(k.grad, grad[:, :1], table, rotary, conjugate=True)
 
 
-def test_second_derivatives_turn_forwards_again() -> None:
+def test_second_derivatives_are_rotated_forward() -> None:
     rotary, table = Rotary(8), packed("rope-tie")
     q, grad = leaf(heads(32, 2, 8)), leaf(heads(32, 2, 8, seed=5))
     (first,) = torch.autograd.grad(one(q, table, rotary), q, grad, create_graph=True)
@@ -388,13 +388,13 @@ def test_a_table_refreshed_before_the_backward_pass_is_refused() -> None:
     assert_rotated(q.grad, grad, packed("rope-tie", 500), rotary, conjugate=True)
 
 
-def test_the_oracle_is_the_rotation_matrix() -> None:
+def test_the_oracle_applies_the_rotation_matrix() -> None:
     cos, sin = 0.8775825618903728, 0.479425538604203
     truth = rotated(np.array([[[3.0, 4.0]]]), [[Fraction(1, 2)]], Rotary(2, axes=1))
     assert_within(truth, [[[3 * cos - 4 * sin, 3 * sin + 4 * cos]]], 5 * cos_sin(dtype=np.float64))
 
 
-def test_autograd_notices_what_was_written_in_place() -> None:
+def test_autograd_detects_tensors_rotated_in_place() -> None:
     q = heads(32, 2, 8).requires_grad_() * 1
     saved = q.sin()
     with torch.no_grad():
@@ -403,7 +403,7 @@ def test_autograd_notices_what_was_written_in_place() -> None:
         saved.sum().backward()
 
 
-def test_inference_tensors_rotate_in_place_too() -> None:
+def test_inference_tensors_are_rotated_in_place() -> None:
     with torch.inference_mode():
         q = heads(32, 2, 8)
         want = one(q, packed("rope-tie"), Rotary(8))
@@ -412,18 +412,18 @@ def test_inference_tensors_rotate_in_place_too() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
-def test_a_view_of_the_negative_is_rotated_as_what_it_shows(implementation: Any) -> None:
+def test_a_negative_view_is_rotated_by_its_values(implementation: Any) -> None:
     whole = heads(32, 2, 16)
     negative = torch.view_as_complex(torch.stack((whole, whole), -1)).conj().imag
     assert negative.is_neg()
     want = one(-whole, packed("rope-tie"), Rotary(16))
     assert torch.equal(one(negative, packed("rope-tie"), Rotary(16), implementation=implementation), want)
-    with pytest.raises(UnsupportedError, match="q: got a view of the negative, want inplace=False"):
+    with pytest.raises(UnsupportedError, match="q: got a negative view, want inplace=False"):
         apply_rotary(negative, None, packed("rope-tie"), Rotary(16), inplace=True, implementation=implementation)
 
 
-def walked(call: Callable[[], object]) -> int:
-    """Count the functions of mmpos that a warm call runs, each once."""
+def functions_run_by(call: Callable[[], object]) -> int:
+    """Count the distinct functions of mmpos that a warm call runs."""
     seen, house = set(), str(Path(mmpos.__file__).parent)
     for _ in range(3):
         call()
@@ -436,12 +436,12 @@ def walked(call: Callable[[], object]) -> int:
 
 
 def test_a_warm_call_runs_few_functions() -> None:
-    """Bounds are a tenth above what is seen."""
+    """Compare with bounds that are a tenth above the counts measured."""
     input_ids, q, k, rotary = np.array([1, 2, 9, 9, 9, 9, 3]), heads(7, 4, 16), heads(7, 2, 16), Rotary(16)
 
     def table() -> PositionTable:
         return place(SegmentTable.from_input_ids(input_ids, Placeholders(image=9), [[1, 2, 2]]), "rope-tie")
 
     placed_once = table()
-    assert walked(lambda: apply_rotary(q, k, placed_once, rotary)) <= 11
-    assert walked(lambda: apply_rotary(q, k, table(), rotary)) <= 51
+    assert functions_run_by(lambda: apply_rotary(q, k, placed_once, rotary)) <= 11
+    assert functions_run_by(lambda: apply_rotary(q, k, table(), rotary)) <= 51

@@ -1,4 +1,4 @@
-"""torch.compile and the operators: whole graphs, few of them, that do what eager calls do; torch's checks."""
+"""torch.compile and the operators: few full graphs with the results of eager calls, and torch's own checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDE = Rotary(20, rotary_dim=12)
 BY_HEAD = Rotary(16, axes=2, allocation="heads", head_axes=[1])
 E4M3 = torch.float8_e4m3fn
 
-# Documents, tokens of text before each image, images: batch sizes, lengths and segment counts all vary.
+# (documents, text tokens before each image, images): batch sizes, lengths and segment counts all vary.
 MIX = [
     (1, 3, 0), (1, 5, 1), (2, 3, 1), (2, 7, 2), (1, 1, 0), (4, 2, 3), (3, 9, 0), (1, 12, 4), (6, 1, 2),
 ]  # fmt: skip
@@ -65,7 +65,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def turned(q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor | None]:
+def rotated(q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor | None]:
     q_out, k_out = apply_rotary(q * 2, k, positions, ROTARY)
     return q_out + 1, k_out
 
@@ -82,61 +82,61 @@ def as_packed_ids(positions: PositionTable) -> Tensor:
     return torch.from_numpy(positions.dense())
 
 
-def there_and_back(call: Callable[..., Any], inputs: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    """Give the outputs, and gradients of all inputs."""
+def outputs_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    """Return the outputs and the gradients of all inputs."""
     outputs = call(*inputs, *others)
     return [*outputs, *torch.autograd.grad(sum(x.pow(2 + i).sum() for i, x in enumerate(outputs)), inputs)]
 
 
 def run(call: Callable[..., Any], positions: PositionTable, form: Callable[..., Any]) -> list[Tensor]:
-    """q, k and both gradients; packed for thd."""
+    """Return rotated q and k and the gradients of q and k, in layout thd for packed ids."""
     shape = (positions.num_tokens,) if form is as_packed_ids else (positions.num_documents, positions.max_seqlen)
     q, k = normal(*shape, 3, 16).requires_grad_(), normal(*shape, 1, 16).requires_grad_()
-    return there_and_back(call, (q, k), form(positions))
+    return outputs_and_gradients(call, (q, k), form(positions))
 
 
 @pytest.mark.parametrize(
     "form", [as_ids, *(pytest.param(form, marks=pytest.mark.slow) for form in (as_device, as_packed_ids))]
 )
-def test_whole_graphs_and_few_of_them_over_a_mix_of_batches(form: Any) -> None:
+def test_a_mix_of_batches_compiles_to_few_full_graphs(form: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(turned, fullgraph=True, backend=counter)
+    compiled = torch.compile(rotated, fullgraph=True, backend=counter)
     for shape in MIX:
         positions = table(*shape)
-        for found, expected in zip(run(compiled, positions, form), run(turned, positions, form), strict=True):
-            assert torch.equal(found, expected), shape
+        for got, expected in zip(run(compiled, positions, form), run(rotated, positions, form), strict=True):
+            assert torch.equal(got, expected), shape
     assert counter.frame_count <= MOST_GRAPHS
 
 
-def test_packed_documents_of_unequal_lengths_take_few_graphs_too() -> None:
+def test_packed_documents_of_different_lengths_compile_to_few_graphs() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(turned, fullgraph=True, backend=counter)
+    compiled = torch.compile(rotated, fullgraph=True, backend=counter)
     for lengths in ([3], [4, 1], [2, 2], [5, 1, 7], [1], [9, 9, 9], [1, 2, 3, 4], [30], [6, 7], [8], [2, 1, 1], [5, 5]):
         device = as_device(place(SegmentTable.from_documents([[Text(n), Grid(2, 2)] for n in lengths])))
         q, k = normal(device.num_tokens, 3, 16), normal(device.num_tokens, 1, 16)
-        for found, expected in zip(compiled(q, k, device), turned(q, k, device), strict=True):
-            assert torch.equal(found, expected), lengths  # type: ignore[arg-type]
+        for got, expected in zip(compiled(q, k, device), rotated(q, k, device), strict=True):
+            assert torch.equal(got, expected), lengths  # type: ignore[arg-type]
     assert counter.frame_count <= MOST_GRAPHS
 
 
-def test_a_capacity_that_is_refreshed_takes_one_graph() -> None:
+def test_refreshed_positions_compile_to_one_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(turned, fullgraph=True, backend=counter)
+    compiled = torch.compile(rotated, fullgraph=True, backend=counter)
     device = DevicePositions.from_table(table(1, 4, 1), capacity=9)
     q, k = normal(12, 3, 16), normal(12, 1, 16)
     documents: list[list[Text | Grid]] = [[Text(12)], [Grid(2, 5), Text(2)], [Text(1), Grid(3, 1), Text(1), Grid(1, 7)]]
     for document in documents:
         device.refresh(place(SegmentTable.from_documents([document])))
-        for found, expected in zip(compiled(q, k, device), turned(q, k, device), strict=True):
-            assert torch.equal(found, expected)  # type: ignore[arg-type]
+        for got, expected in zip(compiled(q, k, device), rotated(q, k, device), strict=True):
+            assert torch.equal(got, expected)  # type: ignore[arg-type]
     assert counter.frame_count == 1
 
 
-# Every call, and all that it writes.
+# All calls and everything that they write.
 
 
 class Work:
-    """Views of one packed tensor of 13 tokens, caches, and weights, for a call to read and write."""
+    """Inputs and outputs of a call: views of one packed tensor with 13 tokens, caches and weights."""
 
     def __init__(self, cache: str = "NHD", dtype: torch.dtype = torch.float32) -> None:
         self.positions = DevicePositions.from_table(packed("rope-tie").slice(4, 17), DEVICE)
@@ -149,7 +149,7 @@ class Work:
         self.q_scale = torch.zeros(13, 3, device=DEVICE)
 
     def apply(self, fused: Tensor, rotary: Rotary = ROTARY, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Rotate, with arithmetic before and after where q is not written."""
+        """Rotate, with arithmetic before and after unless in place."""
         q, k = fused[:, :3], fused[:, 3:4]
         if options.get("inplace"):
             apply_rotary(q, k, self.positions, rotary, **options)
@@ -158,7 +158,7 @@ class Work:
         return q_out + 1, k_out
 
     def store(self, fused: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Rotate and store."""
+        """Rotate and store k and v."""
         scales = options.pop("scales", {})
         cache = self.held.with_slots(self.slots, **scales)
         q, k, v = fused[:, :3], fused[:, 3:4], fused[:, 4:]
@@ -168,9 +168,9 @@ class Work:
         return out.float() + 1, k_out
 
     def written(self) -> list[Tensor]:
-        """All that a call may write, as bits."""
-        every = (self.fused.detach(), *self.held.whole, *self.scales, self.q_scale)
-        return [x.contiguous().view(torch.uint8) for x in every]
+        """Return the bits of all tensors that a call may write."""
+        tensors = (self.fused.detach(), *self.held.whole, *self.scales, self.q_scale)
+        return [x.contiguous().view(torch.uint8) for x in tensors]
 
 
 def gated(work: Work, x: Tensor, inplace: bool) -> tuple[Tensor, ...]:
@@ -182,8 +182,8 @@ def gated(work: Work, x: Tensor, inplace: bool) -> tuple[Tensor, ...]:
 
 
 def moved(work: Work, fused: Tensor) -> tuple[Tensor]:
-    there = torch.arange(26, device=DEVICE).view(2, 13)
-    rerotate(work.held.key, work.slots + 1, work.positions, there, ROTARY)
+    new = torch.arange(26, device=DEVICE).view(2, 13)
+    rerotate(work.held.key, work.slots + 1, work.positions, new, ROTARY)
     return (fused * 2,)
 
 
@@ -223,40 +223,40 @@ QUICK = ("in place", "packed in place", "rerotate", "store and return k", "store
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_whole_graphs_have_the_outputs_and_gradients_of_eager(name: str) -> None:
+def test_full_graphs_have_the_outputs_and_gradients_of_eager_calls(name: str) -> None:
     results = []
     for compiled in (False, True):
         work = Work()
 
         def call(x: Tensor, w: Tensor, work: Work = work) -> list[Tensor]:
-            return [each for each in TRAINING[name](work, x) if each is not None] + [w * 2]
+            return [out for out in TRAINING[name](work, x) if out is not None] + [w * 2]
 
-        made: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-        results.append(there_and_back(made, (work.fused, work.weight)))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert torch.equal(found, expected)
+        function: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+        results.append(outputs_and_gradients(function, (work.fused, work.weight)))
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SERVING]
 )
-def test_whole_graphs_write_into_what_came_and_nothing_else(name: str) -> None:
-    given, call = SERVING[name]
+def test_full_graphs_write_the_same_tensors_as_eager_calls(name: str) -> None:
+    arguments, call = SERVING[name]
     results = []
     with torch.inference_mode():
         for compiled in (False, True):
-            work = Work(**given)
-            made: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-            results.append([*(x for x in made(work, work.fused) if x is not None), *work.written()])
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert torch.equal(found, expected)
+            work = Work(**arguments)
+            function: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+            results.append([*(x for x in function(work, work.fused) if x is not None), *work.written()])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("sizes", [(13, 2, 40), pytest.param((13, 1, 2, 40, 7), marks=pytest.mark.slow)])
-def test_stores_of_many_sizes_with_a_norm_take_few_graphs(sizes: tuple[int, ...]) -> None:
+def test_stores_of_many_sizes_with_a_norm_compile_to_few_graphs(sizes: tuple[int, ...]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Held, slots: Tensor) -> Tensor:
-        given = cache.with_slots(slots)
-        return rotate_and_store(q * 2, k, v, positions, ROTARY, given, norm=Norm(weight()))[0] + 1
+        norm = Norm(weight())
+        return rotate_and_store(q * 2, k, v, positions, ROTARY, cache.with_slots(slots), norm=norm)[0] + 1
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
@@ -266,34 +266,35 @@ def test_stores_of_many_sizes_with_a_norm_take_few_graphs(sizes: tuple[int, ...]
             positions = DevicePositions.from_table(place(SegmentTable.from_documents([[Text(tokens)]])), DEVICE)
             q, k, v = heads(tokens, 7, 16, seed=tokens).to(DEVICE).split([3, 2, 2], dim=1)
             slots = torch.arange(tokens, device=DEVICE) * 3 % 128
-            found = compiled(q, k, v, positions, cache, slots)
-            assert torch.equal(found, step(q, k, v, positions, want, slots)), tokens
+            got = compiled(q, k, v, positions, cache, slots)
+            assert torch.equal(got, step(q, k, v, positions, want, slots)), tokens
     assert_holds(cache, want)
     assert counter.frame_count <= (3 if 1 in sizes else 2)
 
 
 @pytest.mark.slow
-def test_inductor_agrees_with_eager() -> None:
-    compiled = torch.compile(turned, fullgraph=True, dynamic=True)
+def test_inductor_agrees_with_eager_calls() -> None:
+    compiled = torch.compile(rotated, fullgraph=True, dynamic=True)
     device = as_device(table(2, 3, 1))
     inputs = normal(2, 11, 3, 16).requires_grad_(), normal(2, 11, 1, 16).requires_grad_()
-    bounds = rounding(lambda: there_and_back(turned, inputs, device), inputs)
-    assert_within(there_and_back(compiled, inputs, device), there_and_back(turned, inputs, device), bounds)
+    bounds = rounding(lambda: outputs_and_gradients(rotated, inputs, device), inputs)
+    want = outputs_and_gradients(rotated, inputs, device)
+    assert_within(outputs_and_gradients(compiled, inputs, device), want, bounds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["k and v side by side", "NHD"])
-def test_inductor_writes_what_eager_writes_and_copies_no_cache(name: str) -> None:
-    from torch._inductor.utils import run_and_get_code  # which takes seconds to import
+def test_inductor_writes_the_same_caches_as_eager_calls_without_copying_them(name: str) -> None:
+    from torch._inductor.utils import run_and_get_code  # the import takes seconds
 
     with torch.inference_mode():
         work, want = Work(name), Work(name)
         compiled: Any = torch.compile(Work.store, fullgraph=True, dynamic=False)
         got, (code,) = run_and_get_code(compiled, work, work.fused)
         expected, _ = want.store(want.fused)
-    assert_within(got[0], expected, rotations(expected.abs() + 1))  # before 1 was added
+    assert_within(got[0], expected, rotations(expected.abs() + 1))  # bounds of the values before 1 was added
     assert_holds(work.held, want.held)
-    assert f"empty_strided_{DEVICE.type}((1, 13, 3, 16)" in code  # twice q
+    assert f"empty_strided_{DEVICE.type}((1, 13, 3, 16)" in code  # q * 2
     assert f"empty_strided_{DEVICE.type}((4, " not in code
 
 
@@ -315,7 +316,7 @@ x = q.detach()
 want = apply_rotary(x, None, ids, rotary)[0].numpy()
 child = os.fork()
 if not child:
-    again = apply_rotary(x, None, ids, rotary)[0]  # torch's own threads are lost, so numpy compares
+    again = apply_rotary(x, None, ids, rotary)[0]  # compare by numpy: torch's own threads are lost
     os._exit(not np.array_equal(again.numpy(), want))
 assert os.waitpid(child, 0)[1] == 0
 """
@@ -332,7 +333,7 @@ def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
 
 
 def rotations_of(positions: Any, rotary: Rotary = ROTARY) -> tuple[Any, ...]:
-    """Arguments of an operator behind those of a norm."""
+    """Return the rotation arguments of an operator."""
     return tuple(rotation_of(ids_on(positions, rotary, DEVICE), rotary, True, AUTO))
 
 
@@ -394,9 +395,9 @@ def scaled(computed: bool, q_scale: bool = False) -> list[Tensor | None]:
 
 
 def move(scales: Tensor | None = None) -> tuple[Any, ...]:
-    there = ids_on(packed("rope-tie", 40).slice(4, 17), ROTARY, DEVICE)
+    old = ids_on(packed("rope-tie", 40).slice(4, 17), ROTARY, DEVICE)
     pages, slots = heads((4, 16), 2, 16).to(DEVICE), torch.arange(13, device=DEVICE)
-    return pages, scales, slots, there.tensor, there.mode, *rotations_of(packed("rope-tie").slice(4, 17))
+    return pages, scales, slots, old.tensor, old.mode, *rotations_of(packed("rope-tie").slice(4, 17))
 
 
 REST = ("test_autograd_registration", "test_faketensor")
@@ -406,8 +407,7 @@ CHECKED: Mapping[str, tuple[Any, Callable[[], tuple[Any, ...]], Any]] = {
     "rotate_backward": (operators.rotate_backward, backward, None),
     "rotate_and_store: return k": (operators.rotate_and_store, lambda: store(return_k=True), None),
     "rotate_and_store: norm": (operators.rotate_and_store, lambda: store(Norm(weight())), None),
-    # Some of the checks compute with what comes back, which torch does not do in 8 bits: caches of 32 bits take scales
-    # here too.
+    # Some checks compute with the results, which torch cannot do in 8 bits: test scales with caches of 32 bits too.
     "rotate_and_store: scales": (operators.rotate_and_store, lambda: store(scales=scaled(False)), None),
     "rotate_and_store: computed": (operators.rotate_and_store, lambda: store(scales=scaled(True)), None),
     "rotate_and_store: 8 bits": (
@@ -423,7 +423,7 @@ OFTEN = (
 )  # fmt: skip
 
 
-# opcheck itself reads the gradients of views of its inputs.
+# The warning is raised by opcheck itself, which reads the gradients of views of its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in OFTEN)) for x in CHECKED])
 def test_operators_pass_torchs_own_checks(name: str) -> None:
@@ -436,14 +436,14 @@ def test_operators_pass_torchs_own_checks(name: str) -> None:
         torch.library.opcheck(operator, (*leaves, *rest))
 
 
-def test_every_operator_is_checked() -> None:
+def test_every_operator_has_a_check() -> None:
     assert {operator for operator, _, _ in CHECKED.values()} == {
         getattr(operators, name) for name in operators.__all__ if name not in ("call", "define_operator", "run")
     }
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_calls_under_a_fake_mode_leave_nothing_to_later_ones(inplace: bool) -> None:
+def test_calls_under_a_fake_mode_do_not_affect_later_calls(inplace: bool) -> None:
     ids, rotary = torch.arange(20, dtype=torch.int32).view(2, 10), Rotary(16, theta=77.0)
     for first in (True, False):
         with FakeTensorMode() as mode:
@@ -455,22 +455,22 @@ def test_calls_under_a_fake_mode_leave_nothing_to_later_ones(inplace: bool) -> N
         assert torch.equal(apply_rotary(real, None, ids, rotary)[0], want)
 
 
-def test_outputs_keep_the_strides_of_dense_inputs_and_the_order_of_others() -> None:
+def test_outputs_keep_the_strides_of_dense_inputs_and_are_contiguous_otherwise() -> None:
     positions = table(2, 3, 1)
     bhsd = normal(2, 3, 11, 16)
     assert apply_rotary(bhsd, None, positions, ROTARY, layout="bhsd")[0].stride() == bhsd.stride()
-    turned = normal(2, 11, 3, 16).transpose(1, 2)
-    assert apply_rotary(turned, None, positions, ROTARY, layout="bhsd")[0].stride() == turned.stride()
+    transposed = normal(2, 11, 3, 16).transpose(1, 2)
+    assert apply_rotary(transposed, None, positions, ROTARY, layout="bhsd")[0].stride() == transposed.stride()
     view = normal(2, 11, 5, 16)[:, :, :3]
     assert apply_rotary(view, None, positions, ROTARY)[0].is_contiguous()
 
 
-def test_constants_bear_the_mark_that_torch_gives() -> None:
+def test_constants_have_the_attribute_set_by_torch() -> None:
     marked = torch.compiler.assume_constant_result(lambda: None)
     assert vars(marked) == vars(_constants_of)
 
 
-def test_a_graph_for_one_rotary_is_not_taken_for_another() -> None:
+def test_a_graph_is_not_reused_for_another_rotary() -> None:
     ids, q = torch.arange(20).view(2, 10), torch.randn(10, 4, 16)
     compiled = torch.compile(apply_rotary, fullgraph=True, backend="eager")
     for theta in (1e4, 5e5):
@@ -479,7 +479,7 @@ def test_a_graph_for_one_rotary_is_not_taken_for_another() -> None:
 
 
 @pytest.mark.parametrize("shape", [(10, 4, 16), (2, 5, 4, 16)])
-def test_q_twice_in_place_is_refused_under_compile_too(shape: tuple[int, ...]) -> None:
+def test_the_same_tensor_as_q_and_k_in_place_is_refused_under_compile(shape: tuple[int, ...]) -> None:
     ids = torch.arange(20).view(2, 10)
 
     def rotate(x: Tensor) -> Tensor:
@@ -491,7 +491,7 @@ def test_q_twice_in_place_is_refused_under_compile_too(shape: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_same_tensor_twice_is_not_stored_also_while_a_graph_is_traced(
+def test_storing_the_same_tensor_twice_in_place_is_refused_under_compile(
     traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same, work = heads(13, 1, 16).to(DEVICE), Work()
@@ -500,20 +500,20 @@ def test_the_same_tensor_twice_is_not_stored_also_while_a_graph_is_traced(
     def step(x: Tensor) -> Tensor:
         return rotate_and_store(x, x, x, work.positions, ROTARY, cache, inplace=True)[0]
 
-    refused = pytest.raises(InvalidInputError, match="q: got the memory of k, want memory of its own")
+    refused = pytest.raises(InvalidInputError, match="q: got the memory of k, want separate memory")
     with refused:
         (torch.compile(step, backend="eager") if traced else step)(same)
     if not traced:
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # when nothing is known of addresses
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # addresses are unknown
         with refused:
             step(same)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
-def test_whoever_watches_operators_sees_a_call_and_all_others_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracers_and_dispatch_modes_see_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, rotary, q = torch.arange(20, dtype=torch.int32).view(2, 10), Rotary(16), heads(10, 2, 16)
-    want = apply_rotary(q, None, ids, rotary, validate=True)[0]  # by the operator, which makes its constants once
+    want = apply_rotary(q, None, ids, rotary, validate=True)[0]  # the operator computes its constants once
 
     def rotate(x: Tensor) -> Tensor:
         return apply_rotary(x, None, ids, rotary)[0]
@@ -522,6 +522,6 @@ def test_whoever_watches_operators_sees_a_call_and_all_others_do_without(monkeyp
     assert torch.ops.mmpos.rotate.default in {node.target for node in graph.graph.nodes}
     assert "mmpos::rotate" in str(torch.jit.trace(rotate, q).graph)
     assert torch.equal(torch.vmap(rotate)(q[None])[0], want)
-    monkeypatch.setattr(operators, "_FUNCTIONS", {})  # no operator's function may be called by itself
+    monkeypatch.setattr(operators, "_FUNCTIONS", {})  # functions of operators must not be called directly
     monkeypatch.setattr(memory, "_modes", lambda: 1)
     assert torch.equal(rotate(q), want)

@@ -1,4 +1,4 @@
-"""Rotary: allocations against plain loops, refusals by their words, round trips, configs as Transformers reads them."""
+"""Rotary: allocations, refused arguments, serialization, and configs read as in Transformers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ ALLOCATIONS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
-def test_every_allocation_gives_each_pair_its_axis(name: str) -> None:
+def test_every_allocation_assigns_an_axis_to_each_pair(name: str) -> None:
     arguments, axes = ALLOCATIONS[name]
     assert Rotary(**arguments).pair_axis.tolist() == axes
 
 
-def test_the_axes_of_an_allocation_follow_from_it() -> None:
+def test_the_number_of_axes_follows_from_the_allocation() -> None:
     assert Rotary(128, allocation="mrope-interleaved").mrope_section == (24, 20, 20)
     assert Rotary(8, allocation="sections", mrope_section=[4, 0]).axes == 2
     assert Rotary(8, allocation=[2, 0, 0, 1]).axes == 3
@@ -67,7 +67,7 @@ def test_the_axes_of_an_allocation_follow_from_it() -> None:
 @pytest.mark.parametrize(
     "axes_dim", [[16, 56, 56], [44, 42, 42], [32, 48, 48]], ids=["FLUX, HunyuanVideo", "Wan", "CogVideoX"]
 )
-def test_axial_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[int]) -> None:
+def test_axial_allocation_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[int]) -> None:
     rotary = Rotary(128, theta=256.0, allocation="axial", axes_dim=axes_dim)
     assert (rotary.axes, rotary.axes_dim) == (3, tuple(axes_dim))
     assert rotary.pair_axis.tolist() == [a for a, dim in enumerate(axes_dim) for _ in range(dim // 2)]
@@ -79,12 +79,12 @@ def test_axial_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[in
     assert scaled.inv_freq_float32.tolist() == [f for part in parts for f in part.inv_freq_float32.tolist()]
 
 
-def test_equal_channels_for_every_axis_are_plain_axial() -> None:
+def test_axial_allocation_with_equal_axes_dim_equals_one_without() -> None:
     assert Rotary(64, allocation="axial", axes_dim=[32, 32]) == Rotary(64, allocation="axial")
     assert Rotary(96, allocation="axial", axes_dim=(32, 32, 32)) == Rotary(96, axes=3, allocation="axial")
 
 
-def test_the_pairs_of_each_axis_of_a_vector_take_its_full_ladder_in_their_order() -> None:
+def test_in_a_vector_the_pairs_of_each_axis_take_its_full_ladder_in_order() -> None:
     rows, columns = Rotary(12, theta=100.0, axes=1), Rotary(8, theta=400.0, axes=1)
     rotary = Rotary(20, theta=[100.0, 400.0], allocation=[1, 0, 0, 1, 0, 1, 0, 0, 1, 0], axes_dim=[12, 8])
     for axis, ladder in enumerate((rows, columns)):
@@ -95,16 +95,16 @@ def test_the_pairs_of_each_axis_of_a_vector_take_its_full_ladder_in_their_order(
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": YaRN(4, 2048)}, {"inv_freq": [-0.5, 3.0, 0.1, 0.2]}], ids=str)
-def test_a_pair_of_axis_minus_1_has_frequency_0_and_the_others_keep_theirs(options: dict[str, Any]) -> None:
-    rotary, whole = (Rotary(8, axes=3, allocation=axes, **options) for axes in ([1, 2, -1, -1], [1, 2, 1, 2]))
+def test_a_pair_with_axis_minus_1_has_frequency_0_and_the_others_keep_theirs(options: dict[str, Any]) -> None:
+    rotary, full = (Rotary(8, axes=3, allocation=axes, **options) for axes in ([1, 2, -1, -1], [1, 2, 1, 2]))
     assert rotary.pair_axis.tolist() == [1, 2, -1, -1]
     for name in ("inv_freq_array", "inv_freq_float32", "turns"):
-        assert getattr(rotary, name).tolist() == [*getattr(whole, name)[:2].tolist(), 0, 0]
+        assert getattr(rotary, name).tolist() == [*getattr(full, name)[:2].tolist(), 0, 0]
     ids = np.arange(6).reshape(3, 2)
     assert rotary.pair_ids(ids).tolist() == [[2, 3], [4, 5], [0, 0], [0, 0]]
 
 
-def test_heads_have_an_axis_each_and_the_whole_ladder() -> None:
+def test_with_head_axes_each_head_has_one_axis_and_the_whole_ladder() -> None:
     rotary = Rotary(8, allocation="heads", head_axes=np.array([0, 2, -1]))  # type: ignore[arg-type]
     assert (rotary.axes, rotary.head_axes) == (3, (0, 2, -1))
     assert rotary.pair_axis.tolist() == [[0] * 4, [2] * 4, [-1] * 4]
@@ -124,11 +124,11 @@ def test_heads_have_an_axis_each_and_the_whole_ladder() -> None:
         {"allocation": [1] * 16},
     ],
 )
-def test_t1_one_ladder_for_all_axes_is_that_of_rope_1d(arguments: dict[str, Any], scaling: Any) -> None:
+def test_t1_a_ladder_shared_by_all_axes_equals_rope_1d(arguments: dict[str, Any], scaling: Any) -> None:
     assert Rotary(32, scaling=scaling, **arguments).turns.tolist() == Rotary(32, axes=1, scaling=scaling).turns.tolist()
 
 
-def test_arrays_are_read_only_and_of_the_stated_types() -> None:
+def test_arrays_are_read_only_and_have_the_documented_dtypes() -> None:
     rotary = Rotary(16, rotary_dim=12)
     arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64, "inv_freq_float32": np.float32}
     for name, dtype in arrays.items():
@@ -157,7 +157,7 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"axes": 0}, "axes: got 0, want >= 1"),
         ({"axes": 257}, "axes: got 257, want <= 256"),
         ({"allocation": [2**63] * 8}, "axes: got 9223372036854775809, want <= 256"),
-        ({"axes": 9}, "axes: got 9, want at most one per pair, of which there are 8"),
+        ({"axes": 9}, "axes: got 9, want at most 8, one per pair"),
         (
             {"allocation": "interleave"},
             "allocation: got 'interleave', want one of 'interleaved', 'split', 'axial', 'pixtral', 'sections', "
@@ -168,7 +168,7 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"axes": 2, "allocation": [0, 1, 2, 0, 1, 0, 1, 0]}, "allocation[2]: got 2, want <= 1"),
         ({"allocation": [0, 1, -2, 0, 1, 0, 1, 0]}, "allocation[2]: got -2, want >= -1"),
         ({"allocation": [-1] * 8}, "axes: got 0, want >= 1"),
-        ({"allocation": "heads"}, "head_axes: got 0 axes, want 1 to 256, one for each kv head"),
+        ({"allocation": "heads"}, "head_axes: got 0 axes, want 1 to 256, one per kv head"),
         ({"allocation": "heads", "head_axes": [0] * 257}, "head_axes: got 257 axes, want 1 to 256"),
         ({"allocation": "heads", "head_axes": [0, 3], "axes": 3}, "head_axes[1]: got 3, want <= 2"),
         ({"allocation": "heads", "head_axes": [0, -2]}, "head_axes[1]: got -2, want >= -1"),
@@ -191,18 +191,19 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"axes_dim": [8, 8]}, "axes_dim: got [8, 8], want None for allocation 'interleaved'"),
         (
             {"axes_dim": [10, 6], "allocation": [0, 1] * 4},
-            "allocation: got [0, 1, 0, 1, 0, 1, 0, 1], want as many pairs of each axis as axes_dim [10, 6]",
+            "allocation: got [0, 1, 0, 1, 0, 1, 0, 1], want axes_dim[axis] / 2 pairs of each axis, "
+            "with axes_dim [10, 6]",
         ),
         (
             {"axes_dim": [8, 8], "allocation": [2, 0] * 4},
-            "allocation: got [2, 0, 2, 0, 2, 0, 2, 0], want as many pairs",
+            "allocation: got [2, 0, 2, 0, 2, 0, 2, 0], want axes_dim[axis] / 2 pairs",
         ),
-        ({"axes_dim": [4, 8], "allocation": "axial"}, "axes_dim: got [4, 8], want channels that sum to 16, those that"),
+        ({"axes_dim": [4, 8], "allocation": "axial"}, "axes_dim: got [4, 8], want channels that sum to the 16 "),
         ({"axes_dim": [3, 13], "allocation": "axial"}, "axes_dim[0]: got 3, want an even number"),
         ({"axes_dim": [0, 16], "allocation": "axial"}, "axes_dim[0]: got 0, want >= 2"),
         (
             {"axes_dim": [4, 12], "allocation": "axial", "axes": 3},
-            "axes_dim: got [4, 12], want 3 numbers of channels, one per axis",
+            "axes_dim: got [4, 12], want 3 channel counts, one per axis",
         ),
         ({"axes_dim": 8, "allocation": "axial"}, "axes_dim: got 8, want a sequence of numbers"),
         (
@@ -228,7 +229,7 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ),
         (
             {"allocation": "mrope-interleaved", "mrope_section": [1, 4, 3]},
-            "mrope_section: got [1, 4, 3], want sizes that interleave over 8 pairs, as [3, 3, 2] does",
+            "mrope_section: got [1, 4, 3], want sizes that interleave over 8 pairs, such as [3, 3, 2]",
         ),
         ({"mrope_section": [4, 4]}, "mrope_section: got [4, 4], want None for allocation 'interleaved'"),
         ({"pairing": "interleaved"}, "pairing: got 'interleaved', want one of 'half', 'adjacent'"),
@@ -239,7 +240,7 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"scaling": NTK(1e-5)}, "NTK.factor: got 1e-05, want >= 0.000316 for base 10000.0 of 16 channels"),
         ({"kv_heads": 0}, "kv_heads: got 0, want >= 1"),
         ({"kv_heads": 257}, "kv_heads: got 257, want <= 256"),
-        ({"kv_heads": 256, "head_dim": 512}, "kv_heads: got 256 of 512 channels, want <= 65536 in all"),
+        ({"kv_heads": 256, "head_dim": 512}, "kv_heads: got 256 of 512 channels, want <= 65536 channels in total"),
         (
             {"kv_heads": 2, "allocation": "heads", "head_axes": [0, 1]},
             "kv_heads: got 2, want None for allocation 'heads'",
@@ -249,32 +250,32 @@ def test_arrays_are_read_only_and_of_the_stated_types() -> None:
         ({"scaling": Linspace(1e6)}, "Linspace.factor: got 1000000.0, want <= 4.29e+05 for base 10000.0"),
         (
             {"allocation": [-1, 0, 1, 0, 1, 0, 1, 0], "axes_dim": [8, 8]},
-            "axes_dim: got [8, 8], want channels that sum to 14, those that turn",
+            "axes_dim: got [8, 8], want channels that sum to the 14 rotated channels",
         ),
         ({"scaling": [NTK(2)] * 3}, "scaling: got 3 scalings, want one, or 2, one per axis"),
         ({"scaling": [None, 2]}, "scaling[1]: got 2, want a Scaling such as Linear(2.0), or None"),
         (
             {"scaling": [None, YaRN(2, 8)]},
-            "scaling[1]: got attention factor 1.0693147180559945, want 1.0 as of scaling[0]",
+            "scaling[1]: got attention factor 1.0693147180559945, want 1.0 as in scaling[0]",
         ),
         (
             {"scaling": [None, NTK(2)], "allocation": "heads", "head_axes": [0, 1]},
             "scaling: got (None, NTK(factor=2.0)), want one for allocation 'heads', the same for all axes, or None",
         ),
-        ({"scaling": YaRN(2, 8), "theta": 1}, "theta: got 1.0, want more for YaRN"),
+        ({"scaling": YaRN(2, 8), "theta": 1}, "theta: got 1.0, want > 1 for YaRN"),
         ({"scaling": LongRoPE([1] * 8, [1] * 7, 8)}, "LongRoPE.long_factor: got 7 numbers, want 8, one per frequency"),
         ({"inv_freq": [1.0] * 7}, "inv_freq: got 7 numbers, want 8, one per pair"),
         ({"inv_freq": [1.0] * 7 + [2.0**33]}, "inv_freq: got 8589934592.0, want <= 4.29497e+09"),
         ({"inv_freq": [1.0] * 7 + [nan]}, "inv_freq[7]: got nan, want a finite number"),
         ({"inv_freq": 1.0}, "inv_freq: got 1.0, want a sequence of numbers"),
-        ({"inv_freq": [1.0] * 8, "scaling": Linear(2)}, "inv_freq: got theta or scaling beside it, want it alone"),
-        ({"inv_freq": [1.0] * 8, "theta": 5e5}, "inv_freq: got theta or scaling beside it, want it alone"),
+        ({"inv_freq": [1.0] * 8, "scaling": Linear(2)}, "inv_freq cannot be combined with theta or scaling"),
+        ({"inv_freq": [1.0] * 8, "theta": 5e5}, "inv_freq cannot be combined with theta or scaling"),
         ({"length": 0}, "length: got 0, want >= 1"),
         ({"head_dim": 2**17}, "head_dim: got 131072, want <= 65536"),
         ({"theta": 10**400}, "theta: got 1000"),
     ],
 )
-def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_rotary_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match="^" + re.escape(message)):
         Rotary(**{"head_dim": 16, **arguments})
 
@@ -304,7 +305,7 @@ def test_a_rotary_that_means_nothing_is_refused(arguments: dict[str, Any], messa
         (PRoPE, [0.5, 0.5], "PRoPE.factor: got 0.5, want a finite number >= 1"),
     ],
 )
-def test_a_scaling_that_means_nothing_is_refused(kind: Any, arguments: list[Any], message: str) -> None:
+def test_invalid_arguments_of_scalings_are_refused(kind: Any, arguments: list[Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match="^" + re.escape(message)):
         kind(*arguments)
 
@@ -344,14 +345,14 @@ def test_a_rotary_round_trips_through_json_and_pickle(rotary: Rotary) -> None:
         assert again.turns.tolist() == rotary.turns.tolist()
 
 
-def test_every_scaling_has_a_case_here() -> None:
+def test_every_scaling_is_tested() -> None:
     assert {type(scaling) for scaling in EVERY_SCALING} == set(SCALINGS.values())
 
 
-def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> None:
-    told = Rotary(np.int64(8), 10000, rotary_dim=8, axes=2, allocation="interleaved")  # type: ignore[arg-type]
-    assert told == Rotary(8)
-    assert hash(told) == hash(Rotary(8))
+def test_equivalent_arguments_make_equal_rotaries_with_equal_hashes() -> None:
+    explicit = Rotary(np.int64(8), 10000, rotary_dim=8, axes=2, allocation="interleaved")  # type: ignore[arg-type]
+    assert explicit == Rotary(8)
+    assert hash(explicit) == hash(Rotary(8))
     assert Rotary(8, allocation=[0, 1, 0, 1]) == Rotary(8, allocation=(0, 1, 0, 1))
     assert Rotary(8, theta=[1e5, 1e5]) == Rotary(8, theta=1e5)
     assert Rotary(8, theta=[1e5], axes=1) == Rotary(8, theta=1e5, axes=1)
@@ -365,28 +366,28 @@ def test_equal_rotations_are_equal_and_hash_equal_however_they_are_told() -> Non
     assert len(set(different)) == 5
 
 
-def test_pairs_that_stand_take_no_rung_of_an_axis() -> None:
+def test_unrotated_pairs_take_no_frequency_of_a_ladder() -> None:
     rotary = Rotary(14, theta=100.0, allocation=[-1, 0, 1, -1, 0, 0, 1], axes_dim=[6, 4])
     assert rotary.inv_freq_array.tolist() == [0, 1, 1, 0, printed("0.21544"), printed("0.046416"), printed("0.1")]
 
 
-def test_one_scaling_for_every_axis_is_one_for_all() -> None:
+def test_equal_scalings_for_all_axes_are_stored_as_one() -> None:
     assert Rotary(8, scaling=[NTK(2), NTK(2)]) == Rotary(8, scaling=NTK(2))
     assert Rotary(8, scaling=[None, None]) == Rotary(8)
 
 
-def test_each_axis_serves_the_length_as_its_own_scaling_does() -> None:
+def test_each_axis_applies_its_own_scaling_to_the_length() -> None:
     longer, dynamic = LongRoPE([1.25] * 8, [2.5] * 8, 4096), DynamicNTK(2, 100)
-    alone = [Rotary(16, scaling=scaling) for scaling in (longer, dynamic, None)]
+    single = [Rotary(16, scaling=scaling) for scaling in (longer, dynamic, None)]
     axis = [0, 1, 2, 2, 1, 0, 1, 2]
     together = Rotary(16, allocation=axis, scaling=[longer, dynamic, None])
     for length in (50, 101, 4096, 5000):
-        want = [alone[a].for_length(length).turns[j] for j, a in enumerate(axis)]
+        want = [single[a].for_length(length).turns[j] for j, a in enumerate(axis)]
         assert together.for_length(length).turns.tolist() == want
     assert together.for_length(100) == together
 
 
-def test_from_dict_refuses_what_it_does_not_know() -> None:
+def test_from_dict_refuses_unknown_keys_and_values() -> None:
     with pytest.raises(InvalidInputError, match=r"Rotary.from_dict: got 'base', want one of 'head_dim', 'theta'"):
         Rotary.from_dict({"head_dim": 8, "base": 1e4})
     with pytest.raises(InvalidInputError, match=r"Rotary.from_dict: got \['axes'\], want head_dim among them"):
@@ -399,7 +400,7 @@ def test_from_dict_refuses_what_it_does_not_know() -> None:
         scaling_from_dict(3)  # type: ignore[arg-type]
 
 
-def test_for_length_changes_only_scalings_that_depend_on_it() -> None:
+def test_for_length_changes_only_length_dependent_scalings() -> None:
     for scaling in EVERY_SCALING:
         rotary = Rotary(16, scaling=scaling)
         assert rotary.for_length(1) == rotary
@@ -413,7 +414,7 @@ def test_for_length_changes_only_scalings_that_depend_on_it() -> None:
         longer.for_length(0)
 
 
-# What configs say.
+# Configs.
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8}
 
@@ -423,7 +424,7 @@ def text_of(model: str, **fields: Any) -> dict[str, Any]:
 
 
 UNKNOWN: dict[str, Any] = {"head_dim": 64, "rope_theta": 1e6, "rotary_dim": 64, "rope_interleave": False}
-"""The least that a config of an unknown model type must say."""
+"""The fields that a config of an unknown model type requires."""
 
 
 def refused(config: Any, layer_type: str | None = None) -> str:
@@ -466,7 +467,7 @@ def test_rope_scaling_is_read_before_rope_parameters_as_transformers_does() -> N
         (text_of("qwen3_vl", text_config={"head_dim": 128}), Rotary(128, theta=5e5, allocation="mrope-interleaved")),
     ],
 )  # fmt: skip
-def test_what_a_file_leaves_out_is_the_default_of_its_class(config: dict[str, Any], expected: Rotary) -> None:
+def test_missing_fields_take_the_defaults_of_the_class(config: dict[str, Any], expected: Rotary) -> None:
     assert Rotary.from_hf_config(config) == expected
 
 
@@ -484,10 +485,10 @@ GEMMA_3_12B = {
     },
     "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
 }
-"""Fields of rotation as its config.json has them."""
+"""The fields of its config.json that affect the rotation."""
 
 
-def test_gemma_3_as_released_scales_and_bases_its_layer_types_apart() -> None:
+def test_gemma_3_as_released_has_a_scaling_and_a_base_per_layer_type() -> None:
     full, sliding = (Rotary.from_hf_config(GEMMA_3_12B, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
     assert full == Rotary(256, theta=1e6, scaling=Linear(8))
     assert sliding == Rotary(256, theta=1e4)
@@ -496,38 +497,39 @@ def test_gemma_3_as_released_scales_and_bases_its_layer_types_apart() -> None:
     assert (full, sliding) == (Rotary(256, theta=5e5, scaling=Linear(8)), Rotary(256, theta=5e3))
 
 
-def test_a_null_is_what_its_class_makes_of_it_or_refused() -> None:
+def test_a_null_is_interpreted_like_its_class_or_refused() -> None:
     assert Rotary.from_hf_config({**LLAMA, "head_dim": None}) == Rotary(64)
     assert refused({**LLAMA, "num_attention_heads": None}) == (
-        "head_dim: got none in the config, want it, or hidden_size and num_attention_heads"
+        "head_dim: got none in the config, want head_dim, or hidden_size and num_attention_heads"
     )
-    want = "config.head_dim: got null, want a number; left out it is 128"
+    want = "config.head_dim: got null, want a number; the default is 128"
     assert refused({**LLAMA, "model_type": "qwen3", "head_dim": None}) == want
 
 
-def test_heads_of_an_odd_size_are_told_by_the_fields_that_make_them() -> None:
+def test_the_error_for_an_odd_head_dim_names_the_fields_that_determine_it() -> None:
     sizes = {"hidden_size": 2048, "num_attention_heads": 28}
-    made = "head_dim: got none, and 73 from hidden_size 2048 and num_attention_heads 28, want an even number"
-    assert refused({**LLAMA, **sizes}) == f"config.{made}"
+    want = "head_dim: got none, and 73 derived from hidden_size 2048 and num_attention_heads 28, want an even number"
+    assert refused({**LLAMA, **sizes}) == f"config.{want}"
     omni = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": sizes}}
-    assert refused(omni) == f"config.thinker_config.text_config.{made}"
+    assert refused(omni) == f"config.thinker_config.text_config.{want}"
 
 
-def test_of_an_unknown_model_type_all_that_its_class_may_set_is_told_or_asked_for() -> None:
+def test_an_unknown_model_type_requires_all_fields_that_its_class_may_set() -> None:
     config = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
     assert refused(config) == (
-        "model_type: got 'internlm9', which is not known, and a config without head_dim, theta, rotary_dim, pairing, "
-        "want them told: Rotary.from_hf_config(config, head_dim=…, theta=…, rotary_dim=…, pairing=…)"
+        "model_type: got the unknown type 'internlm9' and a config without head_dim, theta, rotary_dim, pairing, "
+        "want them as arguments: Rotary.from_hf_config(config, head_dim=…, theta=…, rotary_dim=…, pairing=…)"
     )
     assert "without rotary_dim, pairing, want" in refused({**config, "head_dim": 64, "rope_theta": 1e6})
-    told = Rotary.from_hf_config({**config, "rope_theta": 1e6}, head_dim=64, rotary_dim=64, pairing="half")
-    assert told == Rotary(64, theta=1e6)
+    rotary = Rotary.from_hf_config({**config, "rope_theta": 1e6}, head_dim=64, rotary_dim=64, pairing="half")
+    assert rotary == Rotary(64, theta=1e6)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-    whole = {**config, "head_dim": 64, "rope_parameters": rope, "rope_interleave": True}
-    assert Rotary.from_hf_config(whole) == Rotary(64, theta=1e6, rotary_dim=32, scaling=Linear(2), pairing="adjacent")
+    complete = {**config, "head_dim": 64, "rope_parameters": rope, "rope_interleave": True}
+    expected = Rotary(64, theta=1e6, rotary_dim=32, scaling=Linear(2), pairing="adjacent")
+    assert Rotary.from_hf_config(complete) == expected
     layered = {**config, "head_dim": 64, "rope_parameters": {"full_attention": rope}, "rope_interleave": False}
     assert Rotary.from_hf_config(layered, layer_type="full_attention").theta == 1e6
-    assert refused({"head_dim": 64}).startswith("model_type: got '', which is not known")
+    assert refused({"head_dim": 64}).startswith("model_type: got the unknown type ''")
 
 
 @pytest.mark.parametrize(
@@ -560,19 +562,19 @@ def test_every_rope_type_is_read(rope: dict[str, Any], scaling: Any) -> None:
     assert Rotary.from_hf_config(config) == Rotary(64, scaling=scaling)
 
 
-def test_alpha_is_read_where_the_code_of_the_model_reads_it() -> None:
+def test_alpha_is_read_if_the_model_code_reads_it() -> None:
     rope = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
     config = text_of("hunyuan_v1_dense", head_dim=64, rope_theta=1e4, rope_scaling=rope)
     assert Rotary.from_hf_config(config) == Rotary(64, scaling=NTK(1000))
 
 
-def test_phi_3_calls_longrope_yarn() -> None:
+def test_the_rope_type_yarn_of_phi_3_is_read_as_longrope() -> None:
     lists = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     config = text_of("phi3", max_position_embeddings=8192, rope_scaling={"type": "yarn", **lists})
     assert Rotary.from_hf_config(config) == Rotary(96, scaling=LongRoPE([1] * 48, [2] * 48, 4096, 2))
 
 
-def test_an_unknown_rope_type_is_named() -> None:
+def test_an_unknown_rope_type_is_refused_unless_a_scaling_is_passed() -> None:
     config = {**LLAMA, "rope_scaling": {"type": "abf"}}
     assert refused(config).startswith("rope_type: got 'abf', want one of 'default', 'linear', 'dynamic'")
     assert Rotary.from_hf_config(config, scaling=NTK(2)) == Rotary(64, scaling=NTK(2))
@@ -588,18 +590,18 @@ def test_an_unknown_rope_type_is_named() -> None:
         ({"type": "longrope", "long_factor": [1.0] * 32}, "short_factor"),
     ],
 )
-def test_a_field_that_a_rope_type_needs_is_named_as_transformers_asks_for_it(rope: dict[str, Any], name: str) -> None:
-    want = f"rope_parameters.{name}: got none, want it for rope_type {rope['type']!r}"
+def test_a_missing_field_of_a_rope_type_is_named(rope: dict[str, Any], name: str) -> None:
+    want = f"rope_parameters.{name}: got none, want a value for rope_type {rope['type']!r}"
     assert refused({**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}) == want
 
 
 @pytest.mark.parametrize(
     ("config", "got"),
     [
-        ("no/such", "'no/such', where there is no folder"),
-        (Path("no/such"), "'no/such', where there is no folder"),
-        (__file__, f"{__file__!r}, a file"),
-        (Path(__file__), f"{__file__!r}, a file"),
+        ("no/such", "'no/such', which is no folder"),
+        (Path("no/such"), "'no/such', which is no folder"),
+        (__file__, f"{__file__!r}, which is a file"),
+        (Path(__file__), f"{__file__!r}, which is a file"),
         ("", "str"),
         (b"llama", "bytes"),
         (None, "NoneType"),
@@ -608,20 +610,20 @@ def test_a_field_that_a_rope_type_needs_is_named_as_transformers_asks_for_it(rop
         (False, "bool"),
     ],
 )
-def test_what_is_no_config_and_no_folder_of_one_is_named(config: object, got: str) -> None:
+def test_anything_but_a_config_or_a_model_folder_is_refused(config: object, got: str) -> None:
     for read in (Rotary.from_hf_config, from_hf_config):
         with pytest.raises(InvalidInputError) as caught:
             read(config)
         assert str(caught.value) == (
-            f"config: got {got}, want a config object, or the mapping of a config.json, "
-            "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
+            f"config: got {got}, want a config object, the mapping from a config.json, "
+            "json.loads(Path(...).read_text()), or the folder that contains it: nothing is downloaded"
         )
 
 
-def test_part_of_a_head_turns_where_the_code_of_the_model_heeds_it() -> None:
-    for told in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
-        assert Rotary.from_hf_config({**LLAMA, **told}) == Rotary(64)
-        assert Rotary.from_hf_config({**LLAMA, **told, "model_type": "phi"}) == Rotary(64, rotary_dim=16)
+def test_partial_rotation_is_read_if_the_model_code_reads_it() -> None:
+    for fields in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
+        assert Rotary.from_hf_config({**LLAMA, **fields}) == Rotary(64)
+        assert Rotary.from_hf_config({**LLAMA, **fields, "model_type": "phi"}) == Rotary(64, rotary_dim=16)
     scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.25}
     assert Rotary.from_hf_config({**LLAMA, **scaled}) == Rotary(64, rotary_dim=16, scaling=Linear(2))
     assert Rotary.from_hf_config({**LLAMA, "model_type": "minimax_m2", "head_dim": 64, "rotary_dim": 32}) == Rotary(
@@ -631,22 +633,22 @@ def test_part_of_a_head_turns_where_the_code_of_the_model_heeds_it() -> None:
     assert Rotary.from_hf_config(minimax) == Rotary(128, theta=5e6)
 
 
-def test_blt_pairs_neighbours_in_each_of_its_parts() -> None:
+def test_blt_pairs_adjacent_channels_in_each_of_its_parts() -> None:
     parts = ("blt_global_transformer", "blt_local_decoder", "blt_local_encoder", "blt_patcher")
     assert {Rotary.from_hf_config(text_of(part)).pairing for part in parts} == {"adjacent"}
     assert refused(text_of("blt")) == (
-        "config: got that of a whole 'blt', want one of its decoder_config, encoder_config, global_config, "
+        "config: got the config of a whole 'blt', want one of its decoder_config, encoder_config, global_config, "
         "patcher_config"
     )
 
 
-def test_the_rotated_part_of_latent_attention_is_a_head_of_its_own() -> None:
+def test_latent_attention_rotates_a_separate_head() -> None:
     config = text_of("deepseek_v3", qk_rope_head_dim=32, head_dim=96, partial_rotary_factor=0.5)
     assert Rotary.from_hf_config(config) == Rotary(32, pairing="adjacent")
     assert Rotary.from_hf_config({**config, "rope_interleave": False}) == Rotary(32)
     assert refused({**config, "rope_interleave": "no"}) == "rope_interleave: got 'no', want True or False"
-    stray = {"rope_interleave": True, "qk_rope_head_dim": 32, "rotary_dim": 16}
-    assert Rotary.from_hf_config({**LLAMA, **stray}) == Rotary(64)
+    ignored = {"rope_interleave": True, "qk_rope_head_dim": 32, "rotary_dim": 16}
+    assert Rotary.from_hf_config({**LLAMA, **ignored}) == Rotary(64)
 
 
 def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
@@ -661,14 +663,14 @@ def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
     assert Rotary.from_hf_config({**LLAMA, "rope_parameters": interleaved}) == expected
 
 
-def test_frames_have_the_pairs_that_rows_and_columns_leave_where_axes_interleave() -> None:
+def test_interleaved_frames_take_the_pairs_left_by_rows_and_columns() -> None:
     config = {"model_type": "qwen3_vl_text", "head_dim": 64, "rope_parameters": {"mrope_section": [12, 6, 5]}}
     assert Rotary.from_hf_config(config).mrope_section == (21, 6, 5)
     config["rope_parameters"] = {"mrope_section": [12, 20, 20]}
     assert refused(config) == "mrope_section: got [12, 20, 20], want sizes that sum to 32 pairs"
 
 
-def test_overrides_replace_what_the_config_says() -> None:
+def test_overrides_replace_values_of_the_config() -> None:
     config = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
     assert Rotary.from_hf_config(config, allocation="interleaved", axes=2) == Rotary(64, theta=5e5)
     assert Rotary.from_hf_config(LLAMA, pairing="adjacent", precision="hf") == Rotary(
@@ -678,14 +680,14 @@ def test_overrides_replace_what_the_config_says() -> None:
     assert Rotary.from_hf_config(text_of("phi", partial_rotary_factor=0.5), head_dim=32) == Rotary(32, rotary_dim=16)
 
 
-def test_a_layer_type_is_one_of_the_config() -> None:
+def test_a_layer_type_must_be_one_of_the_config() -> None:
     rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     config = text_of("gemma3_text", rope_parameters=rope)
     assert Rotary.from_hf_config(config, layer_type="full_attention") == Rotary(256, theta=1e6)
     for layer_type in (None, "sliding"):
         want = f"layer_type: got {layer_type!r}, want one of 'full_attention', 'sliding_attention'"
         assert refused(config, layer_type) == want
-    assert refused(LLAMA, "full_attention") == "layer_type: got 'full_attention', want None: all layers turn alike"
+    assert refused(LLAMA, "full_attention") == "layer_type: got 'full_attention', want None: all layers rotate alike"
     qwen = text_of("qwen2", layer_types=["sliding_attention", "full_attention"])
     assert Rotary.from_hf_config(qwen, layer_type="sliding_attention") == Rotary(128)
     want = "layer_type: got 'chunked_attention', want one of 'full_attention', 'sliding_attention'"
@@ -714,11 +716,11 @@ def test_a_layer_type_is_one_of_the_config() -> None:
         ),
         (
             text_of("gemma3_text", rope_scaling={"type": "linear", "factor": 2.0}),
-            "rope_scaling.rope_type: got none for 'gemma3_text', want it, whatever type says",
+            "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type: its type is ignored",
         ),
         (
             text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
-            "truncate: got False for a layer type, where Transformers does not read it, want none",
+            "truncate: got False for a layer type, where Transformers ignores it, want none",
         ),
         (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got one for 'cohere2_moe'"),
         (text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "rope_theta: got none in the config"),
@@ -728,80 +730,87 @@ def test_a_layer_type_is_one_of_the_config() -> None:
         (text_of("gptj", rotary_dim=[64]), "rotary_dim: got [64], want an integer"),
         (
             text_of("gptj", n_embd=1024, hidden_size=512),
-            "config.hidden_size: got hidden_size 512 and n_embd 1024, two names of one field, want the same",
+            "config.hidden_size: got hidden_size 512 and n_embd 1024, two names of one field, want equal values",
         ),
         (text_of("llama", layer_types="full_attention"), "layer_types: got 'full_attention', want a list of names"),
-        (text_of("llama", per_layer_config=[1]), "per_layer_config: got [1], want fields by the index of their layer"),
+        (
+            text_of("llama", per_layer_config=[1]),
+            "per_layer_config: got [1], want a mapping from layer index to fields",
+        ),
         (text_of("granite_swa", layer_rope_theta=["x"]), "layer_rope_theta[0]: got 'x', want a finite number >= 0"),
         (
             text_of("internlm9", **UNKNOWN, rope_scaling={"type": "dynamic", "factor": 2.0}),
-            "max_position_embeddings: got none in the config, want it for rope_type 'dynamic'",
+            "max_position_embeddings: got none in the config, want a number for rope_type 'dynamic'",
         ),
         (
             text_of("my_vision", **UNKNOWN, rope_parameters={"rope_type": "axial"}),
-            "model_type: got 'my_vision', which is not known, and a config without allocation, want them told",
+            "model_type: got the unknown type 'my_vision' and a config without allocation, want them as arguments",
         ),
         (text_of("gemma3"), "config.text_config: got none, want the config of the language model"),
     ],
 )
-def test_what_a_config_cannot_mean_is_refused_by_the_field(config: dict[str, Any], want: str) -> None:
+def test_invalid_fields_of_a_config_are_refused_by_name(config: dict[str, Any], want: str) -> None:
     layer_types = {"gemma3_text": "full_attention", "lfm3": "hybrid", "mellum": "full_attention", "zaya": "hybrid"}
     assert refused(config, layer_types.get(config["model_type"])).startswith(want)
 
 
-def test_layers_that_turn_apart_are_refused_where_no_layer_type_tells_them_apart() -> None:
+def test_layers_with_different_rotations_but_no_layer_types_are_refused() -> None:
     granite = text_of("granite_swa", rope_theta=1e6, layer_rope_theta=[1e6, 0, 1e4])
-    assert refused(granite) == "layer_rope_theta: got 10000.0 beside rope_theta 1000000.0, want one, or theta told"
+    assert refused(granite) == (
+        "layer_rope_theta must equal rope_theta 1000000.0 in rotated layers unless theta is passed, got 10000.0"
+    )
     assert Rotary.from_hf_config(granite, theta=1e4) == Rotary(128)
     assert Rotary.from_hf_config({**granite, "layer_rope_theta": [1e6, 0]}) == Rotary(128, theta=1e6)
     scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}, "num_hidden_layers": 3}
     molmo = text_of("molmo2_text", **scaled, rope_scaling_layers=[0, 2])
-    assert refused(molmo).startswith("rope_scaling_layers: got [0, 2], want all of 3 layers, or scaling told")
+    assert refused(molmo).startswith("rope_scaling_layers: got [0, 2], want all 3 layers, or pass scaling")
     assert Rotary.from_hf_config(molmo, scaling=None) == Rotary(128)
     assert Rotary.from_hf_config({**molmo, "rope_scaling_layers": [0, 1, 2]}) == Rotary(128, scaling=Linear(2))
 
 
-def test_phimoe_has_an_attention_factor_of_its_own() -> None:
+def test_phimoe_has_its_own_attention_factor() -> None:
     rope = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
     config = text_of("phimoe", original_max_position_embeddings=4096, rope_theta=1e4)
     rotary = Rotary.from_hf_config({**config, "rope_scaling": {**rope, "short_mscale": 1.25, "long_mscale": 1.25}})
     assert rotary == Rotary(128, scaling=LongRoPE([1] * 64, [2] * 64, 4096, None, 1.25))
     assert refused({**config, "rope_scaling": {**rope, "short_mscale": 1.0, "long_mscale": 1.25}}) == (
         "rope_parameters: got 'longrope' with short_mscale 1.0 and long_mscale 1.25 for 'phimoe', want 'longrope' with "
-        "the same of both"
+        "equal values"
     )
 
 
-def test_layers_with_a_head_of_their_own_need_a_layer_type() -> None:
+def test_layers_with_their_own_head_dim_require_a_layer_type() -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 64}
     gemma = text_of("gemma4_text", **kinds)
     assert Rotary.from_hf_config(gemma, layer_type="sliding_attention") == Rotary(64)
     full = {"theta": 1e6, "scaling": PRoPE(0.25)}
     assert Rotary.from_hf_config(gemma, layer_type="full_attention") == Rotary(512, **full)  # type: ignore[arg-type]
-    told = {**gemma, "global_head_dim": 128}
-    assert Rotary.from_hf_config(told, layer_type="full_attention") == Rotary(128, **full)  # type: ignore[arg-type]
-    told = {**gemma, "per_layer_config": {"01": {"head_dim": 32}}}
-    assert Rotary.from_hf_config(told, layer_type="full_attention") == Rotary(32, **full)  # type: ignore[arg-type]
-    del told["layer_types"]
-    assert refused(told, "full_attention").startswith("config.layer_types: got none, want the type of each layer")
+    wide = {**gemma, "global_head_dim": 128}
+    assert Rotary.from_hf_config(wide, layer_type="full_attention") == Rotary(128, **full)  # type: ignore[arg-type]
+    layered = {**gemma, "per_layer_config": {"01": {"head_dim": 32}}}
+    assert Rotary.from_hf_config(layered, layer_type="full_attention") == Rotary(32, **full)  # type: ignore[arg-type]
+    del layered["layer_types"]
+    assert refused(layered, "full_attention").startswith("config.layer_types: got none, want the type of each layer")
     for index, got in {"0": "32, 64", "1": "64, 32"}.items():
         llama = text_of("llama", per_layer_config={index: {"head_dim": 32}}, head_dim=64)
-        assert refused(llama).startswith(f"head_dim: got {got} in per_layer_config, want one for all layers")
+        assert refused(llama).startswith(f"head_dim: got {got} in per_layer_config, want one value")
 
 
-def test_rotations_that_rotary_does_not_describe_are_refused_by_model_type() -> None:
-    assert refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it turns the other way round"
+def test_model_types_with_unsupported_rotations_are_refused() -> None:
+    assert (
+        refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it rotates in the opposite direction"
+    )
     assert refused(text_of("gemma4_vision", num_attention_heads=24)) == (
-        "num_key_value_heads: got 12, want 24, as many as num_attention_heads"
+        "num_key_value_heads: got 12, want 24 as num_attention_heads"
     )
 
 
-def test_halves_of_heads_of_gemma_4_are_heads_that_turn_by_columns_and_by_rows() -> None:
+def test_half_heads_of_gemma_4_are_heads_rotated_by_columns_and_by_rows() -> None:
     vision = text_of("gemma4_vision", head_dim=72, num_attention_heads=2, num_key_value_heads=2)
     assert Rotary.from_hf_config(vision) == Rotary(36, theta=100.0, allocation="heads", head_axes=[1, 0, 1, 0])
 
 
-def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:
+def test_vision_encoders_are_axial_except_for_pixtral() -> None:
     vision = {"embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "in_chans": 3, "patch_size": 14}
     assert Rotary.from_hf_config(text_of("qwen2_vl_vision", **vision)) == Rotary(80, allocation="axial")
     pixtral = text_of("pixtral", hidden_size=1024, num_attention_heads=16)
@@ -812,7 +821,7 @@ def test_vision_encoders_are_axial_and_pixtral_is_pixtral() -> None:
     ) == Rotary(64, theta=100.0, allocation="axial")  # fmt: skip
 
 
-# What the code of Transformers does.
+# The code of Transformers.
 
 
 def test_every_rope_type_of_transformers_is_known() -> None:

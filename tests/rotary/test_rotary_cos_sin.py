@@ -1,4 +1,4 @@
-"""cos and sin from an engine's cache: the bits of the engines' formula, for all forms of positions and both ways."""
+"""cos and sin from an engine's cache: bit-equal to the engines' formula for all forms of positions."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ ROTARIES = {
     "sections": Rotary(20, rotary_dim=12, axes=3, allocation="sections", mrope_section=[2, 3, 1]),
     "mrope-interleaved": Rotary(20, rotary_dim=12, axes=3, allocation="mrope-interleaved", mrope_section=[2, 2, 2]),
     "adjacent": Rotary(20, rotary_dim=12, axes=3, allocation="sections", mrope_section=[2, 3, 1], pairing="adjacent"),
-    "whole heads": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3]),  # no power of two: in pieces
-    "whole, adjacent": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3], pairing="adjacent"),
+    "whole heads": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3]),  # 12 pairs, processed in pieces
+    "whole heads, adjacent": Rotary(24, axes=3, allocation="sections", mrope_section=[5, 4, 3], pairing="adjacent"),
 }
 ROTARY = ROTARIES["sections"]
 
 
 def cache_of(dtype: torch.dtype = FLOAT32, rows: int = ROWS, width: int = 12) -> Tensor:
-    """Rows that no frequencies give: nothing but these numbers can have been used."""
+    """Return random rows, which no frequencies can produce."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(7)).to(dtype).to(DEVICE)
 
 
 def engines(x: Tensor, ids: Tensor, cache: Tensor, rotary: Rotary, *, inverse: bool = False) -> Tensor:
-    """vLLM's rotary_embedding, thread by thread: x and the row as float32, products in float32, one rounding."""
-    out, wide, rows = x.detach().cpu().clone(), x.detach().float().cpu().numpy(), cache.float().cpu().numpy()
+    """Rotate as vLLM's rotary_embedding does: x, the row and products in float32, rounded once."""
+    out, x32, rows = x.detach().cpu().clone(), x.detach().float().cpu().numpy(), cache.float().cpu().numpy()
     pairs = rotary.rotary_dim // 2
     for token, row in enumerate(ids.T.tolist()):
         for j, (axis, first, second) in enumerate(zip(pair_axes(rotary), *channels(rotary), strict=True)):
             cos, sin = rows[row[axis], j], rows[row[axis], pairs + j]
             sin = -sin if inverse else sin
-            a, b = wide[token, :, first], wide[token, :, second]
+            a, b = x32[token, :, first], x32[token, :, second]
             out[token, :, first] = torch.from_numpy(a * cos - b * sin).to(x.dtype)
             out[token, :, second] = torch.from_numpy(b * cos + a * sin).to(x.dtype)
     return out.to(x.device)
@@ -62,19 +62,19 @@ def ids_of(table: PositionTable = TABLE) -> Tensor:
     return torch.from_numpy(table.dense()).to(DEVICE)
 
 
-# Triton's interpreter truncates to bfloat16 where a GPU rounds.
+# Triton's interpreter truncates to bfloat16, while a GPU rounds.
 @pytest.mark.parametrize(
-    ("way", "dtype", "of_cache"),
+    ("way", "dtype", "cache_dtype"),
     [
-        (way, dtype, of_cache)
+        (way, dtype, cache_dtype)
         for way in WAYS
         for dtype in (FLOAT32, FLOAT16, BFLOAT16)
-        for of_cache in (FLOAT32, FLOAT16, BFLOAT16)
+        for cache_dtype in (FLOAT32, FLOAT16, BFLOAT16)
         if way != "triton" or dtype != BFLOAT16 or DEVICE.type == "cuda"
     ],
 )
-def test_every_dtype_has_the_bits_of_the_engines_formula(way: Any, dtype: Any, of_cache: Any) -> None:
-    cache, (q, k) = cache_of(of_cache), tensors(dtype)
+def test_every_dtype_is_bit_equal_to_the_engines_formula(way: Any, dtype: Any, cache_dtype: Any) -> None:
+    cache, (q, k) = cache_of(cache_dtype), tensors(dtype)
     options: Any = {"cos_sin": cache, "implementation": way}
     for got, x in zip(apply_rotary(q, k, TABLE, ROTARY, **options), (q, k), strict=True):
         assert got is not None
@@ -84,7 +84,7 @@ def test_every_dtype_has_the_bits_of_the_engines_formula(way: Any, dtype: Any, o
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROTARIES)
-def test_every_allocation_and_pairing_reads_the_row_of_its_axis_both_ways(name: str, way: Any) -> None:
+def test_every_allocation_and_pairing_reads_the_rows_of_its_axes(name: str, way: Any) -> None:
     rotary = ROTARIES[name]
     q, cache = heads(13, 3, rotary.head_dim).to(DEVICE), cache_of(width=rotary.rotary_dim)
     for conjugate in (False, True):
@@ -92,7 +92,7 @@ def test_every_allocation_and_pairing_reads_the_row_of_its_axis_both_ways(name: 
         assert torch.equal(got, engines(q, ids_of(), cache, rotary, inverse=conjugate))
 
 
-def test_a_cache_of_exact_cos_and_sin_gives_the_exact_rotation_without_its_factor_again() -> None:
+def test_a_cache_of_exact_cos_and_sin_reproduces_the_rotation_with_its_factor_applied_once() -> None:
     rotary = Rotary(20, rotary_dim=12, scaling=YaRN(4.0, 4096), axes=3, allocation=[0, 1, 2, 0, 1, 2])
     cos, sin = cos_sin(rotary, torch.arange(ROWS)[None].repeat(3, 1))
     cache = torch.cat((cos, sin), dim=1).to(DEVICE)
@@ -106,7 +106,7 @@ def test_a_cache_of_exact_cos_and_sin_gives_the_exact_rotation_without_its_facto
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_positions_of_every_form_and_layout(way: Any) -> None:
+def test_every_form_and_layout_of_positions_agrees_with_the_engines_formula(way: Any) -> None:
     cache, (q, _) = cache_of(), tensors()
     options: Any = {"cos_sin": cache, "implementation": way}
     want = engines(q, ids_of(), cache, ROTARY)
@@ -115,13 +115,13 @@ def test_positions_of_every_form_and_layout(way: Any) -> None:
         assert torch.equal(got, want)
     padded, fused = TABLE.pad(11), heads((2, 11), 3, 20).to(DEVICE)
     want = engines(fused.flatten(0, 1), ids_of(padded), cache, ROTARY).view_as(fused)
-    mine = fused.transpose(1, 2).clone()
-    apply_rotary(mine, None, padded, ROTARY, layout="bhsd", inplace=True, **options)
-    assert torch.equal(mine.transpose(1, 2), want)
+    q = fused.transpose(1, 2).clone()
+    apply_rotary(q, None, padded, ROTARY, layout="bhsd", inplace=True, **options)
+    assert torch.equal(q.transpose(1, 2), want)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stored_keys_are_those_of_the_rotation(way: Any) -> None:
+def test_stored_keys_are_rotated_by_the_cache_of_cos_and_sin(way: Any) -> None:
     cache, (q, k), slots = cache_of(), tensors(), torch.arange(2, 15, device=DEVICE)
     v, (keys, values) = heads(13, 1, 20, seed=2).to(DEVICE), torch.zeros(2, 4, 4, 1, 20, device=DEVICE)
     out, _ = rotate_and_store(q, k, v, TABLE, ROTARY, Cache(keys, values, slots), cos_sin=cache, implementation=way)
@@ -131,34 +131,32 @@ def test_stored_keys_are_those_of_the_rotation(way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_turned_back_by_the_same_cache(way: Any) -> None:
+def test_gradients_are_rotated_back_by_the_same_cache(way: Any) -> None:
     cache, (q, k) = cache_of(BFLOAT16), tensors()
     out = apply_rotary(q.requires_grad_(), k.requires_grad_(), TABLE, ROTARY, cos_sin=cache, implementation=way)
     grads = [heads(13, n, 20, seed=9).to(DEVICE) for n in (3, 1)]
-    found = torch.autograd.grad([x for x in out if x is not None], (q, k), grads)
-    for got, grad in zip(found, grads, strict=True):
+    gradients = torch.autograd.grad([x for x in out if x is not None], (q, k), grads)
+    for got, grad in zip(gradients, grads, strict=True):
         assert torch.equal(got, engines(grad, ids_of(), cache, ROTARY, inverse=True))
 
 
 @pytest.mark.parametrize("implementation", [REFERENCE, AUTO, TRITON])
 @pytest.mark.parametrize("row", [ROWS, -1, 2**31 - 1, -(2**31), 2**32 + 3, 3 - 2**40])
-def test_an_unread_id_without_a_row_makes_its_own_pairs_nan_and_reads_nothing_else(
-    row: int, implementation: Any
-) -> None:
+def test_an_unchecked_id_without_a_row_makes_only_its_own_pairs_nan(row: int, implementation: Any) -> None:
     ids, (q, k) = ids_of().to(torch.int64, copy=True), tensors()
-    cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # within memory that could be read
+    cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # rows before and after it are readable memory
     ids[1, 4], ids[2, 12] = row, row
-    made = rotation_of(ids_on(ids_of(), ROTARY, DEVICE), ROTARY, implementation=implementation)
-    rest = cache, *made[2:]
+    rotation = rotation_of(ids_on(ids_of(), ROTARY, DEVICE), ROTARY, implementation=implementation)
+    arguments = ids, cache, *rotation[2:]
     weight = torch.ones(20, device=DEVICE)
-    turned = rotate(q[None], k[None], *NO_NORM, ids, *rest)
-    known = engines(q, ids.clamp(0, ROWS - 1), cache, ROTARY)
-    lost = torch.zeros(13, 20, dtype=torch.bool, device=DEVICE)
+    rotated = rotate(q[None], k[None], *NO_NORM, *arguments)[0][0]
+    expected = engines(q, ids.clamp(0, ROWS - 1), cache, ROTARY)
+    nan = torch.zeros(13, 20, dtype=torch.bool, device=DEVICE)
     for token, axis in ((4, 1), (12, 2)):
         for j, first, second in zip(range(6), *channels(ROTARY), strict=True):
-            lost[token, [first, second]] = pair_axes(ROTARY)[j] == axis
-    assert torch.equal(turned[0][0].isnan(), lost[:, None].expand(13, 3, 20))
-    assert torch.equal(turned[0][0].nan_to_num(0.0), known.masked_fill(lost[:, None], 0.0))
-    # Sums of a norm after it are those of known pairs in all other heads.
-    normed = rotate(q[None], k[None], weight, None, 1e-6, 0.0, True, ids, *rest)[0][0]
-    assert torch.equal(normed.isnan(), lost.any(1)[:, None, None].expand(13, 3, 20))
+            nan[token, [first, second]] = pair_axes(ROTARY)[j] == axis
+    assert torch.equal(rotated.isnan(), nan[:, None].expand(13, 3, 20))
+    assert torch.equal(rotated.nan_to_num(0.0), expected.masked_fill(nan[:, None], 0.0))
+    # A norm after the rotation spreads NaN within a head but not to other heads.
+    normed = rotate(q[None], k[None], weight, None, 1e-6, 0.0, True, *arguments)[0][0]
+    assert torch.equal(normed.isnan(), nan.any(1)[:, None, None].expand(13, 3, 20))

@@ -1,4 +1,4 @@
-"""Tables on a device keep their address; rotations keep their frequencies through autocast and mixed precision."""
+"""Device tables keep their address; rotations keep their frequencies under autocast and mixed precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -42,34 +42,34 @@ def refused(error: type[Exception], call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def equal(found: Any, expected: Any) -> bool:
-    """Whether q and k are the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def equal(got: Any, expected: Any) -> bool:
+    """Return whether q and k are bit-equal to the expected ones."""
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 # Device tables.
 
 
-def test_from_table_reserves_as_many_columns_as_there_are_segments() -> None:
+def test_from_table_reserves_one_column_per_segment() -> None:
     device = DevicePositions.from_table(POSITIONS)
     assert torch.equal(device.table, torch.from_numpy(POSITIONS.table.copy()))
     assert (device.axes, device.num_tokens, device.row_length, device.fractional) == (2, 15, 0, False)
     assert device.device == torch.device("cpu")
 
 
-def test_from_table_copies() -> None:
+def test_from_table_copies_the_table() -> None:
     positions = table([Text(3)])
     device = DevicePositions.from_table(positions)
     device.table.fill_(7)
     assert positions.dense().tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_unused_columns_begin_at_the_token_count() -> None:
+def test_the_offset_of_unused_columns_is_the_token_count() -> None:
     device = DevicePositions.from_table(POSITIONS, capacity=7)
     assert device.table.shape == (13, 7)
     assert torch.equal(device.table[:, :4], torch.from_numpy(POSITIONS.table.copy()))
     assert device.table[0, 4:].tolist() == [15, 15, 15]
-    assert (device.table[2:5, 4:] == 1).all()  # height, width and denominator divide
+    assert (device.table[2:5, 4:] == 1).all()  # height, width and denominator are divisors and must not be 0
 
 
 @pytest.mark.parametrize(
@@ -77,29 +77,29 @@ def test_unused_columns_begin_at_the_token_count() -> None:
     [(POSITIONS, 0), (EQUAL, 8), (POSITIONS.pad(), 11), (table([Text(5)]), 5), (table(), 0), (POSITIONS.decode(), 1)],
     ids=["unequal", "equal", "padded", "one", "none", "decoding"],
 )
-def test_row_length_is_that_of_all_documents(positions: PositionTable, length: int) -> None:
+def test_row_length_is_the_common_length_of_documents_or_0(positions: PositionTable, length: int) -> None:
     assert DevicePositions.from_table(positions).row_length == length
 
 
 @pytest.mark.parametrize("positions", [POSITIONS, EQUAL, HALVES, FAR, POSITIONS.pad(side="left"), table()])
 @pytest.mark.parametrize("spare", [0, 5])
-def test_dense_gives_the_bits_of_the_table(positions: PositionTable, spare: int) -> None:
+def test_dense_is_bit_equal_to_dense_of_the_table(positions: PositionTable, spare: int) -> None:
     dense = DevicePositions.from_table(positions, capacity=max(1, positions.num_segments + spare)).dense()
     expected = torch.from_numpy(positions.dense())
     assert (dense.dtype, dense.shape) == (expected.dtype, expected.shape)
     assert torch.equal(dense, expected)
 
 
-def test_refresh_puts_another_table_at_the_same_address() -> None:
+def test_refresh_writes_another_table_to_the_same_address() -> None:
     device = DevicePositions.from_table(POSITIONS, capacity=8)
     address, q = device.table.data_ptr(), normal(15, 2, 16)
     for positions in (OTHER, POSITIONS, OTHER):
         device.refresh(positions)
         assert device.table.data_ptr() == address
         assert torch.equal(device.dense(), torch.from_numpy(positions.dense()))
-        found, _ = apply_rotary(q, None, device, ROTARY)
+        got, _ = apply_rotary(q, None, device, ROTARY)
         expected, _ = apply_rotary(q, None, positions, ROTARY)
-        assert torch.equal(found, expected)
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,8 @@ def test_refresh_refuses_a_table_that_differs_in_more_than_its_segments(
     assert torch.equal(device.dense(), torch.from_numpy(POSITIONS.dense()))
 
 
-def test_only_a_table_is_copied() -> None:
-    device, other = DevicePositions.from_table(POSITIONS), cast(Any, POSITIONS.dense())
-    want = "positions: got ndarray, want a PositionTable"
-    assert refused(InvalidInputError, lambda: DevicePositions.from_table(other)) == want
-    assert refused(InvalidInputError, lambda: device.refresh(other)) == want
-
-
 def test_more_segments_than_the_capacity_are_refused() -> None:
-    want = "capacity: got 4, want >= 6, the segments of the table"
+    want = "capacity: got 4, want >= 6, the number of segments"
     assert refused(LimitExceededError, lambda: DevicePositions.from_table(OTHER, capacity=4)) == want
     assert refused(LimitExceededError, lambda: DevicePositions.from_table(POSITIONS).refresh(OTHER)) == want
     assert refused(InvalidInputError, lambda: DevicePositions.from_table(OTHER, capacity=0)) == (
@@ -137,7 +130,7 @@ def test_more_segments_than_the_capacity_are_refused() -> None:
     )
 
 
-def test_to_another_device_keeps_all_but_the_place() -> None:
+def test_moving_to_another_device_changes_only_the_device() -> None:
     device = DevicePositions.from_table(EQUAL)
     moved = device.to("meta")
     assert moved.device == torch.device("meta")
@@ -146,8 +139,8 @@ def test_to_another_device_keeps_all_but_the_place() -> None:
     assert torch.equal(device.to("cpu", non_blocking=True).table, device.table)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
-def test_pin_memory_locks_a_copy() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory requires CUDA")
+def test_pin_memory_returns_a_page_locked_copy() -> None:
     device = DevicePositions.from_table(EQUAL)
     pinned = device.pin_memory()
     assert pinned.table.is_pinned()
@@ -156,7 +149,7 @@ def test_pin_memory_locks_a_copy() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_device_positions_copy_and_pickle(copied: Callable[[Any], Any]) -> None:
+def test_device_positions_can_be_copied_and_pickled(copied: Callable[[Any], Any]) -> None:
     device = DevicePositions.from_table(HALVES, capacity=6)
     same = copied(device)
     assert torch.equal(same.table, device.table)
@@ -171,20 +164,20 @@ ROTARIES = [ROTARY, Rotary(16, precision="hf"), Rotary(16, scaling=YaRN(4.0, 64)
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=["exact", "hf", "yarn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_leaves_dtype_and_rotation_alone(rotary: Rotary, dtype: torch.dtype) -> None:
+def test_autocast_does_not_affect_the_rotation(rotary: Rotary, dtype: torch.dtype) -> None:
     q, k = normal(15, 2, 16, dtype=dtype), normal(15, 1, 16, dtype=dtype)
     expected = apply_rotary(q, k, FAR, rotary)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = apply_rotary(q, k, FAR, rotary)
-    assert [x.dtype for x in found if x is not None] == [dtype, dtype]
-    assert equal(found, expected)
+        got = apply_rotary(q, k, FAR, rotary)
+    assert [x.dtype for x in got if x is not None] == [dtype, dtype]
+    assert equal(got, expected)
 
 
 # Mixed precision by FSDP2.
 
 
 class Attention(nn.Module):
-    """A projection, the rotation, and something that depends on it."""
+    """A qkv projection, the rotation and an output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,9 +186,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Any) -> Tensor:
         q, k = self.qkv(x).unflatten(-1, (4, 16)).split([3, 1], dim=1)
-        turned, keys = apply_rotary(q, k, positions, ROTARY)
-        assert keys is not None
-        out: Tensor = self.out(torch.cat((turned, keys), dim=1).flatten(1))
+        q_out, k_out = apply_rotary(q, k, positions, ROTARY)
+        assert k_out is not None
+        out: Tensor = self.out(torch.cat((q_out, k_out), dim=1).flatten(1))
         return out.clone()
 
 
@@ -207,28 +200,28 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_fsdp2_mixed_precision_casts_the_weights_and_neither_positions_nor_frequencies() -> None:
+def test_fsdp2_mixed_precision_casts_weights_but_not_positions_or_frequencies() -> None:
     torch.manual_seed(0)
     model, x = Attention(), normal(15, 32)
     plain = copy.deepcopy(model).to(torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    whole = DevicePositions.from_table(table([Text(3), Grid(2, 3), Text(6)]))
-    for positions in (DevicePositions.from_table(FAR), whole, whole.dense()):
-        found, expected = model(x, positions), plain(x.to(torch.bfloat16), positions)
-        assert found.dtype == torch.bfloat16
-        assert torch.equal(found, expected)
-    found.float().square().sum().backward()
+    near = DevicePositions.from_table(table([Text(3), Grid(2, 3), Text(6)]))
+    for positions in (DevicePositions.from_table(FAR), near, near.dense()):
+        got, expected = model(x, positions), plain(x.to(torch.bfloat16), positions)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, expected)
+    got.float().square().sum().backward()
     expected.float().square().sum().backward()
     gradient: Any = model.qkv.weight.grad
     assert torch.equal(gradient.full_tensor().to(torch.bfloat16), plain.qkv.weight.grad)  # type: ignore[arg-type]
-    # float64 ids are the one thing that such a policy would round, to 64 of 9,000,000; they are refused.
+    # The policy casts float64 ids to bfloat16, which rounds 9,000,000 to a multiple of 65,536; they are refused.
     assert refused(InvalidInputError, lambda: model(x, torch.from_numpy(FAR.dense()))) == (
         "positions: got dtype torch.bfloat16, want int32, int64 or float64 ids"
     )
 
 
-def test_a_first_call_without_gradients_leaves_training_alone() -> None:
+def test_a_first_call_in_inference_mode_does_not_affect_training() -> None:
     rotary = Rotary(16, theta=12345.0)
     q, ids = torch.randn(3, 2, 16, requires_grad=True), torch.arange(6).view(2, 3)
     with torch.inference_mode():

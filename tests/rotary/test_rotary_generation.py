@@ -1,4 +1,4 @@
-"""Rotations of models that make images and videos, against diffusers' own classes: factors of each axis, ids of 0."""
+"""Rotations of image and video generation models, compared with the classes of diffusers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WAYS = ("reference", "auto", INTERPRETED)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["exact", "hf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_segment_at_id_0_keeps_its_bits_and_those_beside_it_turn(dtype: Any, precision: Any, way: Any) -> None:
+def test_only_segments_with_an_id_other_than_0_are_rotated(dtype: Any, precision: Any, way: Any) -> None:
     table = place(SegmentTable.from_documents([[Text(5), Grid(2, 3)]]), "flux")
     rotary = Rotary(16, allocation="axial", axes_dim=[4, 6, 6], pairing="adjacent", precision=precision)
     q, k = (heads(11, count, 16, dtype, seed=count).to(DEVICE) for count in (4, 2))
     for x, out in zip((q, k), apply_rotary(q, k, table, rotary, implementation=way), strict=True):
         assert out is not None
-        assert_same_bits(out[:6], x[:6])  # the first patch lies at id 0 too
+        assert_same_bits(out[:6], x[:6])  # the first patch also has id 0
         assert (out[6:] != x[6:]).flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize("scales", [(2.0, 1.0, 1.0), (1.0, 3.0, 3.0), (20 / 24, 2.0, 2.0)])
-def test_cosmos_has_an_ntk_factor_for_each_axis(scales: tuple[float, float, float]) -> None:
+def test_an_ntk_factor_per_axis_agrees_with_cosmos(scales: tuple[float, float, float]) -> None:
     cosmos = pytest.importorskip("diffusers.models.transformers.transformer_cosmos")
     frames, rows, columns, fps = 5, 7, 9, 16
     rotary = Rotary(128, allocation="axial", axes_dim=[44, 42, 42], scaling=[NTK(scale) for scale in scales])
@@ -47,24 +47,25 @@ def test_cosmos_has_an_ntk_factor_for_each_axis(scales: tuple[float, float, floa
     grids = np.meshgrid(np.arange(frames) * 24 / fps, np.arange(rows), np.arange(columns), indexing="ij")
     ids = torch.from_numpy(np.stack([axis.ravel() for axis in grids]))
     angle = rotary.pair_ids(ids.numpy()).T * rotary.inv_freq_array
-    bound = cos_sin(angle, FREQUENCY + 2)  # and two of the ids
-    for found, theirs in zip(tables_of(rotary, ids), (cos, sin), strict=True):
-        assert_within(found, theirs[:, :64], bound)
+    bound = cos_sin(angle, FREQUENCY + 2)  # two roundings more for the ids
+    for ours, theirs in zip(tables_of(rotary, ids), (cos, sin), strict=True):
+        assert_within(ours, theirs[:, :64], bound)
     q = heads(ids.shape[1], 2, 128)
-    turned = apply_rotary(q, None, ids, rotary)[0]
-    again = [
+    rotated = apply_rotary(q, None, ids, rotary)[0]
+    ladders = [
         Rotary(dim, scaling=NTK(scale), axes=1).inv_freq_array for dim, scale in zip((44, 42, 42), scales, strict=True)
     ]
-    one_by_one = Rotary(128, axes=3, allocation=[0] * 22 + [1] * 21 + [2] * 21, inv_freq=np.concatenate(again).tolist())
-    assert_same_bits(turned, apply_rotary(q, None, ids, one_by_one)[0])
+    allocation, inv_freq = [0] * 22 + [1] * 21 + [2] * 21, np.concatenate(ladders).tolist()
+    explicit = Rotary(128, axes=3, allocation=allocation, inv_freq=inv_freq)
+    assert_same_bits(rotated, apply_rotary(q, None, ids, explicit)[0])
 
 
 def ltx_tables(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: Any = torch.float64) -> tuple[Any, ...]:
-    """Ids (axes, tokens) of a clip, and diffusers' own cos and sin of them, made in a dtype."""
+    """Return the (axes, tokens) ids of a clip, and diffusers' cos and sin for them computed in a dtype."""
     ltx = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
     size, scale = (3, 5, 7), (8 / 25, 32, 32)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "float32", dtype)  # which the class asks for by name
+        patch.setattr(torch, "float32", dtype)  # the class always uses torch.float32
         video = ltx.LTXVideoRotaryPosEmbed(channels)
         grid = video._prepare_video_coords(1, *size, scale, "cpu")
         cos, sin = video(torch.empty(1, 1), *size, scale)
@@ -73,7 +74,7 @@ def ltx_tables(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: Any = torc
 
 
 def exact_bound(rotary: Rotary) -> Any:
-    """Bound of exact cos and sin: the polynomial's, and that of the turns."""
+    """Return the error bound of exact cos and sin: the errors of the polynomials and of the turns."""
     return 1.2e-7 + (3.25 + rotary.inv_freq_array / (2 * math.pi)) * 2 * math.pi * 2.0**-32
 
 
@@ -86,47 +87,48 @@ def ltx(channels: int) -> Rotary:
 
 
 def cut(rotary: Rotary, heads: int, pairing: Any = "adjacent") -> Rotary:
-    """The rotation of heads that share one of a long head."""
+    """Return the rotation of several heads that share the layout of one long head."""
     channels = rotary.head_dim // heads
     return replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=heads, pairing=pairing)
 
 
 def as_one_head(x: Any, pairing: str) -> Any:
-    """(…, heads, head_dim) as one long head whose pairs are neighbours."""
+    """Reshape (…, heads, head_dim) to one long head with adjacent pairs."""
     pairs = x.unflatten(-1, (2, -1)).swapaxes(-1, -2) if pairing == "half" else x
     return pairs.flatten(start_dim=x.dim() - 2).unsqueeze(-2)
 
 
 @pytest.mark.parametrize("way", ["reference", "auto", "triton"])
 @pytest.mark.parametrize(("precision", "pairing"), [("exact", "adjacent"), ("exact", "half"), ("hf", "adjacent")])
-def test_heads_that_share_a_layout_turn_as_one_long_head(precision: Any, pairing: Any, way: Any) -> None:
-    whole = replace(ltx(64), precision=precision)
+def test_heads_that_share_a_layout_are_rotated_like_one_long_head(precision: Any, pairing: Any, way: Any) -> None:
+    long_head = replace(ltx(64), precision=precision)
     table = place(SegmentTable.from_documents([[Grid(2, 3, frames=2)], [Grid(3, 2)]]), "ltx")
     ids = torch.from_numpy(table.dense())
-    rotary = cut(whole, 4, pairing)
+    rotary = cut(long_head, 4, pairing)
     k, q = (heads(18, count, 16, seed=count).to(DEVICE) for count in (4, 8))
-    of_heads = [q[:, ::2], q[:, 1::2], k]  # two q heads for each of k
-    other: Any = way if precision == "hf" else "reference"  # whose cos and sin of floats have bits of their own
-    both: Any = (table, ids)
-    for positions in both:
+    tensors = [q[:, ::2], q[:, 1::2], k]  # two q heads per kv head
+    judge: Any = way if precision == "hf" else "reference"  # float32 cos and sin depend on the implementation
+    forms: Any = (table, ids)
+    for positions in forms:
         leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
         q_out, k_out = apply_rotary(*leaves, positions, rotary, implementation=way)
         assert k_out is not None
         gradients = [heads(18, x.shape[1], 16, seed=9).to(DEVICE) for x in (q, k)]
         torch.autograd.backward((q_out, k_out), gradients)
-        given = [gradients[0][:, ::2], gradients[0][:, 1::2], gradients[1]]
-        back = [leaves[0].grad[:, ::2], leaves[0].grad[:, 1::2], leaves[1].grad]  # type: ignore[index]
-        for x, out, g, grad in zip(of_heads, (q_out[:, ::2], q_out[:, 1::2], k_out), given, back, strict=True):
-            for came, went, conjugate in ((x, out, False), (g, grad, True)):
-                assert went is not None
+        incoming = [gradients[0][:, ::2], gradients[0][:, 1::2], gradients[1]]
+        outgoing = [leaves[0].grad[:, ::2], leaves[0].grad[:, 1::2], leaves[1].grad]  # type: ignore[index]
+        outs = (q_out[:, ::2], q_out[:, 1::2], k_out)
+        for x, out, g, grad in zip(tensors, outs, incoming, outgoing, strict=True):
+            for before, after, conjugate in ((x, out, False), (g, grad, True)):
+                assert after is not None
                 want, _ = apply_rotary(
-                    as_one_head(came, pairing), None, positions, whole, conjugate=conjugate, implementation=other
+                    as_one_head(before, pairing), None, positions, long_head, conjugate=conjugate, implementation=judge
                 )
-                assert_same_bits(as_one_head(went.detach(), pairing), want)
+                assert_same_bits(as_one_head(after.detach(), pairing), want)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_keys_of_heads_with_frequencies_of_their_own_are_moved_in_a_cache(way: Any) -> None:
+def test_cached_keys_of_heads_with_their_own_frequencies_are_rerotated(way: Any) -> None:
     rotary = cut(ltx(64), 4)
     start, stop = (torch.tensor([[7], [1], [0]]) + torch.arange(6) * step for step in (1, 3))
     k = heads(6, 4, 16).to(DEVICE)
@@ -136,51 +138,51 @@ def test_keys_of_heads_with_frequencies_of_their_own_are_moved_in_a_cache(way: A
     assert_within(cache[0, :6], apply_rotary(k, None, stop, rotary)[0], 2e-6)
 
 
-def test_neighbours_with_one_axis_and_other_frequencies_do_not_turn_alike() -> None:
+def test_heads_with_different_frequencies_on_one_axis_form_separate_groups() -> None:
     rotary = Rotary(4, axes=1, kv_heads=6, inv_freq=[1.0, 0.5] * 2 + [1.0, 0.25] * 2 + [0.5, 0.25] * 2)
     frequencies, pair_axis = frequencies_of(rotary)
     assert (tuple(frequencies.shape), tuple(pair_axis.shape)) == ((3, 3, 2), (3, 2))
     assert rotary.inv_freq_array[::2].tolist() == [[1.0, 0.5], [1.0, 0.25], [0.5, 0.25]]
     k, ids = heads(5, 6, 4), torch.arange(5)[None]
-    turned = apply_rotary(k, None, ids, rotary)[0]
+    rotated = apply_rotary(k, None, ids, rotary)[0]
     for head, inv_freq in enumerate(rotary.inv_freq_array.tolist()):
-        alone = Rotary(4, axes=1, inv_freq=inv_freq)
-        assert_same_bits(turned[:, head], apply_rotary(k[:, [head]], None, ids, alone)[0][:, 0])
+        of_head = Rotary(4, axes=1, inv_freq=inv_freq)
+        assert_same_bits(rotated[:, head], apply_rotary(k[:, [head]], None, ids, of_head)[0][:, 0])
 
 
-def test_ltx_rotates_as_diffusers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ltx_rotations_agree_with_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
     channels, count = 128, 4
     ids, cos, sin = ltx_tables(monkeypatch, channels)
     rotary = cut(ltx(channels), count)
     q = heads(ids.shape[1], count, channels // count)
-    both = (torch.from_numpy(x).repeat_interleave(2, -1)[None] for x in (cos, sin))
-    want = module.apply_rotary_emb(q.flatten(1)[None].double(), tuple(both))
-    off = float(exact_bound(rotary).max())
+    tables = tuple(torch.from_numpy(x).repeat_interleave(2, -1)[None] for x in (cos, sin))
+    want = module.apply_rotary_emb(q.flatten(1)[None].double(), tables)
+    bound = float(exact_bound(rotary).max())
     got = apply_rotary(q, None, ids, rotary)[0]
-    assert_within(got.double().numpy(), want[0].view(q.shape).numpy(), rotations(q, off).numpy())
+    assert_within(got.double().numpy(), want[0].view(q.shape).numpy(), rotations(q, bound).numpy())
 
 
-def test_ernie_image_is_the_first_channels_of_one_rotation_and_the_second_of_another() -> None:
+def test_ernie_image_combines_the_first_channels_of_one_rotation_and_the_second_of_another() -> None:
     ernie = pytest.importorskip("diffusers.models.transformers.transformer_ernie_image")
     ids = torch.tensor([[0, 3, 9, 40], [1, 2, 30, 7], [5, 0, 11, 60]])
     angle = ernie.ErnieImageEmbedND3(16, 256, (4, 6, 6))(ids.T[None]).squeeze(0)  # (tokens, 1, head_dim)
-    whole = Rotary(16, theta=256.0, allocation="axial", axes_dim=[4, 6, 6])
-    axis, inv_freq = whole.pair_axis.repeat(2).tolist(), whole.inv_freq_array.repeat(2).tolist()
+    axial = Rotary(16, theta=256.0, allocation="axial", axes_dim=[4, 6, 6])
+    axis, inv_freq = axial.pair_axis.repeat(2).tolist(), axial.inv_freq_array.repeat(2).tolist()
     q = heads(4, 3, 16)
     first, second = q.chunk(2, -1)
     want = q * angle.cos() + torch.cat((-second, first), -1) * angle.sin()
-    turned = [
+    rotated = [
         apply_rotary(q, None, ids, Rotary(16, axes=3, allocation=axis[part], inv_freq=inv_freq[part]))[0]
         for part in (slice(8), slice(8, None))
     ]
-    got = torch.cat((turned[0][..., :8], turned[1][..., 8:]), -1)
-    off = float(cos_sin(angle.abs().max(), FREQUENCY + 1))
-    assert_within(got, want, rotations(q, off))
+    got = torch.cat((rotated[0][..., :8], rotated[1][..., 8:]), -1)
+    bound = float(cos_sin(angle.abs().max(), FREQUENCY + 1))
+    assert_within(got, want, rotations(q, bound))
 
 
 @pytest.mark.parametrize("channels", [72, 128, 2048])
-def test_ltx_turns_by_up_to_15_708_rad_per_id_within_the_bound(channels: int, monkeypatch: Any) -> None:
+def test_ltx_frequencies_up_to_15_708_rad_per_id_are_within_the_bound(channels: int, monkeypatch: Any) -> None:
     rotary = ltx(channels)
     ids, *theirs = ltx_tables(monkeypatch, channels)
     assert rotary.inv_freq_array.max() == pytest.approx(1e4 * math.pi / 2, rel=1e-15)

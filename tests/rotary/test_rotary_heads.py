@@ -1,4 +1,4 @@
-"""Rotations whose heads have axes of their own, as MHRoPE has them: every operator, in every implementation."""
+"""Rotations with an axis per head, as in MHRoPE: every operator in every implementation."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 PARTIAL = "out of order, partial"
 ROTARIES: Mapping[str, Rotary] = {
     "MHRoPE": Rotary(6, allocation="heads", head_axes=[0, 0, 1, 1, 1, 2, 2, 2]),
-    "one head an axis": Rotary(24, allocation="heads", head_axes=[0, 1, 2]),
+    "one head per axis": Rotary(24, allocation="heads", head_axes=[0, 1, 2]),
     PARTIAL: Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, 1, 0]),
-    "two alike": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
-    "a head that stands": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
+    "two heads per axis": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
+    "an unrotated head": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
     "scaled": Rotary(16, allocation="heads", head_axes=[2, 1, 0], scaling=YaRN(4.0, 2048)),
 }
 ROTARY = ROTARIES[PARTIAL]
@@ -52,26 +52,26 @@ TOKENS = TABLE.num_tokens
 
 
 def heads_of(rotary: Rotary, shared: int = 2, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, with so many heads for each of k, and k."""
+    """Return q, with ``shared`` heads per kv head, and k."""
     assert rotary.head_axes is not None
-    count = len(rotary.head_axes)
-    made = heads(tokens, shared * count, rotary.head_dim, dtype), heads(tokens, count, rotary.head_dim, dtype, seed=1)
-    return [x.to(DEVICE) for x in made]
+    count, head_dim = len(rotary.head_axes), rotary.head_dim
+    q, k = heads(tokens, shared * count, head_dim, dtype), heads(tokens, count, head_dim, dtype, seed=1)
+    return [q.to(DEVICE), k.to(DEVICE)]
 
 
 def truncation(way: str, dtype: torch.dtype) -> int:
-    """Units by which Triton's interpreter, which truncates to bfloat16, may differ."""
+    """Return the tolerance in ulps for Triton's interpreter, which truncates to bfloat16."""
     return int(way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu")
 
 
-# The map.
+# Rotations.
 
 
-def test_a_kv_head_and_the_q_heads_that_share_it_turn_by_one_axis() -> None:
+def test_a_kv_head_and_its_q_heads_are_rotated_by_one_axis() -> None:
     rotary = Rotary(4, theta=100.0, allocation="heads", head_axes=[0, 2, 1])
     q = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 6, 4)
     got = apply_rotary(q, q[:, :3], torch.tensor([[1], [2], [3]]), rotary)
-    turned = {  # cos and sin of the id and of a tenth of it
+    rotated = {  # cos and sin of the id and of a tenth of it
         1: ["0.54030", "0.99500", "0.84147", "0.09983"],
         2: ["-0.41615", "0.98007", "0.90930", "0.19867"],
         3: ["-0.98999", "0.95534", "0.14112", "0.29552"],
@@ -79,7 +79,7 @@ def test_a_kv_head_and_the_q_heads_that_share_it_turn_by_one_axis() -> None:
     for out, ids in zip(got, ([1, 1, 3, 3, 2, 2], [1, 3, 2]), strict=True):
         assert out is not None
         for head, id_ in zip(out[0].tolist(), ids, strict=True):
-            assert head == [printed(number) for number in turned[id_]]
+            assert head == [printed(number) for number in rotated[id_]]
 
 
 @pytest.mark.parametrize("way", ["reference", "auto", "triton"])
@@ -87,7 +87,7 @@ def test_a_kv_head_and_the_q_heads_that_share_it_turn_by_one_axis() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * ("MHRoPE" in name)) for name in ROTARIES]
 )
-def test_every_allocation_of_heads_rotates_as_the_oracle_does(name: str, pairing: Any, way: Any) -> None:
+def test_every_allocation_of_heads_agrees_with_the_oracle(name: str, pairing: Any, way: Any) -> None:
     rotary = replace(ROTARIES[name], pairing=pairing)
     q, k = heads_of(rotary)
     for x, out in zip((q, k), apply_rotary(q, k, TABLE, rotary, implementation=way), strict=True):
@@ -107,7 +107,7 @@ def test_any_number_of_q_heads_may_share_a_kv_head(shared: int, dtype: torch.dty
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_views_of_a_padded_batch_turn_in_every_layout_also_in_place_and_backwards(layout: Any, way: Any) -> None:
+def test_views_of_a_padded_batch_are_rotated_in_both_layouts_directions_and_in_place(layout: Any, way: Any) -> None:
     table = packed("rope-tie-fractional", 9).pad(13)
     rotary = Rotary(12, rotary_dim=8, allocation="heads", head_axes=[1, 0])
     fused = heads((3, 13), 8, 12).to(DEVICE)
@@ -119,39 +119,39 @@ def test_views_of_a_padded_batch_turn_in_every_layout_also_in_place_and_backward
     for x, out in zip((q, k), apply_rotary(q, k, table, rotary, conjugate=True, **options), strict=True):
         assert_rotated(out, x, table, rotary, layout=layout, conjugate=True)
     want = apply_rotary(q, k, table, rotary, **options)
-    for turned, expected in zip(apply_rotary(q, k, table, rotary, inplace=True, **options), want, strict=True):
-        assert_same_bits(turned, expected)
+    for out, expected in zip(apply_rotary(q, k, table, rotary, inplace=True, **options), want, strict=True):
+        assert_same_bits(out, expected)
     assert torch.equal(fused[:, :, 6:], before[:, :, 6:])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_head_or_a_pair_that_stands_keeps_its_bits_and_hands_gradients_on(way: Any) -> None:
+def test_unrotated_heads_and_pairs_and_their_gradients_stay_unchanged(way: Any) -> None:
     by_head = Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2])
-    by_pair = Rotary(12, axes=3, allocation=[1, 2, -1, 0, -1, -1])  # HoPE, but for the 0
-    for rotary, still in ((by_head, (slice(1, 2), slice(None))), (by_pair, (slice(None), [2, 4, 5, 8, 10, 11]))):
+    by_pair = Rotary(12, axes=3, allocation=[1, 2, -1, 0, -1, -1])  # HoPE with an additional axis 0
+    for base, still in ((by_head, (slice(1, 2), slice(None))), (by_pair, (slice(None), [2, 4, 5, 8, 10, 11]))):
         for precision in ("exact", "hf"):
             k = heads(TOKENS, 3, 12).to(DEVICE).requires_grad_()
-            each = replace(rotary, precision=precision)
-            out, _ = apply_rotary(k, None, TABLE, each, implementation=way)
+            rotary = replace(base, precision=precision)
+            out, _ = apply_rotary(k, None, TABLE, rotary, implementation=way)
             gradient = heads(TOKENS, 3, 12, seed=5).to(DEVICE)
             torch.autograd.backward(out, gradient)
             assert k.grad is not None
             assert_same_bits(out.detach()[:, *still], k.detach()[:, *still])
             assert_same_bits(k.grad[:, *still], gradient[:, *still])
-            turning = (out != k).any(0)
-            turning[still] = True
-            assert turning.all()
+            changed = (out != k).any(0)
+            changed[still] = True
+            assert changed.all()
 
 
 # Gradients, and programs that share heads.
 
 
 def everything(way: Any, inputs: Sequence[Tensor], rotary: Rotary, positions: Any = TABLE) -> list[Tensor]:
-    """Rotated q and k, and the gradients of both."""
+    """Return rotated q and k and the gradients of both."""
     q, k = (x.detach().requires_grad_() for x in inputs)
     out = apply_rotary(q, k, positions, rotary, implementation=way)
-    given = [heads(TOKENS, x.shape[1], x.shape[2], x.dtype, seed=9).to(DEVICE) for x in (q, k)]
-    torch.autograd.backward(out, given)  # type: ignore[arg-type]
+    grads = [heads(TOKENS, x.shape[1], x.shape[2], x.dtype, seed=9).to(DEVICE) for x in (q, k)]
+    torch.autograd.backward(out, grads)  # type: ignore[arg-type]
     assert out[1] is not None
     assert q.grad is not None
     assert k.grad is not None
@@ -161,14 +161,14 @@ def everything(way: Any, inputs: Sequence[Tensor], rotary: Rotary, positions: An
 @pytest.mark.parametrize(
     ("name", "pairing"),
     [
-        ("one head an axis", "half"),  # in pieces
+        ("one head per axis", "half"),  # processed in pieces
         *(
             pytest.param(name, pairing, marks=pytest.mark.slow)
-            for name, pairing in (("MHRoPE", "half"), ("one head an axis", "adjacent"), (PARTIAL, "adjacent"))
+            for name, pairing in (("MHRoPE", "half"), ("one head per axis", "adjacent"), (PARTIAL, "adjacent"))
         ),
     ],
 )
-def test_gradients_have_the_bits_of_the_reference(name: str, pairing: Any) -> None:
+def test_gradients_are_bit_equal_to_the_reference(name: str, pairing: Any) -> None:
     rotary = replace(ROTARIES[name], pairing=pairing)
     want = everything("reference", heads_of(rotary), rotary)
     for way in ("auto", "triton"):
@@ -178,7 +178,7 @@ def test_gradients_have_the_bits_of_the_reference(name: str, pairing: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "shares"), [(4, 3), (16, 4), (8, 7)])
-def test_programs_have_heads_of_one_group_however_many_there_are(block: int, shares: int, tile: Any) -> None:
+def test_programs_process_heads_of_one_group_for_any_tiling(block: int, shares: int, tile: Any) -> None:
     tile(block, shares)
     inputs = heads_of(ROTARY, 3)
     want = everything("reference", inputs, ROTARY)
@@ -186,7 +186,7 @@ def test_programs_have_heads_of_one_group_however_many_there_are(block: int, sha
         assert_same_bits(got, expected)
 
 
-def test_programs_are_as_many_for_each_group_and_neighbours_that_turn_alike_are_one() -> None:
+def test_groups_have_equal_numbers_of_programs_and_consist_of_consecutive_equal_heads() -> None:
     assert [tiling.shares_of(shares, groups) for shares, groups in ((5, 0), (1, 8), (8, 8), (9, 8))] == [5, 8, 8, 16]
     rows = {
         (0, 0, 1, 1, 2, 2): [0, 1, 2],
@@ -202,33 +202,33 @@ def test_programs_are_as_many_for_each_group_and_neighbours_that_turn_alike_are_
 # Norms.
 
 
-def normed_and_turned(x: Tensor, weight: Tensor, after: bool) -> Tensor:
-    """float64 by the norm of torch and by the oracle's rotation as a matrix, which autograd goes back through."""
-    basis = np.tile(np.eye(ROTARY.head_dim), (TOKENS, x.shape[1], 1))  # one head for each channel of each head
+def normed_and_rotated(x: Tensor, weight: Tensor, after: bool) -> Tensor:
+    """Apply torch's norm and the oracle's rotation matrix in float64, differentiable by autograd."""
+    basis = np.tile(np.eye(ROTARY.head_dim), (TOKENS, x.shape[1], 1))  # one head per channel of each head
     matrix = torch.from_numpy(rotated(basis, ids_of(TABLE), ROTARY)).unflatten(1, (x.shape[1], -1)).to(x.device)
 
-    def turn(y: Tensor) -> Tensor:
+    def rotate(y: Tensor) -> Tensor:
         return torch.einsum("thc,thcd->thd", y, matrix)
 
     def norm(y: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(y, y.shape[-1:], weight.double(), EPS)
 
-    return norm(turn(x.double())) if after else turn(norm(x.double()))
+    return norm(rotate(x.double())) if after else rotate(norm(x.double()))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("after", [False, True])
-def test_norms_and_their_gradients_are_those_of_the_formula(after: bool, way: Any) -> None:
+def test_norms_and_their_gradients_agree_with_the_formula(after: bool, way: Any) -> None:
     q, k = (x.requires_grad_() for x in heads_of(ROTARY))
     weights = [(0.5 + heads(1, 1, ROTARY.head_dim, seed=seed)[0, 0]).to(DEVICE).requires_grad_() for seed in (3, 4)]
-    given = [heads(TOKENS, x.shape[1], x.shape[2], seed=9).to(DEVICE) for x in (q, k)]
+    incoming = [heads(TOKENS, x.shape[1], x.shape[2], seed=9).to(DEVICE) for x in (q, k)]
 
     def results(out: Sequence[Tensor]) -> list[Tensor]:
-        grads = [x.to(out[0].dtype) for x in given]
+        grads = [x.to(out[0].dtype) for x in incoming]
         return [x.double() for x in (*out, *torch.autograd.grad(out, (q, k, *weights), grads))]
 
     def formula() -> list[Tensor]:
-        return results([normed_and_turned(x, w, after) for x, w in zip((q, k), weights, strict=True)])
+        return results([normed_and_rotated(x, w, after) for x, w in zip((q, k), weights, strict=True)])
 
     norm = Norm(weights[0], weights[1], EPS, after=after)
     q_out, k_out = apply_rotary(q, k, TABLE, ROTARY, norm=norm, implementation=way)
@@ -241,7 +241,7 @@ def test_norms_and_their_gradients_are_those_of_the_formula(after: bool, way: An
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_stored_keys_are_the_rotated_ones(eight_bits: bool, way: Any) -> None:
+def test_rotated_keys_are_stored(eight_bits: bool, way: Any) -> None:
     q, k = heads_of(ROTARY)
     weight = (0.5 + heads(1, 1, 14, seed=3)[0, 0]).to(DEVICE)
     options: Any = {"norm": Norm(weight, weight), "implementation": way}
@@ -259,23 +259,24 @@ def test_stored_keys_are_the_rotated_ones(eight_bits: bool, way: Any) -> None:
     stored = keys.flatten(0, 1)[slots[kept]].float()
     if eight_bits:
         scale = scales["k_scale"].flatten(0, 1)[slots[kept]][..., None]
-        assert_within(stored * scale, k_want[kept], k_want[kept].abs() / 16 + 2**-10 * scale)  # half a step of e4m3
+        half_spacing = k_want[kept].abs() / 16 + 2**-10 * scale  # of e4m3
+        assert_within(stored * scale, k_want[kept], half_spacing)
     else:
         assert_same_bits(stored, k_want[kept])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_keys_in_a_cache_move_by_the_axis_of_their_head(way: Any) -> None:
+def test_cached_keys_are_rerotated_by_the_axis_of_their_head(way: Any) -> None:
     _, k = heads_of(ROTARY)
-    there = packed("videorope", 3).slice(0, TOKENS)
+    new = packed("videorope", 3).slice(0, TOKENS)
     cache = k.clone()
-    rerotate(cache, torch.arange(TOKENS, device=DEVICE), TABLE, there, ROTARY, implementation=way)
-    between = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(ids_of(TABLE), ids_of(there), strict=True)]
+    rerotate(cache, torch.arange(TOKENS, device=DEVICE), TABLE, new, ROTARY, implementation=way)
+    between = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(ids_of(TABLE), ids_of(new), strict=True)]
     assert_rotated(cache, k, between, ROTARY)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_a_head(way: Any) -> None:
+def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_each_head(way: Any) -> None:
     table = packed("mrope").slice(5, 14)
     rotary = Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, -1, 1])
     flat = Rotary(14, rotary_dim=10, axes=1)
@@ -286,11 +287,11 @@ def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_a_head(way: Any)
         assert_same_bits(out, want)
 
 
-# Tables for others.
+# Tables of cos and sin.
 
 
-@pytest.mark.parametrize("name", ["two alike", "a head that stands", "scaled"])
-def test_tables_of_cos_and_sin_have_a_place_for_every_kv_head(name: str) -> None:
+@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled"])
+def test_tables_of_cos_and_sin_have_a_dimension_for_kv_heads(name: str) -> None:
     rotary = ROTARIES[name]
     want = np.stack([phases(ids_of(TABLE), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
     cos, sin = tables_of(rotary, TABLE)
@@ -309,36 +310,36 @@ def test_tables_of_cos_and_sin_have_a_place_for_every_kv_head(name: str) -> None
 # Refusals.
 
 REFUSED: Mapping[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "other heads of k": (
+    "a wrong number of k heads": (
         lambda: apply_rotary(torch.zeros(TOKENS, 8, 14), torch.zeros(TOKENS, 2, 14), TABLE, ROTARY),
         InvalidInputError,
         "k: got 2 heads, want 4 as head_axes in rotary",
     ),
-    "heads of q that share nothing": (
+    "q heads that are no multiple of kv heads": (
         lambda: apply_rotary(torch.zeros(TOKENS, 6, 14), None, TABLE, ROTARY),
         InvalidInputError,
         "q: got 6 heads, want a multiple of 4 as head_axes in rotary",
     ),
-    "other heads of a cache": (
+    "a wrong number of heads in a cache": (
         lambda: rerotate(torch.zeros(16, 1, 14), torch.arange(TOKENS), TABLE, TABLE, ROTARY),
         InvalidInputError,
         "k_cache: got 1 head, want 4 as head_axes in rotary",
     ),
-    "torchtitan's one cache": (
+    "the rope cache of torchtitan": (
         lambda: tables_of(ROTARY, TABLE, "torchtitan"),
         UnsupportedError,
-        "layout 'torchtitan': got a rotary with head_axes, want one for all heads",
+        "layout 'torchtitan': got a rotary with head_axes, want one whose heads all rotate alike",
     ),
     "angles for Megatron": (
         lambda: angles(ROTARY, TABLE),
         UnsupportedError,
-        "angles: got a rotary with head_axes, want one for all heads",
+        "angles: got a rotary with head_axes, want one whose heads all rotate alike",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_heads_that_do_not_fit_are_refused(case: str) -> None:
+def test_heads_that_do_not_match_are_refused(case: str) -> None:
     call, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         call()

@@ -1,4 +1,4 @@
-"""The kernel against the plain torch reference, bit by bit: in Triton's interpreter, or on a GPU where there is one."""
+"""The kernel compared with the torch reference bit by bit, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from mmpos.rotary.kernel import tiling
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
 IN_TURNS = [(scheme, list(VIEWS)[i % len(VIEWS)]) for i, scheme in enumerate(SCHEMES)]
-"""Every scheme and every view, in turns: the interpreter takes its time."""
+"""Every scheme and every view, but not all combinations, since the interpreter is slow."""
 
 own_tiling = tiling.tiles
 
-pytestmark = pytest.mark.usefixtures("few_programs", "poison")  # tilings have a test of their own
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")  # tilings are tested separately
 
 
 def integers(x: Tensor) -> Tensor:
-    """The bits of every element."""
+    """Return the bits of every element."""
     return x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).cpu()
 
 
 def assert_same(got: Tensor | None, want: Tensor | None) -> None:
-    """Equal to the bit; bfloat16 within one ulp in the interpreter, which truncates where a GPU rounds."""
+    """Assert equal bits, or one ulp for bfloat16 in the interpreter, which truncates instead of rounding."""
     assert got is not None
     assert want is not None
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
     assert not got.isnan().any()
     ulps = 1 if got.dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0
-    apart = (integers(got).long() - integers(want).long()).abs()
-    assert int(apart.max() if apart.numel() else 0) <= ulps
+    difference = (integers(got).long() - integers(want).long()).abs()
+    assert int(difference.max() if difference.numel() else 0) <= ulps
 
 
 def device_heads(*args: Any, **options: Any) -> Tensor:
@@ -65,7 +65,7 @@ def device_heads(*args: Any, **options: Any) -> Tensor:
 def everything(
     implementation: str, q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any
 ) -> list[Tensor | None]:
-    """Rotated q and k, and the gradients of both."""
+    """Return rotated q and k and the gradients of both."""
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     out = apply_rotary(q, k, positions, rotary, implementation=implementation, **options)  # type: ignore[arg-type]
     assert out[1] is not None
@@ -75,7 +75,7 @@ def everything(
 
 
 def in_both_ways(q: Tensor, positions: Any, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """q rotated by the kernel, and by the reference."""
+    """Return q rotated by the kernel and by the reference."""
     return (
         apply_rotary(q, None, positions, rotary, implementation="triton")[0],
         apply_rotary(q, None, positions, rotary, implementation="reference")[0],
@@ -83,7 +83,7 @@ def in_both_ways(q: Tensor, positions: Any, rotary: Rotary) -> tuple[Tensor, Ten
 
 
 def assert_kernel_agrees(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> None:
-    """Forward and gradient."""
+    """Assert that outputs and gradients of the kernel equal the reference."""
     before = q.clone(), k.clone()
     want = everything("reference", q, k, positions, rotary, **options)
     got = everything("triton", q, k, positions, rotary, **options)
@@ -119,7 +119,7 @@ def test_any_even_head_dim_agrees(head_dim: int, pairing: Any) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "view"), IN_TURNS)
-def test_every_table_agrees_also_as_ids(scheme: str, view: str) -> None:
+def test_every_table_and_its_dense_ids_agree(scheme: str, view: str) -> None:
     table = VIEWS[view](packed(scheme, 3_000_001))
     assert_dense(table)
     rotary = Rotary(8, axes=SCHEMES[scheme])
@@ -172,7 +172,7 @@ def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
     assert_same(*in_both_ways(device_heads(17, 1, 12), table, Rotary(12, axes=table.axes)))
 
 
-# The shape of the launch.
+# Tilings and sizes.
 
 TILINGS = [(64, 1), (8, 3), *(pytest.param(*tiling, marks=pytest.mark.slow) for tiling in ((4, 7), (2, 1), (1, 1)))]
 
@@ -184,7 +184,7 @@ def test_every_tiling_agrees(block: int, shares: int, tile: Any) -> None:
     rotary = Rotary(12, rotary_dim=8)
     q, k = device_heads(13, 5, 12), device_heads(13, 4, 12, seed=1)
     assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, 40), rotary)
-    # In place, a head that two programs shared would turn twice.
+    # In place, a head processed by two programs would be rotated twice.
     want = apply_rotary(q, k, table, rotary, implementation="reference")
     apply_rotary(q, k, table, rotary, inplace=True, implementation="triton")
     assert_same(q, want[0])
@@ -199,13 +199,13 @@ def test_any_number_of_tokens_agrees(tokens: int) -> None:
 
 
 CASES: dict[str, Callable[[], PositionTable]] = {
-    "one-token segments": lambda: table_of([[Fraction(7 * i, i % 5 + 1), -i] for i in range(35)]),
-    "one-column rows": lambda: placed([Text(1), Grid(1, 1), Text(1), Grid(1, 2)] * 7, "rope-tie"),
+    "segments of one token": lambda: table_of([[Fraction(7 * i, i % 5 + 1), -i] for i in range(35)]),
+    "grids of one row": lambda: placed([Text(1), Grid(1, 1), Text(1), Grid(1, 2)] * 7, "rope-tie"),
     "one long image": lambda: placed([Grid(5, 7)], "rope-tie-fractional"),
     "one long text": lambda: placed([Text(35)], "rope-tie", 2**30),
     "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 246),
     "videos": lambda: placed([Text(2), Grid(2, 3, frames=4), Text(3), Grid(1, 2, frames=3)], "mrope"),
-    "a segment that begins with each block": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
+    "segments aligned with blocks": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
 }
 
 
@@ -219,7 +219,7 @@ def test_segments_of_any_length_agree(case: str) -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 2, 32, 33, 129])
-def test_every_token_is_found_among_any_number_of_segments(segments: int) -> None:
+def test_ids_are_correct_for_any_number_of_segments(segments: int) -> None:
     parts: list[Text | Grid] = [Text(1), Grid(1, 2), Text(2), Grid(2, 1)] * (segments // 4 + 1)
     table = placed(parts[:segments], "rope-tie")
     assert table.num_segments == segments
@@ -238,14 +238,14 @@ def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile
     assert_kernel_agrees(q, k, table, rotary)
 
 
-def test_channels_are_cut_into_pieces_where_pairs_are_no_power_of_two_and_nothing_lies_behind_them() -> None:
-    cut = {80: (8, 5), 72: (4, 9), 96: (16, 3), 24: (4, 3), 128: (64, 1), 20: (16, 1), 2: (1, 1)}
-    pieces = {head_dim: tiling.pieces_of(head_dim, head_dim // 2, False) for head_dim in cut}
-    assert {head_dim: (x.pairs_padded, x.pieces) for head_dim, x in pieces.items()} == cut
+def test_pairs_are_split_into_pieces_if_their_number_is_no_power_of_two_and_all_channels_rotate() -> None:
+    expected = {80: (8, 5), 72: (4, 9), 96: (16, 3), 24: (4, 3), 128: (64, 1), 20: (16, 1), 2: (1, 1)}
+    pieces = {head_dim: tiling.pieces_of(head_dim, head_dim // 2, False) for head_dim in expected}
+    assert {head_dim: (x.pairs_padded, x.pieces) for head_dim, x in pieces.items()} == expected
     assert tiling.pieces_of(128, 40, False) == tiling.channels_of(128, 40)
 
 
-def test_tilings_share_heads_among_programs_until_warps_fill_a_device() -> None:
+def test_tilings_split_heads_among_programs_until_warps_fill_a_device() -> None:
     sizes = {1: (4, 20, 1), 256: (4, 20, 1), 1024: (4, 8, 1), 2048: (16, 8, 4), 4096: (16, 4, 4), 10**6: (16, 3, 4)}
     assert {tokens: own_tiling(tokens, 40, 64) for tokens in sizes} == sizes
     assert [own_tiling(10**6, num_heads, 64)[1] for num_heads in (0, 1, 5, 16, 17, 32, 72)] == [1, 1, 1, 1, 2, 2, 5]
@@ -260,7 +260,7 @@ def test_the_tiling_of_few_tokens_agrees(num_heads: int, monkeypatch: pytest.Mon
     assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
 
 
-def test_no_launch_fuses_products_and_sums() -> None:
+def test_launches_disable_fusion_of_products_and_sums() -> None:
     seen: dict[str, Any] = {}
 
     class Kernel:
@@ -271,11 +271,11 @@ def test_no_launch_fuses_products_and_sums() -> None:
     assert seen == {"grid": (3, 2), "arguments": (7,), "BLOCK": 16, "num_warps": 4, "enable_fp_fusion": False}
 
 
-# The tensors.
+# Layouts and strides.
 
 
 def as_layout(x: Tensor, layout: str) -> Tensor:
-    """(39, heads, head_dim) as the layout has it, without a copy."""
+    """View (39, heads, head_dim) in a layout without a copy."""
     if layout == "thd":
         return x
     four = x.view(3, 13, *x.shape[1:])
@@ -283,21 +283,21 @@ def as_layout(x: Tensor, layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("layout", "pairing"), [("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half")])
-def test_views_of_a_fused_qkv_agree_in_every_layout_also_in_place(layout: Any, pairing: Any) -> None:
+def test_views_of_a_fused_qkv_agree_in_every_layout_out_of_place_and_in_place(layout: Any, pairing: Any) -> None:
     rotary = Rotary(12, rotary_dim=8, pairing=pairing)
     table = packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)
     pair = []
     for implementation in ("triton", "reference"):
-        mine = fused.clone()
-        q, k = as_layout(mine[:, :4], layout), as_layout(mine[:, 4:6], layout)
+        copy = fused.clone()
+        q, k = as_layout(copy[:, :4], layout), as_layout(copy[:, 4:6], layout)
         if implementation == "triton":
             assert_kernel_agrees(q, k, table, rotary, layout=layout)
         options: Any = {"inplace": True, "implementation": implementation}
         out = apply_rotary(q, k, table, rotary, layout=layout, **options)
         assert out[0] is q
         assert out[1] is k
-        pair.append(mine)
+        pair.append(copy)
     assert_same(*pair)
     assert torch.equal(pair[0][:, 6:], fused[:, 6:])
     assert torch.equal(pair[0][..., 8:], fused[..., 8:])
@@ -312,7 +312,7 @@ def test_any_strides_agree() -> None:
         assert_kernel_agrees(x, x[:, :1], table, rotary)
 
 
-def test_no_k_no_heads_and_no_tokens_agree() -> None:
+def test_calls_without_k_heads_or_tokens_agree() -> None:
     rotary, table = Rotary(8), packed("rope-tie")
     q = device_heads(32, 3, 8)
     assert_same(*in_both_ways(q, table, rotary))
@@ -321,19 +321,19 @@ def test_no_k_no_heads_and_no_tokens_agree() -> None:
     assert_kernel_agrees(q[:0], q[:0], table.slice(4, 4), rotary)
 
 
-def test_channels_that_do_not_turn_are_copied_where_the_other_tensor_has_no_heads() -> None:
+def test_unrotated_channels_are_copied_if_the_other_tensor_has_no_heads() -> None:
     rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie")
     q, k = device_heads(32, 3, 8), device_heads(32, 2, 8, seed=1)
     assert_kernel_agrees(q[:, :0], k, table, rotary)
     assert_kernel_agrees(q, k[:, :0], table, rotary)
-    # As in the gradient of k alone.
+    # The gradient of k alone is computed by a call whose q has no heads.
     want = torch.autograd.grad(apply_rotary(q, k.requires_grad_(), table, rotary)[1].sin().sum(), k)  # type: ignore[union-attr]
     got = apply_rotary(q, k, table, rotary, implementation="triton")[1]
     assert got is not None
     assert torch.equal(torch.autograd.grad(got.sin().sum(), k)[0], want[0])
 
 
-# The precision of checkpoints.
+# Precision "hf".
 
 
 @pytest.mark.parametrize(("axes", "pairing"), [(axes, PAIRINGS[axes % 2]) for axes in BY_AXES])
@@ -346,15 +346,15 @@ def test_hf_precision_agrees_within_an_ulp_of_cos_and_sin(pairing: Any, axes: in
     for positions in (table, ids):
         want = everything("reference", q, k, positions, rotary)
         got = everything("triton", q, k, positions, rotary)
-        # The angles are the same, and libraries differ in cos and sin.
+        # The angles are equal, but libraries differ in cos and sin.
         assert_within(got, want, [rotations(x, cos_sin()) for x in want])
 
 
-# Ids on a device.
+# Dense ids on a device.
 
 
 @pytest.mark.parametrize("start", [INT32_MIN, INT32_MAX - 700])
-def test_ids_of_several_blocks_have_the_bits_of_dense(start: int) -> None:
+def test_ids_of_several_blocks_are_bit_equal_to_dense(start: int) -> None:
     assert_dense(placed([Text(300), Grid(5, 7), Text(1), Grid(3, 2), Text(250)], "rope-tie", start))
     assert_dense(placed([Text(300), Grid(5, 7), Text(250)], "rope-tie-v2", start))
 

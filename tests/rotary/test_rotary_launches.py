@@ -1,4 +1,4 @@
-"""Calls of a form that was launched before: the launches of the long way, past Triton's binding, and its errors."""
+"""Repeated calls of a known form: they launch the same kernels as first calls and raise the same errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 HELPER = Path(__file__).parents[1] / "helpers/launches_again.py"
 
 
-def test_a_known_form_is_launched_as_by_the_long_way_and_refuses_the_same() -> None:
+def test_calls_of_a_known_form_launch_and_refuse_like_first_calls() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(HELPER)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -31,6 +31,6 @@ def test_a_known_form_is_launched_as_by_the_long_way_and_refuses_the_same() -> N
         "norm.eps: got [], want an int or float from 2⁻¹²⁶ to 2¹²⁷",
         "conjugate: got 0, want True or False",
         "q: got a forward-mode tangent, want reverse-mode gradients",
-        "slot_mapping[2]: got 1, the slot of token 1, want one of its own: a slot of two tokens holds some of each",
-        "slot_mapping[3]: got 8, want < 8, the slots of key_cache",
+        "slot_mapping[2]: got 1, the slot of token 1, want a slot for each token",
+        "slot_mapping[3]: got 8, want < 8, the number of slots of key_cache",
     ]

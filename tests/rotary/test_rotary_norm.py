@@ -1,4 +1,4 @@
-"""Norm and rotation at once, in either order: the formula in float64, the kernel, gradients and their sums."""
+"""Norm and rotation in one launch and in either order: outputs and gradients compared with float64 formulas."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EPS = 1e-5
 pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
 RELATIVE = ARITHMETIC + gamma(sqrt(128) + 5)
-"""Error of norm and rotation in float32, of a pair's length: a sum of 128 squares, a root, a quotient, two products."""
+"""Float32 error relative to the length of a pair: a sum of 128 squares, a root, a quotient and two products."""
 
 
 def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
-    """Weights around one half, of either sign."""
+    """Return weights of both signs with mean one half."""
     return (0.5 + torch.randn(head_dim, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
 
 
@@ -40,14 +40,14 @@ def device_heads(*args: Any, **options: Any) -> Tensor:
 
 
 def normalised(value: Any) -> Any:
-    """The norm of heads in float64, without weights."""
+    """Normalise heads in float64 without weights."""
     return value / np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
 
 
 def assert_true(
     got: Tensor | None, x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary, **options: Any
 ) -> None:
-    """Every element is the truth, moved by float32 arithmetic at most, rounded once to its dtype."""
+    """Assert that every element is the exact value within the float32 error, rounded once to its dtype."""
     assert got is not None
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
     layout = options.pop("layout", None)
@@ -57,19 +57,19 @@ def assert_true(
     after = norm.after and w is not None
     if after:
         value = normalised(rotated(value, ids_of(table), rotary, **options))
-        truth, most = value * scale, np.abs(value).max(axis=-1, keepdims=True) * np.abs(scale)
+        truth, largest = value * scale, np.abs(value).max(axis=-1, keepdims=True) * np.abs(scale)
     else:
         value = value if w is None else normalised(value) * scale
         truth = rotated(value, ids_of(table), rotary, **options)
-        most = np.abs(value).max(axis=-1, keepdims=True) * rotary.attention_factor
-    # Both channels of a pair err by its length, which no pair has more of than √2 times the largest channel.
-    room = torch.from_numpy(RELATIVE * 2**0.5 * most)
-    found, right = torch.from_numpy(thd(got, layout)), torch.from_numpy(truth)
-    low, high = ((right + sign * room).to(x.dtype).double() for sign in (-1, 1))
+        largest = np.abs(value).max(axis=-1, keepdims=True) * rotary.attention_factor
+    # The error of both channels is relative to the length of the pair, at most √2 times the largest channel.
+    bound = torch.from_numpy(RELATIVE * 2**0.5 * largest)
+    result, want = torch.from_numpy(thd(got, layout)), torch.from_numpy(truth)
+    low, high = ((want + sign * bound).to(x.dtype).double() for sign in (-1, 1))
     if x.dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter truncates
-        step = 2.0**-7 * right.abs()
+        step = 2.0**-7 * want.abs()
         low, high = low - step, high + step
-    wrong = ~((found >= low) & (found <= high))
+    wrong = ~((result >= low) & (result <= high))
     assert not wrong.any(), f"{wrong.sum()} wrong, first {wrong.nonzero()[0]}"
 
 
@@ -82,7 +82,7 @@ CASES = {
     "one pair": Rotary(2, axes=1),
 }
 INTERPRETED = ("partial",)
-"""In the kernel without ``slow``: the interpreter takes its time."""
+"""Cases that run in the interpreter without the mark ``slow``."""
 
 
 @ORDERS
@@ -95,35 +95,35 @@ INTERPRETED = ("partial",)
         for way in WAYS
     ],
 )
-def test_it_is_the_formula_in_every_way(case: str, pairing: Any, way: Any, after: bool) -> None:
-    # A factor on cos and sin makes heads longer, and only those channels that turn: the orders differ.
+def test_every_implementation_agrees_with_the_formula(case: str, pairing: Any, way: Any, after: bool) -> None:
+    # An attention factor scales only the rotated channels, so that the order of norm and rotation matters.
     rotary = replace(CASES[case], pairing=pairing)
     table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 13)
     q, k = device_heads(13, 3, rotary.head_dim), device_heads(13, 1, rotary.head_dim, seed=1)
-    mine, theirs = weight(rotary.head_dim), weight(rotary.head_dim, seed=4)
-    for of_q, of_k in ((mine, theirs), (mine, None), (None, theirs))[: 3 if case == "partial" else 1]:
-        norm = Norm(of_q, of_k, EPS, 1.0, after)
-        for conjugate in (False, True)[: 1 + (of_q is mine and case == "partial")]:
+    first, second = weight(rotary.head_dim), weight(rotary.head_dim, seed=4)
+    for q_weight, k_weight in ((first, second), (first, None), (None, second))[: 3 if case == "partial" else 1]:
+        norm = Norm(q_weight, k_weight, EPS, 1.0, after)
+        for conjugate in (False, True)[: 1 + (q_weight is first and case == "partial")]:
             out = apply_rotary(q, k, table, rotary, norm=norm, conjugate=conjugate, implementation=way)
-            assert_true(out[0], q, of_q, norm, table, rotary, conjugate=conjugate)
-            assert_true(out[1], k, of_k, norm, table, rotary, conjugate=conjugate)
+            assert_true(out[0], q, q_weight, norm, table, rotary, conjugate=conjugate)
+            assert_true(out[1], k, k_weight, norm, table, rotary, conjugate=conjugate)
 
 
 @ORDERS
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("of_weight", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (DTYPES[0], DTYPES[1])])
-def test_every_dtype_of_heads_and_weights_is_rounded_once_also_in_a_cache(
-    of_weight: Any, dtype: Any, way: Any, after: bool
+@pytest.mark.parametrize(("weight_dtype", "dtype"), [*zip(DTYPES, DTYPES, strict=True), (DTYPES[0], DTYPES[1])])
+def test_every_dtype_of_heads_and_weights_is_rounded_once_in_outputs_and_caches(
+    weight_dtype: Any, dtype: Any, way: Any, after: bool
 ) -> None:
     rotary, table = Rotary(24, rotary_dim=16), packed("rope-tie-v2").slice(0, 13)
-    q, norm = device_heads(13, 2, 24, dtype), Norm(weight(24, of_weight), None, EPS, 1.0, after)
+    q, norm = device_heads(13, 2, 24, dtype), Norm(weight(24, weight_dtype), None, EPS, 1.0, after)
     out, none = apply_rotary(q, None, table, rotary, norm=norm, implementation=way)
     assert none is None
     assert_true(out, q, norm.q_weight, norm, table, rotary)
     keys, values = torch.zeros(2, 32, 2, 24, dtype=dtype, device=DEVICE)
     cache = Cache(keys, values, torch.arange(13, device=DEVICE))
-    of_k = norm._replace(q_weight=None, k_weight=norm.q_weight)
-    rotate_and_store(q, q.clone(), q, table, rotary, cache, norm=of_k, implementation=way)
+    k_norm = norm._replace(q_weight=None, k_weight=norm.q_weight)
+    rotate_and_store(q, q.clone(), q, table, rotary, cache, norm=k_norm, implementation=way)
     assert torch.equal(keys[:13], out)
 
 
@@ -135,30 +135,30 @@ def test_every_dtype_of_heads_and_weights_is_rounded_once_also_in_a_cache(
         for way in WAYS
     ],
 )
-def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any, tile: Any) -> None:
+def test_views_in_every_layout_agree_with_the_formula(layout: Any, pairing: Any, way: Any, tile: Any) -> None:
     tile(64, 2 if layout == "thd" else 1)
     rotary, table = Rotary(12, rotary_dim=8, pairing=pairing), packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)
-    mine = fused.clone()
+    copy = fused.clone()
     views = []
-    for whole in (fused, mine):
-        shaped = whole if layout == "thd" else whole.view(3, 13, 8, 12)
-        both = shaped[..., :4, :], shaped[..., 4:6, :]
-        views.append([x.transpose(1, 2) if layout == "bhsd" else x for x in both])
-    w = weight(24)[::2]  # need not be contiguous
+    for buffer in (fused, copy):
+        shaped = buffer if layout == "thd" else buffer.view(3, 13, 8, 12)
+        q_and_k = shaped[..., :4, :], shaped[..., 4:6, :]
+        views.append([x.transpose(1, 2) if layout == "bhsd" else x for x in q_and_k])
+    w = weight(24)[::2]  # not contiguous
     options: Any = {"layout": layout, "norm": Norm(w, w, EPS), "implementation": way}
     out = apply_rotary(views[0][0], views[0][1], table, rotary, **options)
     for got, x in zip(out, views[0], strict=True):
         assert_true(got, x, w, options["norm"], table, rotary, layout=layout)
-    again = apply_rotary(views[1][0], views[1][1], table, rotary, inplace=True, **options)
-    for got, x, want in zip(again, views[1], out, strict=True):
+    in_place = apply_rotary(views[1][0], views[1][1], table, rotary, inplace=True, **options)
+    for got, x, want in zip(in_place, views[1], out, strict=True):
         assert got is x
         assert want is not None
         assert torch.equal(x, want)
-    assert torch.equal(mine[:, 6:], fused[:, 6:])
+    assert torch.equal(copy[:, 6:], fused[:, 6:])
 
 
-# Triton's interpreter truncates to bfloat16 where a GPU rounds, so it is not measured there.
+# Triton's interpreter truncates to bfloat16 instead of rounding, so bfloat16 is not measured there.
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
@@ -169,44 +169,44 @@ def test_views_in_every_layout_also_in_place(layout: Any, pairing: Any, way: Any
         pytest.param("triton", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_the_error_is_as_the_page_of_rotations_says(way: Any, dtype: torch.dtype, tile: Any) -> None:
+def test_the_error_is_as_documented(way: Any, dtype: torch.dtype, tile: Any) -> None:
     tile(32, 1)
     rotary, table = Rotary(128), packed("rope-tie")
     q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)
 
-    def error(found: Tensor) -> float:
+    def error(out: Tensor) -> float:
         value = normalised(thd(q, None)) * w.double().cpu().numpy()
-        off = np.abs(thd(found, None) - rotated(value, ids_of(table), rotary))
-        return float((off / lengths(value, rotary)).max())
+        difference = np.abs(thd(out, None) - rotated(value, ids_of(table), rotary))
+        return float((difference / lengths(value, rotary)).max())
 
-    ours = error(apply_rotary(q, None, table, rotary, norm=Norm(w, eps=EPS), implementation=way)[0])
-    apart = error(apply_rotary(rms_norm(q, (128,), w, EPS), None, table, rotary, implementation="reference")[0])
-    print(f"{way}, {dtype}: {ours:.2e}, separate operations {apart:.2e}")
+    fused = error(apply_rotary(q, None, table, rotary, norm=Norm(w, eps=EPS), implementation=way)[0])
+    separate = error(apply_rotary(rms_norm(q, (128,), w, EPS), None, table, rotary, implementation="reference")[0])
+    print(f"{way}, {dtype}: {fused:.2e}, separate operations {separate:.2e}")
     if dtype == torch.float32:
-        assert max(ours, apart) <= 3.0 * 2.0**-23
+        assert max(fused, separate) <= 3.0 * 2.0**-23
     else:
-        assert ours <= 2.0**-8 + 3.0 * 2.0**-23  # the one rounding
-        assert 1.5 * ours < apart < 2.0**-7
+        assert fused <= 2.0**-8 + 3.0 * 2.0**-23  # a single rounding
+        assert 1.5 * fused < separate < 2.0**-7
 
 
 # Gradients.
 
 
 def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary) -> Tensor:
-    """The norm of torch in float64 and a rotation as a matrix, which autograd goes back through."""
+    """Apply torch's norm and a rotation matrix in float64, differentiable by autograd."""
     basis = np.eye(rotary.head_dim)[None].repeat(x.shape[0], 0)
-    turn = torch.from_numpy(rotated(basis, ids_of(table), rotary)).to(x.device)  # (tokens, channel, head_dim)
+    matrix = torch.from_numpy(rotated(basis, ids_of(table), rotary)).to(x.device)  # (tokens, channel, head_dim)
 
     def normed(y: Tensor) -> Tensor:
         return y if w is None else rms_norm(y, y.shape[-1:], w.double() + norm.offset, EPS)
 
     y = x.double() if norm.after else normed(x.double())
-    y = torch.einsum("thc,tcd->thd", y, turn)
+    y = torch.einsum("thc,tcd->thd", y, matrix)
     return normed(y) if norm.after else y
 
 
 QUICK = {("qkab", "qk", "adjacent"), ("b", "k", "half")}
-"""Gradients wanted of q, k and their weights a and b, and normalised heads; in the kernel without ``slow``."""
+"""Kernel cases without the mark ``slow``: wanted gradients (q, k, weights a and b), normalised heads and pairing."""
 
 
 @ORDERS
@@ -223,10 +223,10 @@ QUICK = {("qkab", "qk", "adjacent"), ("b", "k", "half")}
         for way in ("reference", "triton")
     ],
 )
-def test_gradients_are_those_of_separate_operations_in_float64(
+def test_gradients_agree_with_separate_operations_in_float64(
     wanted: str, normed: str, pairing: Any, way: Any, after: bool, tile: Any
 ) -> None:
-    tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads that programs share
+    tile(16, 2 if wanted == "qkab" else 1)  # several blocks, and heads split among programs
     table = packed("rope-tie").slice(0, 19)
     rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768) if after else None)
     q, k = device_heads(19, 3, 20), device_heads(19, 1, 20, seed=1)
@@ -242,8 +242,8 @@ def test_gradients_are_those_of_separate_operations_in_float64(
         ]
         return torch.autograd.grad([x for x, _ in needed], inputs, [grad for _, grad in needed])
 
-    def ours(by: Any) -> tuple[Tensor, ...]:
-        return gradients(apply_rotary(q, k, table, rotary, norm=norm, implementation=by))
+    def ours(implementation: Any) -> tuple[Tensor, ...]:
+        return gradients(apply_rotary(q, k, table, rotary, norm=norm, implementation=implementation))
 
     truth = [separate(x, w, norm, table, rotary) for x, w in ((q, norm.q_weight), (k, norm.k_weight))]
     bounds = rounding(lambda: ours("reference"), [*inputs, *grads], 19 * 3)  # sums over tokens and heads
@@ -258,9 +258,10 @@ def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype, way: A
     q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
     grad = device_heads(13, 3, 16, dtype, seed=9)
 
-    def ours(by: Any, x: Tensor, of_x: Tensor) -> tuple[Tensor, ...]:
-        out, _ = apply_rotary(x, None, table, rotary, norm=Norm(of_x, None, EPS, after=after), implementation=by)
-        return torch.autograd.grad(out, (x, of_x), grad.to(out.dtype))
+    def ours(implementation: Any, x: Tensor, x_weight: Tensor) -> tuple[Tensor, ...]:
+        norm = Norm(x_weight, None, EPS, after=after)
+        out, _ = apply_rotary(x, None, table, rotary, norm=norm, implementation=implementation)
+        return torch.autograd.grad(out, (x, x_weight), grad.to(out.dtype))
 
     truth = separate(q, w, Norm(after=after), table, rotary)
     want = torch.autograd.grad(truth, (q, w), grad.double())
@@ -270,7 +271,7 @@ def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype, way: A
 
 
 @pytest.mark.parametrize("way", ["auto", "triton"])
-def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
+def test_gradients_of_weights_are_deterministic(way: Any) -> None:
     rotary, table = Rotary(16), packed("rope-tie").slice(0, 19)
     q, k, w = device_heads(19, 3, 16), device_heads(19, 2, 16, seed=1), weight(16).requires_grad_()
     out = apply_rotary(q, k, table, rotary, norm=Norm(w, w), implementation=way)
@@ -281,23 +282,23 @@ def test_gradients_of_weights_have_the_same_bits_every_time(way: Any) -> None:
 
 
 @ORDERS
-def test_gradients_have_gradients(after: bool) -> None:
+def test_second_derivatives_agree_with_float64(after: bool) -> None:
     rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie").slice(0, 5)
     q, k, w = device_heads(5, 2, 8), device_heads(5, 1, 8, seed=1), weight(8)
     inputs, norm = [x.requires_grad_() for x in (q, k, w)], Norm(w, None, EPS, 1.0, after)
 
-    def second(by: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad([x.sin().sum() for x in by()], inputs, create_graph=True)
+    def second(outputs: Any) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad([x.sin().sum() for x in outputs()], inputs, create_graph=True)
         return torch.autograd.grad([x.square().sum() for x in first], inputs)
 
     def ours() -> tuple[Tensor, ...]:
         return second(lambda: apply_rotary(q, k, table, rotary, norm=norm))
 
-    want = second(lambda: [separate(x, of_x, norm, table, rotary) for x, of_x in ((q, w), (k, None))])
+    want = second(lambda: [separate(x, x_weight, norm, table, rotary) for x, x_weight in ((q, w), (k, None))])
     assert_within(ours(), want, rounding(ours, inputs))
 
 
-def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
+def test_gradients_without_tokens_or_heads_are_zero() -> None:
     rotary, table, w = Rotary(8), packed("rope-tie"), weight(8).requires_grad_()
     for way in WAYS:
         for q, positions in ((device_heads(0, 2, 8), table.slice(4, 4)), (device_heads(32, 0, 8), table)):
@@ -308,11 +309,11 @@ def test_no_tokens_and_no_heads_have_gradients_of_zero() -> None:
             assert torch.equal(grads[1], torch.zeros_like(w))
 
 
-# What models do.
+# Norms of models.
 
 
 def norm_module(name: str) -> Any:
-    """A model's own norm of 32 channels."""
+    """Return a model's own norm for 32 channels."""
     if name == "torch":
         return torch.nn.RMSNorm(32, EPS)
     if name == "Gemma 3":
@@ -320,10 +321,10 @@ def norm_module(name: str) -> Any:
     return pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS)
 
 
-# Transformers takes seconds to import.
+# Importing Transformers takes seconds.
 @pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Qwen3", "Gemma 3"))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_norm_of_models_and_the_rotation_but_for_their_roundings(dtype: Any, name: str) -> None:
+def test_norm_and_rotation_agree_with_model_norms_within_their_roundings(dtype: Any, name: str) -> None:
     modeling = norm_module(name).to(dtype).to(DEVICE)
     with torch.no_grad():
         modeling.weight.copy_(weight(32))
@@ -333,7 +334,7 @@ def test_it_is_the_norm_of_models_and_the_rotation_but_for_their_roundings(dtype
         want, _ = apply_rotary(modeling(q), None, table, rotary)
         norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
         got, _ = apply_rotary(q, None, table, rotary, norm=norm)
-    # One rounding here; up to three there, of the norm, of the product with the weight and of the rotation.
+    # One rounding in ours; up to three in theirs: norm, product with the weight, and rotation.
     lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
     assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)
     if dtype == torch.bfloat16:

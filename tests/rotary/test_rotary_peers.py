@@ -1,4 +1,4 @@
-"""Peers: the code of Transformers, Liger and timm, run beside ours on the same q, k and ids."""
+"""Comparison with the code of Transformers, Liger and timm on the same q, k and ids."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def close(found: Any, expected: Any, off: float = cos_sin()) -> None:
-    """Compare rotated heads whose cos and sin are off by so much; by default those of the same float32 angles."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_within(ours, theirs, rotations(theirs, off))
+def assert_close(got: Any, expected: Any, error: float = cos_sin()) -> None:
+    """Compare rotated heads given the error of cos and sin, by default for the same float32 angles."""
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_within(ours, theirs, rotations(theirs, error))
 
 
 def transformers(model: str, name: str, part: str = "modeling") -> Any:
@@ -39,7 +39,7 @@ def transformers(model: str, name: str, part: str = "modeling") -> Any:
 
 
 def batch_of(rotary: Rotary, scheme: str) -> tuple[PositionTable, Tensor, Tensor, Tensor]:
-    """A padded batch: table, (axes, batch, seq) ids, q and k in bhsd."""
+    """Return a padded batch: the table, (axes, batch, seq) ids, and q and k in layout bhsd."""
     positions = place(SEGMENTS, scheme).pad()
     shape = positions.num_documents, positions.max_seqlen
     ids = torch.from_numpy(positions.dense(dtype="int64")).reshape(-1, *shape)
@@ -74,40 +74,42 @@ VISION_MODELS = [
     TEXT_MODELS + MROPE_MODELS,
     ids=[row[0] for row in TEXT_MODELS + MROPE_MODELS],
 )
-def test_rotations_of_transformers_language_models(model: str, config: str, module: str, arguments: Any) -> None:
-    told = transformers(model, config, "configuration")(**arguments)
-    rotary = Rotary.from_hf_config(told, precision="hf")
+def test_rotations_agree_with_transformers_language_models(
+    model: str, config: str, module: str, arguments: Any
+) -> None:
+    hf_config = transformers(model, config, "configuration")(**arguments)
+    rotary = Rotary.from_hf_config(hf_config, precision="hf")
     mrope = rotary.mrope_section is not None
     if not mrope:
-        rotary = Rotary.from_hf_config(told, precision="hf", axes=1)
+        rotary = Rotary.from_hf_config(hf_config, precision="hf", axes=1)
     positions, ids, q, k = batch_of(rotary, "mrope" if mrope else "flatten")
-    cos, sin = transformers(model, module)(told)(q, ids if mrope else ids[0])
+    cos, sin = transformers(model, module)(hf_config)(q, ids if mrope else ids[0])
     theirs = transformers(model, "apply_rotary_pos_emb")(q, k, cos, sin)
-    close(apply_rotary(q, k, positions, rotary, layout="bhsd"), theirs)
-    close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
+    assert_close(apply_rotary(q, k, positions, rotary, layout="bhsd"), theirs)
+    assert_close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
 
 
-def test_deepseek_rotates_adjacent_pairs_and_leaves_them_in_halves() -> None:
+def test_deepseek_rotates_adjacent_pairs_and_returns_them_in_halves() -> None:
     rotary = Rotary(head_dim=64, axes=1, pairing="adjacent")
     positions, _, q, k = batch_of(rotary, "flatten")
     cos, sin = mmpos.rotary.cos_sin(Rotary(head_dim=64, axes=1), positions, layout="transformers")
     theirs = transformers("deepseek_v3", "apply_rotary_pos_emb_interleave")(q, k, cos, sin)
     ours = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs, off=0)
+    assert_close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs, error=0)
 
 
 @pytest.mark.parametrize(("model", "config", "module"), VISION_MODELS, ids=[row[0] for row in VISION_MODELS])
-def test_rotations_of_transformers_vision_encoders(model: str, config: str, module: str) -> None:
-    told = transformers(model, config, "configuration")()
-    rotary = Rotary.from_hf_config(told, precision="hf")
+def test_rotations_agree_with_vision_encoders_of_transformers(model: str, config: str, module: str) -> None:
+    hf_config = transformers(model, config, "configuration")()
+    rotary = Rotary.from_hf_config(hf_config, precision="hf")
     positions = place(SegmentTable.from_documents([[Grid(6, 8)], [Grid(4, 2, frames=3)]]), "grid-2d")
     q, k = normal(positions.num_tokens, 4, rotary.head_dim), normal(positions.num_tokens, 4, rotary.head_dim)
-    cos, sin = transformers(model, module)(told)(q, torch.from_numpy(positions.dense()).T)
+    cos, sin = transformers(model, module)(hf_config)(q, torch.from_numpy(positions.dense()).T)
     theirs = transformers(model, "apply_rotary_pos_emb_vision")(q, k, cos, sin)
-    close(apply_rotary(q, k, positions, rotary), theirs)
+    assert_close(apply_rotary(q, k, positions, rotary), theirs)
 
 
-def test_ligers_mrope_kernel() -> None:
+def test_rotations_agree_with_the_mrope_kernel_of_liger() -> None:
     rotary = Rotary(head_dim=128, theta=1e6, allocation="sections", mrope_section=[16, 24, 24])
     positions, ids, q, k = batch_of(rotary, "mrope")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -121,17 +123,17 @@ def test_ligers_mrope_kernel() -> None:
     ]
     cos, sin = (torch.stack(tables).to(device) for tables in zip(*by_axis, strict=True))
     expected = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    # It writes into q and k where they are contiguous as bshd.
+    # Liger's kernel writes to q and k in place if they are contiguous as bshd.
     theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
-    close(expected, [x.cpu() for x in theirs], off=0)
+    assert_close(expected, [x.cpu() for x in theirs], error=0)
     back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
-    # Of vectors that were apart already, by as much: rotations keep lengths.
-    there_and_back = apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True)
-    assert_within(there_and_back, [x.cpu() for x in back], [3 * rotations(x.cpu()) for x in back])
+    # Three times the bound of one rotation: the inputs already differ by that bound.
+    restored = apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True)
+    assert_within(restored, [x.cpu() for x in back], [3 * rotations(x.cpu()) for x in back])
 
 
 def liger(name: str) -> Any:
-    """One file of Liger's kernels: importing the package would import every model of Transformers."""
+    """Load one file of Liger's kernels, since importing the package imports every model of Transformers."""
     package = importlib.util.find_spec("liger_kernel")
     if package is None or package.origin is None:
         pytest.skip("could not import 'liger_kernel'")
@@ -144,21 +146,21 @@ def liger(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("pairing", "half"), [("adjacent", False), ("half", True)])
-def test_timms_axial_rotation(pairing: Any, half: bool) -> None:
+def test_axial_rotations_agree_with_timm(pairing: Any, half: bool) -> None:
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")
     rotary = Rotary(head_dim=64, allocation="axial", pairing=pairing, precision="hf")
     positions = place(SegmentTable.from_documents([[Grid(5, 7)]]), "grid-2d")
     q = normal(1, 35, 4, 64)
     embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
     theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
-    close(apply_rotary(q, None, positions, rotary)[:1], [theirs], off=cos_sin(6.0, FREQUENCY + 1))
+    assert_close(apply_rotary(q, None, positions, rotary)[:1], [theirs], error=cos_sin(6.0, FREQUENCY + 1))
 
 
 @pytest.mark.parametrize(
     ("axes_dim", "theta"), [([16, 56, 56], 256.0), ([44, 42, 42], 1e4)], ids=["HunyuanVideo", "Wan"]
 )
-def test_rotations_of_video_diffusion(axes_dim: list[int], theta: float) -> None:
-    """Diffusers' formula in other words: each axis turns a block of adjacent pairs, as complex float64 numbers."""
+def test_rotations_agree_with_video_diffusion_models(axes_dim: list[int], theta: float) -> None:
+    """Compare with diffusers' formula: each axis rotates a block of adjacent pairs as complex float64 numbers."""
     ids = torch.from_numpy(np.indices((5, 6, 7)).reshape(3, -1))
     q = normal(ids.shape[1], 4, 128)
     rotary = Rotary(128, theta, allocation="axial", axes_dim=axes_dim, pairing="adjacent")
@@ -169,5 +171,5 @@ def test_rotations_of_video_diffusion(axes_dim: list[int], theta: float) -> None
         blocks.append(torch.view_as_real(torch.view_as_complex(block.unflatten(-1, (-1, 2))) * turn).flatten(-2))
     expected = torch.cat(blocks, dim=-1)
     length = q.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
-    found, _ = apply_rotary(q, None, ids, rotary)
-    assert ((found - expected).abs() <= ARITHMETIC * length).all()
+    got, _ = apply_rotary(q, None, ids, rotary)
+    assert ((got - expected).abs() <= ARITHMETIC * length).all()

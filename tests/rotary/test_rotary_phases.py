@@ -1,4 +1,4 @@
-"""Phases: cos, sin, turns and angles of every int32 id against 60 digits, and Transformers' float32 beside them."""
+"""Phases: cos, sin, turns and angles of int32 ids compared with 60 digits, and float32 angles as in Transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FRACTIONS: list[Fraction] = [
 
 
 def random_ids(count: int, seed: int) -> list[int]:
-    """Ids of every size and sign."""
+    """Return ids of all magnitudes and both signs."""
     draw = random.Random(seed)
     return [draw.randint(-(2**bits), 2**bits - 1) for bits in draw.choices(range(1, 32), k=count)]
 
@@ -61,7 +61,7 @@ def random_fractions(count: int, seed: int) -> list[Fraction]:
 
 
 def column(values: Sequence[Fraction | int]) -> Ids:
-    """The same ids on one axis."""
+    """Return ids with one axis."""
     return [[value] for value in values]
 
 
@@ -84,7 +84,7 @@ def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str)
     assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
 
 
-def test_float64_ids_are_exact_too() -> None:
+def test_exact_cos_and_sin_are_within_the_bound_for_float64_ids() -> None:
     rotary = Rotary(128, axes=1)
     ids = [float(value) + half for value, half in zip(random_ids(60, 1), [0.0, 0.5, 0.25] * 20, strict=True)]
     cos, sin = mmpos.rotary.cos_sin(rotary, torch.tensor([ids], dtype=torch.float64))
@@ -93,28 +93,27 @@ def test_float64_ids_are_exact_too() -> None:
 
 
 def turn_errors(ids: Ids, rotary: Rotary) -> list[Fraction]:
-    """Signed errors of all turns in units of 2⁻³² turn."""
+    """Return the signed errors of all turns in units of 2⁻³² turn."""
     words, pair_axis = frequencies_of(rotary)
-    made = ids_on(table_of(ids), rotary, torch.device("cpu"))
-    fixed = fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids))
-    found = turns(fixed, pair_axis.to(torch.int64), words)
-    assert int(found.min()) >= 0
-    assert int(found.max()) < TURN
+    table = ids_on(table_of(ids), rotary, torch.device("cpu")).tensor
+    computed = turns(fixed_positions(table, TABLE_FRACTIONAL, len(ids)), pair_axis.to(torch.int64), words)
+    assert int(computed.min()) >= 0
+    assert int(computed.max()) < TURN
     return [
         (turn - true + TURN // 2) % TURN - TURN // 2
-        for row, truth in zip(found.tolist(), turns_in_units(ids, rotary), strict=True)
+        for row, truth in zip(computed.tolist(), turns_in_units(ids, rotary), strict=True)
         for turn, true in zip(row, truth, strict=True)
     ]
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_turns_keep_their_derived_bounds(theta: float) -> None:
+def test_turns_are_within_their_derived_bounds(theta: float) -> None:
     rotary = Rotary(128, theta=theta, axes=1)
     whole = turn_errors(column([*EDGES, *random_ids(200, 3)]), rotary)
     assert max(map(abs, whole)) <= 1.3
     fractional = turn_errors(column([*FRACTIONS, *random_fractions(200, 4)]), rotary)
     assert max(map(abs, fractional)) <= 3.41
-    # The bounds are near: floors only lose, and lose most of a unit each.
+    # The bounds are tight: each floor may lose almost a unit.
     assert min(whole) < -0.9
     assert min(fractional) < -1.9
 
@@ -133,16 +132,18 @@ def test_turns_keep_their_derived_bounds(theta: float) -> None:
 @example(1, 3, -2.0 * math.pi)
 @example(1, 3, 2 * 15_708.0)
 @example(1, INT32_MAX, 2.0**32)
-def test_turns_keep_their_bound_for_any_id_and_frequency(numerator: int, denominator: int, inv_freq: float) -> None:
+def test_turns_of_any_id_and_frequency_are_within_their_bound(
+    numerator: int, denominator: int, inv_freq: float
+) -> None:
     position = Fraction(numerator, denominator)
     if not INT32_MIN <= position <= INT32_MAX:
         position %= INT32_MAX
     rotary = Rotary(2, axes=1, inv_freq=[inv_freq])
-    # The fraction is rounded down by up to one unit, which the frequency multiplies.
+    # The fraction is rounded down by up to one unit, which is multiplied by the frequency.
     assert abs(turn_errors([[position]], rotary)[0]) <= 3.25 + abs(inv_freq) / (2 * math.pi)
 
 
-def test_the_polynomials_err_by_1_2e_7_in_every_octant_and_meet_at_their_borders() -> None:
+def test_the_polynomials_are_within_1_2e_7_in_every_octant_and_at_the_borders() -> None:
     near = [eighth * 2**29 + step for eighth in range(8) for step in (-3, -2, -1, 0, 1, 2, 3)]
     draw = random.Random(5)
     turn = [value % TURN for value in near] + [draw.randrange(TURN) for _ in range(20_000)]
@@ -164,11 +165,11 @@ def test_angles_are_wrapped_and_exact() -> None:
     ids = column([*FRACTIONS, *EDGES, *random_fractions(60, 6)])
     angles = mmpos.rotary.angles(rotary, table_of(ids))
     assert angles.shape == (len(ids), 1, 1, 32)
-    found = angles[:, 0, 0].double().numpy()
-    assert np.array_equal(found[:, :16], found[:, 16:])
-    assert np.abs(found).max() <= np.float32(np.pi)
-    away = (found[:, :16] - phases(ids, rotary) + np.pi) % (2 * np.pi) - np.pi
-    assert np.abs(away).max() < 2 * unit(torch.float32) + 5e-9  # the rounding of numbers between 2 and π, and the turn
+    values = angles[:, 0, 0].double().numpy()
+    assert np.array_equal(values[:, :16], values[:, 16:])
+    assert np.abs(values).max() <= np.float32(np.pi)
+    error = (values[:, :16] - phases(ids, rotary) + np.pi) % (2 * np.pi) - np.pi
+    assert np.abs(error).max() < 2 * unit(torch.float32) + 5e-9  # rounding of numbers between 2 and π, and the turn
 
 
 def test_half_a_turn_is_minus_pi() -> None:
@@ -178,54 +179,54 @@ def test_half_a_turn_is_minus_pi() -> None:
 
 
 def floors(ids: Ids) -> list[list[int]]:
-    """⌊id · 2³²⌋ of every id, axis by axis."""
+    """Return ⌊id · 2³²⌋ of every id for each axis."""
     return [[math.floor(Fraction(value) * TURN) for value in axis] for axis in zip(*ids, strict=True)]
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tables_expand_to_the_floor_of_their_rationals(scheme: str, view: str) -> None:
+def test_tables_expand_to_the_floors_of_their_rational_ids(scheme: str, view: str) -> None:
     assert_floors(VIEWS[view](packed(scheme, 1_000_003)))
 
 
 @pytest.mark.parametrize("scheme", ["mrope", "videorope", "vrope"])
-def test_tables_of_videos_expand_too(scheme: str) -> None:
+def test_tables_of_videos_expand_to_the_floors_of_their_ids(scheme: str) -> None:
     assert_floors(placed([Text(2), Grid(2, 3, frames=3), Text(1)], scheme, 7))
     assert_floors(placed([Grid(2, 3, frames=3)], scheme, 7).slice(8, 17))
 
 
 def assert_floors(table: PositionTable) -> None:
-    made = ids_on(table, Rotary(16, axes=table.axes), torch.device("cpu"))
-    assert made.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
-    assert fixed_positions(made.tensor, made.mode, table.num_tokens).tolist() == floors(exact(table))
+    ids = ids_on(table, Rotary(16, axes=table.axes), torch.device("cpu"))
+    assert ids.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
+    assert fixed_positions(ids.tensor, ids.mode, table.num_tokens).tolist() == floors(exact(table))
 
 
-def test_tables_of_any_fractions_expand_to_their_floor() -> None:
+def test_tables_of_any_fractions_expand_to_their_floors() -> None:
     ids = column([*EDGES, *FRACTIONS, *random_fractions(300, 7)])
-    made = ids_on(table_of(ids), Rotary(2, axes=1), torch.device("cpu"))
-    assert fixed_positions(made.tensor, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
+    table = ids_on(table_of(ids), Rotary(2, axes=1), torch.device("cpu")).tensor
+    assert fixed_positions(table, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
 
 
-def test_dense_ids_become_fixed_point() -> None:
+def test_dense_ids_are_converted_to_fixed_point() -> None:
     whole = torch.tensor([EDGES], dtype=torch.int64)
     assert fixed_positions(whole, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
     narrow = whole.to(torch.int32)
     assert fixed_positions(narrow, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
     values = [*map(float, EDGES), 0.5, -0.5, 1 / 3, -1 / 3, -1e-20, 1e-20, INT32_MAX + 0.75, 2.0**-33, -(2.0**-33)]
     fixed = fixed_from_float(torch.tensor([values], dtype=torch.float64))
-    # Beside zero, ids − ⌊ids⌋ rounds to 1: −1e-20 is 0 and not −2⁻³².
-    wanted = [math.floor(Fraction(value) * TURN) if value != -1e-20 else 0 for value in values]
-    assert fixed.tolist() == [wanted]
+    # Just below zero, ids − ⌊ids⌋ rounds to 1, so −1e-20 becomes 0 instead of −2⁻³².
+    want = [math.floor(Fraction(value) * TURN) if value != -1e-20 else 0 for value in values]
+    assert fixed.tolist() == [want]
     assert fixed_positions(fixed, DENSE_FIXED, 0) is fixed
 
 
 def as_transformers(ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """(tokens, pairs) float32 angles by Transformers' lines for one axis: inv_freq[:, None] @ ids[None], transposed."""
+    """Compute (tokens, pairs) float32 angles as Transformers does: inv_freq[:, None] @ ids[None], transposed."""
     return (inv_freq[None, :, None].float() @ ids[None, None, :].float()).transpose(1, 2)[0]
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None:
+def test_hf_precision_angles_are_bit_equal_to_transformers(theta: float) -> None:
     rotary = Rotary(128, theta=theta, axes=1, precision="hf")
     inv_freq = 1.0 / (theta ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))
     assert torch.equal(frequencies_of(rotary)[0], inv_freq)
@@ -233,18 +234,18 @@ def test_hf_precision_has_the_bits_of_transformers_product(theta: float) -> None
     angles = as_transformers(ids, inv_freq)
     assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
-    # cos and sin of float32 are torch's, whose vectors and their remainders differ.
+    # torch's float32 cos and sin differ between vectors and remainders.
     assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
 
 
 @pytest.mark.parametrize(("last", "published"), [(32_768, 1.9e-3), (131_072, 7.8e-3), (10**6, 6.1e-2), (10**7, 0.77)])
-def test_float32_angles_err_as_published_and_turns_do_not(last: int, published: float) -> None:
+def test_float32_angles_have_the_published_errors_and_turns_are_exact(last: int, published: float) -> None:
     rotary = Rotary(128, axes=1)
     ids = torch.arange(last, max(0, last - 20_000), -7)
     truth = ids.double()[:, None] * torch.tensor(rotary.inv_freq_array)  # within 1e-9
     worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_float32) - truth).abs().max())
     assert worst == pytest.approx(published, rel=0.2)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
-    turned = torch.atan2(sin.double(), cos.double()) - truth
-    exact_worst = float((turned - (turned / (2 * math.pi)).round() * (2 * math.pi)).abs().max())
-    assert exact_worst < math.sqrt(2) * EXACT  # of cos and sin, which are at right angles
+    error = torch.atan2(sin.double(), cos.double()) - truth
+    exact_worst = float((error - (error / (2 * math.pi)).round() * (2 * math.pi)).abs().max())
+    assert exact_worst < math.sqrt(2) * EXACT  # √2 since the errors of cos and sin are orthogonal

@@ -1,4 +1,4 @@
-"""Packed q, k and v, with and without a gate: views, rotated where they lie to the bits of separate tensors."""
+"""Packed q, k and v with and without a gate: their views are rotated like separate tensors."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def packed_qkv(gate: bool, *rows: int, dtype: torch.dtype = torch.float32) -> Te
 
 
 def separate(qkv: Tensor, gate: bool) -> tuple[Tensor, ...]:
-    """Contiguous q, k, v and gate, as Qwen3NextAttention has them: of each head of q_proj the query comes first."""
+    """Split qkv into contiguous q, k, v and gate as Qwen3NextAttention does: each q head, then its gate."""
     rows = qkv.shape[:-1]
     q, k, v = qkv.split([36 * (2 if gate else 1), 24, 24], dim=-1)
-    both = torch.chunk(q.reshape(*rows, -1, 24), 2, dim=-1) if gate else (q.reshape(*rows, -1, 12),)
-    first, *gates = (x.clone(memory_format=torch.contiguous_format) for x in both)
-    return first, k.reshape(*rows, -1, 12).clone(), v.reshape(*rows, -1, 12).clone(), *gates
+    parts = torch.chunk(q.reshape(*rows, -1, 24), 2, dim=-1) if gate else (q.reshape(*rows, -1, 12),)
+    q, *gates = (x.clone(memory_format=torch.contiguous_format) for x in parts)
+    return q, k.reshape(*rows, -1, 12).clone(), v.reshape(*rows, -1, 12).clone(), *gates
 
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("rows", [(13,), (2, 13)])
-def test_parts_are_views_of_heads_of_q_then_k_then_v_and_gates_beside_their_heads(rows: Any, gate: bool) -> None:
+def test_parts_are_views_in_the_order_q_with_gates_then_k_then_v(rows: Any, gate: bool) -> None:
     qkv = packed_qkv(gate, *rows)
     parts = split_qkv(qkv, gate=gate, **HEADS)
     assert (parts.gate is not None) == gate
@@ -50,9 +50,7 @@ def test_parts_are_views_of_heads_of_q_then_k_then_v_and_gates_beside_their_head
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_they_are_rotated_to_the_bits_of_separate_tensors_and_nothing_else_is_touched(
-    inplace: bool, gate: bool, way: Any
-) -> None:
+def test_parts_are_rotated_like_separate_tensors_and_nothing_else_changes(inplace: bool, gate: bool, way: Any) -> None:
     qkv = packed_qkv(gate, 2, 13)
     before, positions = separate(qkv, gate), DevicePositions.from_table(EQUAL, DEVICE)
     options: Any = {"norm": Norm(torch.rand(12, device=DEVICE)), "implementation": way}
@@ -63,15 +61,14 @@ def test_they_are_rotated_to_the_bits_of_separate_tensors_and_nothing_else_is_to
         assert got is not None
         assert expected is not None
         assert torch.equal(got, expected)
-    q_left, k_left = want if inplace else before[:2]
-    left = (q_left, k_left, *before[2:])
-    for part, expected in zip((x for x in (q, k, v, gates) if x is not None), left, strict=True):
+    packed_after = (*(want if inplace else before[:2]), *before[2:])
+    for part, expected in zip((x for x in (q, k, v, gates) if x is not None), packed_after, strict=True):
         assert expected is not None
         assert torch.equal(part, expected)
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that a block of code runs."""
+    """Record the names of the operations that a block of code runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +82,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_in_place_runs_one_operator_beside_views(gate: bool) -> None:
+def test_in_place_rotation_runs_one_operator_besides_views(gate: bool) -> None:
     qkv, positions = packed_qkv(gate), DevicePositions.from_table(TABLE, DEVICE)
     slots, (keys, values) = torch.arange(13, device=DEVICE), torch.zeros(2, 16, 2, 12, device=DEVICE)
     with Operations() as seen:
@@ -97,16 +94,16 @@ def test_in_place_runs_one_operator_beside_views(gate: bool) -> None:
     assert [name for name, view in zip(seen.names, seen.views, strict=True) if not view] == ["mmpos::rotate_and_store_"]
 
 
-def test_gradients_go_back_to_the_packed_tensor() -> None:
+def test_gradients_reach_the_packed_tensor() -> None:
     qkv = packed_qkv(True).requires_grad_()
     q, k, v, gate = split_qkv(qkv, gate=True, **HEADS)
     assert gate is not None
     out = apply_rotary(q, k, TABLE, ROTARY)
     assert out[1] is not None
     grads = [torch.randn_like(x) for x in (out[0], out[1], v, gate)]
-    (found,) = torch.autograd.grad([out[0], out[1], v, gate], qkv, grads)
+    (gradient,) = torch.autograd.grad([out[0], out[1], v, gate], qkv, grads)
     back = apply_rotary(grads[0], grads[1], TABLE, ROTARY, conjugate=True)
-    for got, want in zip(separate(found, True), (*back, grads[2], grads[3]), strict=True):
+    for got, want in zip(separate(gradient, True), (*back, grads[2], grads[3]), strict=True):
         assert want is not None
         assert torch.equal(got, want)
 
@@ -124,11 +121,12 @@ def test_gradients_go_back_to_the_packed_tensor() -> None:
         ),
         (
             torch.zeros(13, 84), {"gate": True},
-            "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; it would fit gate=False",
+            "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; "
+            "this width matches gate=False",
         ),
         (
             torch.zeros(2, 13, 120), {},
-            "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; it would fit gate=True",
+            "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=True",
         ),
         (torch.zeros(84), {}, "qkv: got shape (84,), want (tokens, width) or (batch, seq, width)"),
         (torch.zeros(1, 13, 7, 12), {}, "qkv: got shape (1, 13, 7, 12), want (tokens, width) or (batch, seq, width)"),
@@ -139,7 +137,7 @@ def test_gradients_go_back_to_the_packed_tensor() -> None:
         (torch.zeros(13, 84), {"head_dim": 0}, "head_dim: got 0, want >= 1"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(qkv: Any, options: Any, message: str) -> None:
+def test_widths_shapes_and_sizes_that_do_not_match_are_refused(qkv: Any, options: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         split_qkv(qkv, **(HEADS | options))
     assert str(refused.value) == message

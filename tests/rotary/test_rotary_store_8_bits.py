@@ -1,4 +1,4 @@
-"""rotate_and_store into caches of 8 bits: whole caches and scales against float64 and a search for what is nearest."""
+"""rotate_and_store with 8-bit caches: caches and scales compared with float64 and a search for the nearest number."""
 
 from __future__ import annotations
 
@@ -25,69 +25,68 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def heads(*args: Any, **options: Any) -> Tensor:
-    """Random q, k or v where kernels run."""
+    """Return random q, k or v on the device."""
     return heads_on_host(*args, **options).to(DEVICE)
 
 
 def qkv(dtype: torch.dtype = torch.float32, v_dim: int = 12) -> list[Tensor]:
-    """q with three heads, k and v with two."""
+    """Return q with three heads, and k and v with two."""
     return [heads(13, n, d, dtype, seed) for seed, (n, d) in enumerate(((3, 12), (2, 12), (2, v_dim)))]
 
 
 def like(cache: Held) -> list[Tensor]:
-    """Scales of every slot and head of k and of v, none of them touched."""
+    """Return unwritten scales of k and of v for every slot and head."""
     return [filled(*x.shape[:-1], dtype=torch.float32) for x in (cache.key, cache.value)]
 
 
 def store(way: str, tensors: list[Tensor], cache: Held, **options: Any) -> tuple[Tensor, Tensor | None]:
     scales = {name: options.pop(name) for name in ("k_scale", "v_scale", "q_scale") if name in options}
-    given: dict[str, Any] = {"positions": TABLE, "rotary": ROTARY, "implementation": way, **options}
-    made = cache.with_slots(torch.tensor(SLOTS, device=DEVICE), **scales)
+    arguments: dict[str, Any] = {"positions": TABLE, "rotary": ROTARY, "implementation": way, **options}
     q, k, v = tensors
-    return rotate_and_store(q, k, v, cache=made, **given)
+    return rotate_and_store(q, k, v, cache=cache.with_slots(torch.tensor(SLOTS, device=DEVICE), **scales), **arguments)
 
 
 def at(cache: Held, view: Tensor) -> Tensor:
-    """Return the cells of a view of a cache that stored tokens have."""
+    """Return the rows of a view of a cache for all stored tokens."""
     return torch.stack([cache.at(view, slot) for slot in SLOTS if slot >= 0]).cpu()
 
 
 def of_slots(cache: Held, scales: Tensor) -> Tensor:
-    """(stored, heads) scales of the tokens that are stored."""
+    """Return the (stored, heads) scales of all stored tokens."""
     return at(cache, scales.unsqueeze(-1)).squeeze(-1)
 
 
 def true_keys(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys as they should be stored, not divided, and how far the arithmetic may move them, in float64."""
+    """Return the exact keys in float64 before division, and the error bound of the arithmetic."""
     x = k.detach().double().cpu().numpy()
-    truth, room = rotated(x, ids_of(TABLE), ROTARY), ARITHMETIC * lengths(x, ROTARY)
-    return torch.from_numpy(truth)[STORED], torch.from_numpy(room)[STORED]
+    truth, bound = rotated(x, ids_of(TABLE), ROTARY), ARITHMETIC * lengths(x, ROTARY)
+    return torch.from_numpy(truth)[STORED], torch.from_numpy(bound)[STORED]
 
 
-def assert_divided(got: Tensor, truth: Tensor, room: Any, scale: Tensor) -> None:
-    """Every number is the nearest to the truth by its scale, moved by the arithmetic and that division at most."""
+def assert_divided(got: Tensor, truth: Tensor, bound: Any, scale: Tensor) -> None:
+    """Assert that every number is the nearest to truth / scale within the errors of arithmetic and division."""
     scale = scale.double().cpu().unsqueeze(-1)
-    room = room / scale + 2 * unit(torch.float32) * (truth / scale).abs()
-    low, high = (nearest(truth / scale + sign * room, got.dtype) for sign in (-1, 1))
+    bound = bound / scale + 2 * unit(torch.float32) * (truth / scale).abs()
+    low, high = (nearest(truth / scale + sign * bound, got.dtype) for sign in (-1, 1))
     assert ((got.double() >= low) & (got.double() <= high)).all()
 
 
-SCALES = {"0-d": torch.tensor(0.013), "one": torch.tensor([0.013]), "by head": torch.tensor([0.004, 0.3])}
+SCALES = {"0-d": torch.tensor(0.013), "one": torch.tensor([0.013]), "per head": torch.tensor([0.004, 0.3])}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CACHES)
-def test_every_cache_takes_k_and_v_divided_by_static_scales(name: str, way: str) -> None:
-    scale = SCALES["by head"].to(DEVICE)
+def test_every_cache_stores_k_and_v_divided_by_static_scales(name: str, way: str) -> None:
+    scale = SCALES["per head"].to(DEVICE)
     cache, (q, k, v) = CACHES[name](13, 5, 2, 12, E4M3), qkv()
     q_got, k_got = store(way, [q, k, v], cache, k_scale=scale, v_scale=scale.flip(0), return_k=True)
     assert_divided(at(cache, cache.key), *true_keys(k), scale)
     assert_divided(at(cache, cache.value), v.double().cpu()[STORED], 0, scale.flip(0))
-    # Nothing else has changed, and what comes back is what it is without scales.
+    # Nothing else has changed, and returned q and k do not depend on scales.
     want = CACHES[name](13, 5, 2, 12, E4M3)
-    for there, here in ((want.key, cache.key), (want.value, cache.value)):
+    for target, view in ((want.key, cache.key), (want.value, cache.value)):
         for slot in (slot for slot in SLOTS if slot >= 0):
-            want.at(there, slot).copy_(cache.at(here, slot))
+            want.at(target, slot).copy_(cache.at(view, slot))
     assert_holds(cache, want)
     for got, expected in zip((q_got, k_got), apply_rotary(q, k, TABLE, ROTARY), strict=True):
         assert_same_bits(got, expected)
@@ -95,24 +94,21 @@ def test_every_cache_takes_k_and_v_divided_by_static_scales(name: str, way: str)
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_is_rounded_once_and_beyond_the_largest_to_it(
-    of: torch.dtype, dtype: torch.dtype, scale: str
-) -> None:
-    tensors = qkv(of, v_dim=10)
+@pytest.mark.parametrize("qkv_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_is_rounded_once_and_saturates(qkv_dtype: torch.dtype, dtype: torch.dtype, scale: str) -> None:
+    tensors = qkv(qkv_dtype, v_dim=10)
     tensors[1] *= torch.finfo(dtype).max / 100
-    by = SCALES[scale].to(DEVICE)
+    divisor = SCALES[scale].to(DEVICE)
     caches = []
     for way in WAYS:
         key, value = filled(4, 16, 2, 12, dtype=dtype), filled(4, 16, 2, 10, dtype=dtype)
         caches.append(Held(key, value, (key, value), "NHD", 16))
-        store(way, tensors, caches[-1], k_scale=by, v_scale=by)
+        store(way, tensors, caches[-1], k_scale=divisor, v_scale=divisor)
     assert_holds(caches[0], caches[1])
-    truth, room = true_keys(tensors[1])
     got = at(caches[0], caches[0].key)
-    assert_divided(got, truth, room, by.expand(2))
+    assert_divided(got, *true_keys(tensors[1]), divisor.expand(2))
     assert (got.double().abs() == torch.finfo(dtype).max).any()
-    assert_divided(at(caches[0], caches[0].value), tensors[2].double().cpu()[STORED], 0, by.expand(2))
+    assert_divided(at(caches[0], caches[0].value), tensors[2].double().cpu()[STORED], 0, divisor.expand(2))
 
 
 @pytest.mark.parametrize("name", ["NHD", "HND", "all layers in a block", "a pool of slots"])
@@ -122,17 +118,17 @@ def test_scales_are_computed_for_each_token_and_head(name: str, way: str) -> Non
     scales = like(cache)
     store(way, [q, k, v], cache, k_scale=scales[0], v_scale=scales[1])
     truths = (true_keys(k), (v.double().cpu()[STORED], torch.zeros(())))
-    for (truth, room), view, scale in zip(truths, (cache.key, cache.value), scales, strict=True):
-        of_each, got = of_slots(cache, scale), at(cache, view)
-        off = (of_each.double() - truth.abs().amax(-1) / 448).abs()
-        assert (off <= room.max() / 448 + 2 * unit(torch.float32) * of_each).all()
-        assert_divided(got, truth, room, of_each)
+    for (truth, bound), view, scale in zip(truths, (cache.key, cache.value), scales, strict=True):
+        computed, got = of_slots(cache, scale), at(cache, view)
+        error = (computed.double() - truth.abs().amax(-1) / 448).abs()
+        assert (error <= bound.max() / 448 + 2 * unit(torch.float32) * computed).all()
+        assert_divided(got, truth, bound, computed)
         assert (got.double().abs().amax(-1) == 448).all()
         assert int(scale.isnan().sum()) == scale.numel() - 2 * len(STORED)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_without_channels_have_the_least_scale(way: str) -> None:
+def test_values_without_channels_have_the_smallest_scale(way: str) -> None:
     cache, (q, k, v) = CACHES["NHD"](4, 16, 2, 12, E4M3), qkv(v_dim=0)
     scale, values = filled(4, 16, 2, dtype=torch.float32), cache.value[..., :0]
     store(way, [q, k, v], cache._replace(value=values), k_scale=torch.ones((), device=DEVICE), v_scale=scale)
@@ -146,11 +142,11 @@ def test_all_implementations_compute_the_same_scales_and_bits(form: str) -> None
         caches = [CACHES[name](4, 16, 2, 12, dtype) for _ in WAYS]
         scales = [like(cache) for cache in caches]
         queries = [torch.empty(13, 3, device=DEVICE) for _ in WAYS]
-        found = [
+        outs = [
             store(way, qkv(), cache, k_scale=k_scale, v_scale=v_scale, q_scale=q_scale)[0]
             for way, cache, (k_scale, v_scale), q_scale in zip(WAYS, caches, scales, queries, strict=True)
         ]
-        assert_same_bits(found[0], found[1])
+        assert_same_bits(outs[0], outs[1])
         assert_same_bits(queries[0], queries[1])
         assert_holds(caches[0], caches[1])
         for one, other in zip(*scales, strict=True):
@@ -159,7 +155,7 @@ def test_all_implementations_compute_the_same_scales_and_bits(form: str) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["thd", "bshd", "bhsd"])
-def test_queries_come_back_in_8_bits_with_a_scale_for_each(layout: str, way: str) -> None:
+def test_queries_are_returned_in_8_bits_with_a_scale_for_each(layout: str, way: str) -> None:
     q, k, v = qkv()
     shape = (13, 3) if layout == "thd" else (1, 13, 3) if layout == "bshd" else (1, 3, 13)
     tensors = [x if layout == "thd" else x[None] if layout == "bshd" else x[None].transpose(1, 2) for x in (q, k, v)]
@@ -169,17 +165,17 @@ def test_queries_come_back_in_8_bits_with_a_scale_for_each(layout: str, way: str
     assert none is None
     assert (got.dtype, got.shape) == (E4M3, tensors[0].shape)
     expected, _ = store(way, tensors, want, layout=layout)
-    of_each = flat(scale.unsqueeze(-1), layout).squeeze(-1).cpu()
+    computed = flat(scale.unsqueeze(-1), layout).squeeze(-1).cpu()
     truth = flat(expected, layout).double().cpu()
-    assert torch.equal(of_each, (truth.abs().amax(-1) / 448).float())
-    assert_divided(flat(got, layout).cpu(), truth, 0, of_each)
+    assert torch.equal(computed, (truth.abs().amax(-1) / 448).float())
+    assert_divided(flat(got, layout).cpu(), truth, 0, computed)
     assert_holds(cache, want)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("rotary_dim", [8, 12])
-def test_a_norm_comes_before_and_every_pairing_is_stored(rotary_dim: int, pairing: Any, way: str) -> None:
+def test_normalised_keys_of_every_pairing_are_stored(rotary_dim: int, pairing: Any, way: str) -> None:
     options: dict[str, Any] = {"rotary": Rotary(12, rotary_dim=rotary_dim, pairing=pairing)}
     options["norm"] = Norm(k_weight=heads(1, 1, 12, seed=9).flatten())
     q, k, v = qkv()
@@ -193,7 +189,7 @@ def test_a_norm_comes_before_and_every_pairing_is_stored(rotary_dim: int, pairin
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_place_q_and_k_keep_their_dtype_and_the_caches_may_differ(way: str) -> None:
+def test_q_and_k_in_place_keep_their_dtype_and_caches_may_have_different_dtypes(way: str) -> None:
     key, value = filled(4, 16, 2, 12, dtype=E4M3), filled(4, 16, 2, 12, dtype=torch.float32)
     cache = Held(key, value, (key, value), "NHD", 16)
     q, k, v = qkv()
@@ -208,9 +204,9 @@ def test_in_place_q_and_k_keep_their_dtype_and_the_caches_may_differ(way: str) -
     assert_same_bits(at(cache, value), v.cpu()[STORED])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # numpy in the interpreter
 @pytest.mark.parametrize("way", WAYS)
-def test_heads_of_zeros_and_of_what_is_no_number_are_stored(way: str) -> None:
+def test_heads_of_zeros_and_heads_with_nan_or_infinity_are_stored(way: str) -> None:
     q, k, v = qkv()
     v[0], v[1, 0, 3], v[2, 0, 3] = 0, torch.nan, torch.inf
     v[4] *= 1e-38
@@ -220,29 +216,29 @@ def test_heads_of_zeros_and_of_what_is_no_number_are_stored(way: str) -> None:
     got, scale = at(cache, cache.value).double(), of_slots(cache, v_scale)
     assert (got[0] == 0).all()
     assert (scale[0] == 2.0**-100).all()
-    # NaN stays alone; what is beside an infinity is not told from zero.
+    # NaN does not affect other channels; channels next to an infinity become zero.
     assert got[1, 0].isnan().nonzero().tolist() == [[3]]
     assert float(scale[1, 0]) == pytest.approx(float(v[1, 0].nan_to_num(0).abs().max()) / 448)
     assert float(scale[2, 0]) == torch.inf
     assert got[2, 0].isnan().nonzero().tolist() == [[3]]
-    assert (got[3] == 0).all()  # token 4, below the least scale
+    assert (got[3] == 0).all()  # token 4, below the smallest scale
 
 
 def error_of_values(dtype: torch.dtype, kind: str, uneven: bool) -> float:
-    """The error's norm, by that of 4,096 tokens of two heads of 64 normally distributed values."""
+    """Return the relative error norm for 4,096 tokens with two heads of 64 normally distributed values."""
     x, channels = heads(4096, 2, 64), heads(1, 1, 64, seed=1).exp()
     x = x * channels if uneven else x
     cache, none = CACHES["NHD"](256, 16, 2, 64, dtype), CACHES["NHD"](256, 16, 2, 64, torch.float32)
-    largest, by_head = torch.finfo(dtype).max, x.abs().amax((0, 2))
-    kinds = {"token and head": like(cache)[1], "head": by_head / largest, "all": by_head.amax() / largest}
+    largest, of_heads = torch.finfo(dtype).max, x.abs().amax((0, 2))
+    kinds = {"token and head": like(cache)[1], "head": of_heads / largest, "all": of_heads.amax() / largest}
     scale = kinds.get(kind, torch.ones((), device=DEVICE))
     ids, slots = torch.zeros(2, 4096, dtype=torch.int32, device=DEVICE), torch.arange(4096, device=DEVICE)
     rotate_and_store(x, x, x, ids, Rotary(64), Cache(none.key, cache.value, slots, v_scale=scale))
     got, scale = cache.value.flatten(0, 1).float(), scale.flatten(0, 1) if scale.dim() == 3 else scale.expand(2)
     scale = scale.unsqueeze(-1)
-    # Half a step, of the mantissa or of the least number.
-    room = torch.maximum(x.abs() * torch.finfo(dtype).eps / 2, scale * torch.finfo(dtype).smallest_normal / 8)
-    assert ((got * scale - x).abs() <= room * (1 + 1e-5)).all()
+    # Half the spacing of normal or of subnormal numbers.
+    bound = torch.maximum(x.abs() * torch.finfo(dtype).eps / 2, scale * torch.finfo(dtype).smallest_normal / 8)
+    assert ((got * scale - x).abs() <= bound * (1 + 1e-5)).all()
     return float((got * scale - x).norm() / x.norm())
 
 
@@ -259,12 +255,12 @@ def error_of_values(dtype: torch.dtype, kind: str, uneven: bool) -> float:
         (E5M2, "all", False, 0.053),
     ],
 )
-def test_the_error_of_8_bits_is_what_the_docs_say(dtype: torch.dtype, kind: str, uneven: bool, error: float) -> None:
+def test_the_error_of_8_bits_is_as_documented(dtype: torch.dtype, kind: str, uneven: bool, error: float) -> None:
     assert error_of_values(dtype, kind, uneven) == pytest.approx(error, rel=0.02)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_autograd_has_saved_is_known_to_have_changed(way: str) -> None:
+def test_autograd_detects_that_saved_scales_were_written(way: str) -> None:
     cache = CACHES["NHD"](4, 16, 2, 12, E4M3)
     scales = [torch.ones(shape, device=DEVICE) for shape in ((4, 16, 2), (4, 16, 2), (13, 3))]
     factor = torch.zeros((), requires_grad=True, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Position ids as other projects compute them."""
+"""Position ids computed by other projects."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mmpos.support.checks import IntArray
 from mmpos_bench.workloads import Document
 
 RopeIndexes = Callable[[IntArray, int, IntArray], Mapping[str, Callable[[], IntArray]]]
-"""From (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging to calls, by name, that
-give (3, batch · seq) ids, row after row."""
+"""Function of (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging. It returns calls
+by name, each of which returns (3, batch · seq) ids with the rows of the batch concatenated."""
 
 
 def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
-    """Compute M-RoPE ids as serving engines do: a Python loop with one np.indices per image.
+    """Compute M-RoPE ids like serving engines, by a Python loop with one np.indices call per image.
 
     Returns:
-        (3, tokens) ids of packed documents, and the delta of each.
+        (3, tokens) ids of packed documents, and the delta of each document.
     """
     packed, deltas = [], []
     for document in documents:
@@ -41,9 +41,7 @@ def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
 
 
 def load_rope_index() -> RopeIndexes:
-    """Load the method of Transformers' Qwen2-VL, which is given a configuration, merging by 2, and no weights, and the
-    function that takes its place.
-    """
+    """Load the rope index method of Transformers' Qwen2-VL, without weights and with merging by 2, and our own."""
     import torch
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
@@ -51,35 +49,35 @@ def load_rope_index() -> RopeIndexes:
 
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
     model.get_vision_position_ids = Qwen2VLModel.get_vision_position_ids.__get__(model)
-    # The annotations of Transformers name tensors of one dtype each, which torch's own functions do not return.
+    # The annotations of Transformers use tensor types of one dtype, which torch's functions do not return.
     method: Any = partial(Qwen2VLModel.get_rope_index, model)
 
     def rope_indexes(
         input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray
     ) -> Mapping[str, Callable[[], IntArray]]:
         ids, grids = torch.from_numpy(input_ids), torch.from_numpy(image_grid_thw)
-        kinds = (ids == image_token_id).int()  # what Transformers' processor hands on costs the method nothing here
-        ways = {"rope_index": RopeIndex(spatial_merge_size=2), "Transformers": method}
-        return {name: partial(_rows, way, ids, kinds, grids) for name, way in ways.items()}
+        kinds = (ids == image_token_id).int()  # not timed: Transformers' processor provides the kinds
+        functions = {"rope_index": RopeIndex(spatial_merge_size=2), "Transformers": method}
+        return {name: partial(_rows, function, ids, kinds, grids) for name, function in functions.items()}
 
     return rope_indexes
 
 
-def _rows(way: Any, *tensors: Any) -> Any:
-    """Call a method, and give its ids as rows of an array."""
-    return way(*tensors)[0].reshape(3, -1).numpy()
+def _rows(function: Any, *tensors: Any) -> Any:
+    """Call a rope index function and return its ids as a (3, batch · seq) array."""
+    return function(*tensors)[0].reshape(3, -1).numpy()
 
 
 def load_flux() -> Callable[[list[Document], str], Any]:
-    """Load FluxPipeline of diffusers, which makes an image's ids beside its latents.
+    """Load FluxPipeline of diffusers, which computes the ids of an image together with its latents.
 
     Returns:
-        What gives (tokens, 3) ids of packed prompts and images in a dtype: the pipeline's, one after the other.
+        function that returns (tokens, 3) ids of packed prompts and images in a dtype, computed by the pipeline.
     """
     import torch
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline(*[None] * 7)  # no part is asked for
+    pipeline = FluxPipeline(*[None] * 7)  # no component is needed
     none = torch.empty(0)
 
     def ids(documents: list[Document], dtype: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rotations of other projects: a function for each imports it, and gives what drives it."""
+"""Rotations of other projects: one function per project imports it and returns an adapter."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from mmpos_bench.layers import EPS, Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
 Make = Callable[[Layer], Rotate]
-"""Gives what turns the q and k of a layer by the cos and sin that it has."""
+"""Function of a layer that returns a rotation of q and k by the cos and sin of the layer."""
 
 
 @dataclass(frozen=True)
 class PeerRotation:
-    """The ways in which a project rotates."""
+    """Rotations that a project supports."""
 
     fresh: Make | None = None  # into new tensors
-    inplace: Make | None = None  # in the tensors that come
-    training: Make | None = None  # for a backward pass; None is as fresh
-    most: int = 1 << 62  # tokens beyond which it would take all the time
+    inplace: Make | None = None  # in place
+    training: Make | None = None  # with a backward pass; None means fresh
+    most: int = 1 << 62  # maximum number of tokens; larger inputs would take too long
 
 
 def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Turn q and k (batch, seq, heads, head_dim) by cos and sin (batch, seq, head_dim), as models do it layer by layer:
-    four passes over q, and four over k.
+    """Rotate q and k by the formula of model code, which takes four passes over q and four over k.
+
+    q and k are (batch, seq, heads, head_dim); cos and sin are (batch, seq, head_dim).
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     half = q.shape[-1] // 2
-    turned_q = torch.cat((-q[..., half:], q[..., :half]), dim=-1)
-    turned_k = torch.cat((-k[..., half:], k[..., :half]), dim=-1)
-    return q * cos + turned_q * sin, k * cos + turned_k * sin
+    rotated_q = torch.cat((-q[..., half:], q[..., :half]), dim=-1)
+    rotated_k = torch.cat((-k[..., half:], k[..., :half]), dim=-1)
+    return q * cos + rotated_q * sin, k * cos + rotated_k * sin
 
 
 def by_formula(layer: Layer) -> Rotate:
-    """Rotate by the formula as it stands."""
+    """Rotate by the eager formula."""
     cos, sin = layer.tables
     return lambda q, k: formula(q, k, cos, sin)
 
 
 def load_compiled() -> PeerRotation:
-    """Load torch.compile, if it can compile here."""
+    """Load torch.compile if it works on this machine."""
     _need_compiler()
 
     def rotate(layer: Layer) -> Rotate:
@@ -57,7 +58,7 @@ def load_compiled() -> PeerRotation:
 
 
 def load_transformers() -> PeerRotation:
-    """Load the functions of Transformers' Qwen2-VL, for its language model and for its vision encoder."""
+    """Load the functions of Transformers' Qwen2-VL for the language model and the vision encoder."""
     from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
     def rotate(layer: Layer) -> Rotate:
@@ -65,9 +66,9 @@ def load_transformers() -> PeerRotation:
         if not layer.shape.axes_dim:
             return lambda q, k: apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
 
-        def encoder(q: Tensor, k: Tensor) -> Pair:  # has no batch, and computes in float32
-            turned: Any = apply_rotary_pos_emb_vision(q[0], k[0], cos[0], sin[0])
-            return turned[0][None], turned[1][None]
+        def encoder(q: Tensor, k: Tensor) -> Pair:  # no batch dimension, computed in float32
+            rotated: Any = apply_rotary_pos_emb_vision(q[0], k[0], cos[0], sin[0])
+            return rotated[0][None], rotated[1][None]
 
         return encoder
 
@@ -75,16 +76,16 @@ def load_transformers() -> PeerRotation:
 
 
 def load_liger() -> PeerRotation:
-    """Load Liger's kernel, which writes into the q and k that it is given, also in training."""
+    """Load Liger's kernel, which rotates q and k in place, even in training."""
     _need_gpu()
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def rotate(layer: Layer) -> Rotate:
         cos, sin = layer.tables
 
-        def call(q: Tensor, k: Tensor) -> Pair:  # it takes heads before tokens, in memory that has tokens first
-            turned: Any = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-            return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+        def call(q: Tensor, k: Tensor) -> Pair:  # expects bhsd views of bshd memory
+            rotated: Any = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
         return call
 
@@ -92,21 +93,21 @@ def load_liger() -> PeerRotation:
 
 
 def load_flash_attention() -> PeerRotation:
-    """Load flash-attention's kernel, which is given half of cos and sin: a launch for q and one for k."""
+    """Load flash-attention's kernel, which takes cos and sin per pair and is launched separately for q and k."""
     _need_gpu()
     from flash_attn.layers.rotary import apply_rotary_emb
 
     def rotate(layer: Layer, inplace: bool) -> Rotate:
         half = layer.shape.head_dim // 2
         cos, sin = (table[0, :, :half].contiguous() for table in layer.tables)
-        turn: Any = partial(apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
-        return lambda q, k: (turn(q), turn(k))
+        rotate_one: Any = partial(apply_rotary_emb, cos=cos, sin=sin, inplace=inplace)
+        return lambda q, k: (rotate_one(q), rotate_one(k))
 
     return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
 
 
 def load_flashinfer() -> PeerRotation:
-    """Load flashinfer's kernel, which is given a cache of cos and sin in float32 with a row for every token."""
+    """Load flashinfer's kernel, with a float32 cache of cos and sin that has one row per token."""
     _need_gpu()
     from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
 
@@ -120,8 +121,8 @@ def load_flashinfer() -> PeerRotation:
             if inplace:
                 apply_rope_with_cos_sin_cache_inplace(**flat, **options)
                 return q, k
-            turned: Any = apply_rope_with_cos_sin_cache(**flat, **options)
-            return turned[0].view_as(q), turned[1].view_as(k)
+            rotated: Any = apply_rope_with_cos_sin_cache(**flat, **options)
+            return rotated[0].view_as(q), rotated[1].view_as(k)
 
         return call
 
@@ -129,18 +130,19 @@ def load_flashinfer() -> PeerRotation:
 
 
 def compiled_norm(layer: Layer) -> Rotate:
-    """Normalise and rotate by torch's norm and the formula, compiled together, if torch can compile here."""
+    """Normalise and rotate by torch's norm and the formula, compiled together."""
     cos, sin = layer.tables
 
-    def both(q: Tensor, k: Tensor) -> Pair:
+    def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
         return formula(*layer.normed((q, k)), cos, sin)
 
-    return _compiled(both)
+    return _compiled(norm_and_rotate)
 
 
 def by_diffusers(layer: Layer) -> Rotate:
-    """Normalise by the modules of an attention of diffusers, FLUX.1's or Wan's, and rotate by its function, which is
-    given cos and sin in float32. Wan's own function lies inside its processor, and takes as many steps.
+    """Normalise by diffusers' attention modules of FLUX.1 or Wan, and rotate by its function with float32 cos and sin.
+
+    Wan's own rotation is inside its attention processor and takes the same number of steps.
     """
     from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.transformers.transformer_flux import FluxAttention
@@ -155,45 +157,45 @@ def by_diffusers(layer: Layer) -> Rotate:
         norm.weight = torch.nn.Parameter(weight, requires_grad=False)
     tables = [layer.of_channels(table).float() for table in (layer.angles.cos(), layer.angles.sin())]
 
-    def both(q: Tensor, k: Tensor) -> Pair:
-        wide = (x.flatten(2) if shape.joint_norm else x for x in (q, k))
-        normed = (norm(x).unflatten(-1, (-1, shape.head_dim)) for norm, x in zip(norms, wide, strict=True))
+    def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
+        inputs = (x.flatten(2) if shape.joint_norm else x for x in (q, k))
+        normed = (norm(x).unflatten(-1, (-1, shape.head_dim)) for norm, x in zip(norms, inputs, strict=True))
         q, k = (apply_rotary_emb(x.view_as(q), tables, sequence_dim=1) for x in normed)
         return q, k
 
-    return both
+    return norm_and_rotate
 
 
 def compiled_diffusers(layer: Layer) -> Rotate:
-    """The same, compiled, if torch can compile here."""
+    """Compile ``by_diffusers``."""
     return _compiled(by_diffusers(layer))
 
 
 def compiled_norm_alone(layer: Layer) -> Rotate:
-    """Normalise by torch's norm, compiled, and rotate its results in place by mmpos: a compiled model has it so."""
+    """Normalise by torch's compiled norm and rotate the results in place by mmpos, as in a compiled model."""
     norm = _compiled(lambda q, k: layer.normed((q, k)))
 
-    def both(q: Tensor, k: Tensor) -> Pair:
-        turned: Any = apply_rotary(*norm(q, k), layer.table, layer.rotary, inplace=True, implementation=layer.how)
-        return turned
+    def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
+        rotated: Any = apply_rotary(*norm(q, k), layer.table, layer.rotary, inplace=True, implementation=layer.how)
+        return rotated
 
-    return both
+    return norm_and_rotate
 
 
-def _compiled(both: Rotate) -> Rotate:
+def _compiled(function: Rotate) -> Rotate:
     _need_compiler()
-    torch.compiler.reset()  # what was compiled for other shapes would count against a limit
-    return torch.compile(both, dynamic=False)
+    torch.compiler.reset()  # functions compiled for other shapes count towards a limit
+    return torch.compile(function, dynamic=False)
 
 
 def _need_compiler() -> None:
-    """Fail where torch cannot compile: for a GPU it needs no compiler of C++."""
+    """Raise if torch cannot compile; on a CPU it requires a C++ compiler."""
     torch.compile(torch.neg)(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ImportError("its kernel needs a GPU")  # before seconds are spent on importing it
+        raise ImportError("its kernel requires a GPU")  # checked before an import that takes seconds
 
 
 ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
@@ -206,10 +208,10 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
 }
 
 NORMS: Mapping[str, Make] = {"torch.compile, norm too": compiled_norm}
-"""Ways of plain torch that also normalise."""
+"""Plain torch that also normalises."""
 
 COMPILED_THEN_OURS: Mapping[str, Make] = {"norm compiled, then mmpos": compiled_norm_alone}
-"""A way of ours that compiles."""
+"""Our rotation after a compiled norm."""
 
 DIFFUSERS: Mapping[str, Make] = {"diffusers": by_diffusers, "diffusers, compiled": compiled_diffusers}
-"""Ways of diffusers, which normalise and rotate."""
+"""Norm and rotation of diffusers."""

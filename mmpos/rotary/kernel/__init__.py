@@ -1,4 +1,4 @@
-"""The Triton kernels, the only room that names triton: rotations straight from a table, and dense ids."""
+"""Triton kernels for rotations directly from a table and for dense ids; the only package that imports triton."""
 
 from mmpos.rotary.kernel.backward import launch_backward
 from mmpos.rotary.kernel.phases import launch_dense

@@ -1,4 +1,4 @@
-"""Bring gradients back through rotation and norm, those of the weights included: the kernel and its launch."""
+"""Kernel and launch for the gradients of a rotation and norm, including the weights."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -18,11 +18,11 @@ from mmpos.rotary.kernel.heads import (
     load_weight,
     mean_product,
     rotate_heads,
+    rotate_pairs,
     rows_of,
     share_of,
     store_pairs,
     store_rest,
-    turned,
 )
 from mmpos.rotary.kernel.phases import phases
 from mmpos.rotary.reference import Norm, RotationArguments
@@ -30,15 +30,15 @@ from mmpos.rotary.reference import Norm, RotationArguments
 
 @triton.jit
 def _norm_heads(
-    grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid,
+    grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Bring gradients of heads back through turn and norm; return those of the weight, summed over these heads."""
+    """Compute gradients of heads through rotation and norm; return the weight gradient summed over these heads."""
     weights = load_weight(weight, offset, CHANNELS)
-    grad_rows, x_rows = rows_of(grad, batch, place), rows_of(x, batch, place)
+    grad_rows, x_rows = rows_of(grad, batch, index), rows_of(x, batch, index)
     grad_head, x_head = tl.cast(grad.head, tl.int64), tl.cast(x.head, tl.int64)
     if out is not None:
-        out_rows, out_head = rows_of(out, batch, place), tl.cast(out.head, tl.int64)
+        out_rows, out_head = rows_of(out, batch, index), tl.cast(out.head, tl.int64)
     width: tl.constexpr = CHANNELS.pairs_padded
     rest_width: tl.constexpr = CHANNELS.rest_padded
     by_first = tl.zeros([BLOCK, width], tl.float32)
@@ -49,13 +49,13 @@ def _norm_heads(
         source = grad.data + (grad_rows[:, None] + head * grad_head)
         first, second = load_pairs(source, grad.channel, valid, CHANNELS)
         if not NORM_AFTER:
-            first, second = turned(first, second, cos, sin)
+            first, second = rotate_pairs(first, second, cos, sin)
         rest = load_rest(source, grad.channel, valid, 0.0, CHANNELS).to(tl.float32)
         source = x.data + (x_rows[:, None] + head * x_head)
         x_first, x_second = load_pairs(source, x.channel, valid, CHANNELS)
         x_rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
-        if NORM_AFTER:  # as they were normalised: the angles are those of the way back
-            x_first, x_second = turned(x_first, x_second, cos, -sin)
+        if NORM_AFTER:  # recompute the input of the norm; the angles are those of the backward rotation
+            x_first, x_second = rotate_pairs(x_first, x_second, cos, -sin)
         scale = inverse_rms(x_first, x_second, x_rest, eps, CHANNELS)
         x_first, x_second, x_rest = x_first * scale, x_second * scale, x_rest * scale
         if sums is not None:
@@ -67,7 +67,7 @@ def _norm_heads(
             mean = mean_product(first, second, rest, x_first, x_second, x_rest, CHANNELS)
             first, second = scale * (first - x_first * mean), scale * (second - x_second * mean)
             if NORM_AFTER:
-                first, second = turned(first, second, cos, sin)
+                first, second = rotate_pairs(first, second, cos, sin)
             target = out.data + (out_rows[:, None] + head * out_head)
             store_pairs(target, out.channel, valid, first, second, CHANNELS)
             if CHANNELS.rest > 0:
@@ -77,26 +77,26 @@ def _norm_heads(
 
 @triton.jit
 def _heads(
-    grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid,
+    grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Bring back the share that this program has of the heads of one tensor; without a weight they are turned alone."""
+    """Compute gradients of this program's share of the heads of one tensor; without a weight, only rotate them back."""
     if weight is not None:
         by_first, by_second, by_rest = _norm_heads(
-            grad, x, out, heads, weight, sums, eps, offset, batch, place, cos, sin, valid, CHANNELS, BLOCK,
+            grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid, CHANNELS, BLOCK,
             NORM_AFTER,
         )  # fmt: skip
         if sums is not None:
             program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
             target = sums + program * (2 * CHANNELS.pairs + CHANNELS.rest) + tl.zeros([1, 1], tl.int64)
-            there = tl.full([1], 1, tl.int1)
+            mask = tl.full([1], 1, tl.int1)
             by_first, by_second = tl.sum(by_first, axis=0)[None, :], tl.sum(by_second, axis=0)[None, :]
-            store_pairs(target, 1, there, by_first, by_second, CHANNELS)
+            store_pairs(target, 1, mask, by_first, by_second, CHANNELS)
             if CHANNELS.rest > 0:
-                store_rest(target, 1, there, tl.sum(by_rest, axis=0)[None, :], CHANNELS)
+                store_rest(target, 1, mask, tl.sum(by_rest, axis=0)[None, :], CHANNELS)
     elif out is not None:
         rotate_heads(
-            grad, out, rows_of(grad, batch, place), rows_of(out, batch, place), heads, None, None, None,
+            grad, out, rows_of(grad, batch, index), rows_of(out, batch, index), heads, None, None, None,
             cos, sin, valid, CHANNELS, True,
         )  # fmt: skip
 
@@ -107,18 +107,18 @@ def backward_kernel(
     positions, frequencies, pair_axis, tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Bring back a block of tokens, and a share of the heads of q and of k, by the same phases in each program."""
+    """Compute gradients of a block of tokens and a share of the q and k heads per program, from shared phases."""
     token, valid, cos, sin = phases(
         positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
     )
     batch = (token // seq).to(tl.int64)
-    place = (token % seq).to(tl.int64)
+    index = (token % seq).to(tl.int64)
     _heads(
-        q_grad, q, q_out, q_heads, q_weight, q_sums, eps, offset, batch, place, cos, sin, valid,
+        q_grad, q, q_out, q_heads, q_weight, q_sums, eps, offset, batch, index, cos, sin, valid,
         CHANNELS, BLOCK, NORM_AFTER,
     )  # fmt: skip
     _heads(
-        k_grad, k, k_out, k_heads, k_weight, k_sums, eps, offset, batch, place, cos, sin, valid,
+        k_grad, k, k_out, k_heads, k_weight, k_sums, eps, offset, batch, index, cos, sin, valid,
         CHANNELS, BLOCK, NORM_AFTER,
     )  # fmt: skip
 
@@ -127,18 +127,18 @@ def launch_backward(
     grads: Sequence[Tensor], inputs: Sequence[Tensor], outs: Sequence[Tensor | None], summed: Sequence[bool],
     rotation: RotationArguments, norm: Norm,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Compute gradients of a norm and rotation, in one launch and a sum for each weight, always in the same order.
+    """Compute gradients of a rotation and norm in one launch and one sum per weight, in a deterministic order.
 
     Args:
-        grads: of the rotated q and k, (batch, seq, heads, head_dim), at least one token.
-        inputs: q and k before the norm, likewise.
-        outs: where their gradients go; None where nobody wants them.
-        summed: whether somebody wants those of the weights.
-        rotation: the one that turns gradients back.
-        norm: that of the forward pass.
+        grads: gradients of rotated q and k, (batch, seq, heads, head_dim) with at least one token.
+        inputs: q and k of the forward pass, same shapes.
+        outs: outputs for the gradients of q and k; None if unwanted.
+        summed: whether each weight's gradient is wanted.
+        rotation: the backward rotation.
+        norm: the norm of the forward pass.
 
     Returns:
-        (head_dim,) float32 gradients of the weights that are wanted.
+        (head_dim,) float32 gradients of both weights; None if unwanted.
     """
     q, k = inputs
     batch, seq, q_heads, head_dim = q.shape

@@ -1,7 +1,7 @@
-"""Round to 8 bits and back in a kernel: by integers, since not every GPU and not the interpreter has these dtypes."""
+"""Convert 8-bit floats in kernels by integer arithmetic, since some GPUs and Triton's interpreter lack the dtypes."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803, SIM102  (constants of a kernel are upper case, and conditions on them one by one)
+# ruff: noqa: N803, SIM102  (kernel constants are upper case and are tested in separate conditions)
 
 from typing import NamedTuple
 
@@ -18,14 +18,14 @@ LEAST_SCALE = tl.constexpr(paged.LEAST_SCALE)
 
 
 class Format(NamedTuple):
-    """A dtype of 8 bits, known when a kernel is compiled.
+    """Compile-time description of an 8-bit dtype.
 
     Args:
-        mantissa: bits of the mantissa.
-        bias: of the exponent.
+        mantissa: number of mantissa bits.
+        bias: exponent bias.
         largest_code: bits of the largest number.
-        largest: that number.
-        dynamic: whether scales are computed and written, not read.
+        largest: the largest number.
+        dynamic: whether scales are computed and written instead of read.
     """
 
     mantissa: int
@@ -36,7 +36,7 @@ class Format(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """Of q, k and v as they are stored; None where they are not of 8 bits."""
+    """8-bit formats of stored q, k and v; None for other dtypes."""
 
     q: Format | None
     k: Format | None
@@ -44,7 +44,7 @@ class Formats(NamedTuple):
 
 
 def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -> Formats:
-    """Return formats of what is stored in these dtypes."""
+    """Return the formats of q, k and v stored in these dtypes."""
     computed = (scales.q_computed, scales.k_computed, scales.v_computed)
     return Formats(
         *(
@@ -54,13 +54,8 @@ def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -
     )
 
 
-def as_bits(x: Tensor) -> Tensor:
-    """View numbers of 8 bits as uint8, and leave all others."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
 def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | None:
-    """Return scales with their strides, of a block, a token and a head: (heads,) ones, or those to be computed."""
+    """Return input scales (heads,) or computed scales as ``Heads`` with their block, token and head strides."""
     if computed is not None:
         return Heads(computed, *computed.stride(), 0)
     return None if scale is None else Heads(scale, 0, 0, scale.stride(0), 0)
@@ -68,7 +63,7 @@ def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | No
 
 @triton.jit
 def scale_rows(scales, batch, token, FORMAT: tl.constexpr):
-    """Return (rows,) offsets of the scales of tokens, or 0 where all tokens share them."""
+    """Return (rows,) offsets of the scales of tokens, or 0 if all tokens share them."""
     rows = 0
     if FORMAT is not None:
         if FORMAT.dynamic:
@@ -77,7 +72,7 @@ def scale_rows(scales, batch, token, FORMAT: tl.constexpr):
 
 
 def format_of(dtype: torch.dtype, dynamic: bool) -> Format:
-    """Return how a dtype of 8 bits is laid out."""
+    """Return the format of an 8-bit dtype."""
     largest = torch.finfo(dtype).max
     return (
         Format(3, 7, 0x7E, largest, dynamic) if dtype == torch.float8_e4m3fn else Format(2, 15, 0x7B, largest, dynamic)
@@ -86,24 +81,24 @@ def format_of(dtype: torch.dtype, dynamic: bool) -> Format:
 
 @triton.jit
 def codes_of(x, FORMAT: tl.constexpr):
-    """Round float32 to the nearest number of 8 bits, ties to even and the largest for all beyond it; its uint8 bits."""
+    """Round float32 to the nearest 8-bit number, ties to even, saturating; return its bits as uint8."""
     dropped: tl.constexpr = 23 - FORMAT.mantissa
     least_normal: tl.constexpr = (128 - FORMAT.bias) << 23
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
     normal = tl.minimum((rounded >> dropped) - ((127 - FORMAT.bias) << FORMAT.mantissa), FORMAT.largest_code)
-    # Beside this power of two the last bit of float32 is worth what the last one is below the least normal number.
+    # Next to this power of two, a unit in the last place of float32 equals the spacing of 8-bit subnormal numbers.
     large = tl.full(x.shape, (151 - FORMAT.bias - FORMAT.mantissa) << 23, tl.uint32)
-    beside = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
-    codes = tl.where(magnitude < least_normal, beside.to(tl.uint32, bitcast=True) - large, normal)
+    shifted = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
+    codes = tl.where(magnitude < least_normal, shifted.to(tl.uint32, bitcast=True) - large, normal)
     codes = tl.where(magnitude > 0x7F800000, 0x7F, codes)  # NaN
     return (codes | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def values_of(codes, FORMAT: tl.constexpr):
-    """Convert the bits of 8-bit numbers, of any numeric dtype, to float32."""
+    """Convert the bits of 8-bit numbers, in any numeric dtype, to float32."""
     unit: tl.constexpr = 2.0 ** (1 - FORMAT.bias - FORMAT.mantissa)
     codes = codes.to(tl.uint32)
     magnitude = codes & 0x7F
@@ -111,7 +106,7 @@ def values_of(codes, FORMAT: tl.constexpr):
     x = tl.where(
         magnitude < (1 << FORMAT.mantissa), magnitude.to(tl.float32) * unit, normal.to(tl.float32, bitcast=True)
     )
-    # e5m2 has infinity, one beyond its largest number; of e4m3 that is the NaN.
+    # The code after the largest number is infinity in e5m2 and NaN in e4m3.
     if FORMAT.mantissa == 2:
         x = tl.where(magnitude == FORMAT.largest_code + 1, float("inf"), x)
         x = tl.where(magnitude > FORMAT.largest_code + 1, float("nan"), x)
@@ -122,13 +117,13 @@ def values_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def _largest_of(x):
-    """Find the (rows,) largest magnitude of each row; NaN plays no part."""
+    """Return the (rows,) largest magnitude of each row, ignoring NaN."""
     return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
 
 
 @triton.jit
 def largest_of(first, second, rest, CHANNELS: tl.constexpr):
-    """Find the (rows,) largest magnitude of heads, from the parts of which there are any."""
+    """Return the (rows,) largest magnitude of heads over their nonempty parts."""
     if CHANNELS.pairs == 0:
         return _largest_of(rest)
     largest = tl.maximum(_largest_of(first), _largest_of(second))
@@ -136,18 +131,18 @@ def largest_of(first, second, rest, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def divisor_of(largest, scale, there, FORMAT: tl.constexpr):
-    """Return scales of heads: the one that is read, or (rows, 1) computed of their largest magnitudes and written.
+def divisor_of(largest, scale, mask, FORMAT: tl.constexpr):
+    """Return the scales of heads: one scale that is read, or (rows, 1) computed from largest magnitudes and written.
 
     Args:
-        largest: (rows,) magnitudes; of no use where scales are read.
-        scale: a pointer to the one scale, or (rows,) pointers to where they are written.
-        there: (rows,) which heads there are.
-        FORMAT: of what is divided.
+        largest: (rows,) magnitudes; unused if scales are read.
+        scale: pointer to the scale that is read, or (rows,) pointers to the scales that are written.
+        mask: (rows,) whether each head exists.
+        FORMAT: 8-bit format of the heads.
     """
     if FORMAT.dynamic:
         divisor = tl.maximum(tl.div_rn(largest, FORMAT.largest), LEAST_SCALE)
-        tl.store(scale, divisor, mask=there)
+        tl.store(scale, divisor, mask=mask)
         divisor = divisor[:, None]
     else:
         divisor = tl.load(scale)
@@ -155,8 +150,8 @@ def divisor_of(largest, scale, there, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def codes_of_heads(first, second, rest, scale, there, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Divide heads by their scales and round them to the uint8 bits of numbers of 8 bits."""
-    divisor = divisor_of(largest_of(first, second, rest, CHANNELS), scale, there, FORMAT)
+def codes_of_heads(first, second, rest, scale, mask, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
+    """Divide heads by their scales and round them to 8-bit numbers; return their bits as uint8."""
+    divisor = divisor_of(largest_of(first, second, rest, CHANNELS), scale, mask, FORMAT)
     first, second, rest = tl.div_rn(first, divisor), tl.div_rn(second, divisor), tl.div_rn(rest, divisor)
     return codes_of(first, FORMAT), codes_of(second, FORMAT), codes_of(rest, FORMAT)

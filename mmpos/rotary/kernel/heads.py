@@ -1,4 +1,4 @@
-"""Load, normalise, turn and store the heads of a block of tokens in a kernel."""
+"""Load, normalise, rotate and store the heads of a block of tokens in a kernel."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -11,17 +11,17 @@ from mmpos.rotary.kernel.float8 import codes_of_heads
 
 @triton.jit
 def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return (1, width) numbers of channels or pairs, or (rows, width) of the pieces that rows hold of their tokens."""
+    """Return (1, width) indices of channels or pairs, or (rows, width) if each row holds one piece of its token."""
     column = tl.arange(0, width)[None, :]
     if CHANNELS.pieces > 1:
         column += (tl.arange(0, rows) % CHANNELS.pieces)[:, None] * width
     return column
 
 
-# Offsets are 64 bits wide: long batches pass 2³¹ elements.
+# Offsets have 64 bits: long batches exceed 2³¹ elements.
 @triton.jit
 def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
-    """Load (rows, pairs_padded) float32 first and second channels of pairs; zeros where there are none."""
+    """Load the first and second channels of pairs as (rows, pairs_padded) float32; masked lanes are 0."""
     if CHANNELS.adjacent:
         both = columns_of(valid.shape[0], 2 * CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
         mask = valid[:, None] & (both < 2 * CHANNELS.pairs)
@@ -37,7 +37,7 @@ def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
 
 @triton.jit
 def store_pairs(target, step, valid, first, second, CHANNELS: tl.constexpr):
-    """Store first and second channels of pairs, where ``load_pairs`` loads them, with one rounding."""
+    """Store the first and second channels of pairs with one rounding, in the layout of ``load_pairs``."""
     dtype: tl.constexpr = target.dtype.element_ty
     if CHANNELS.adjacent:
         both = columns_of(valid.shape[0], 2 * CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
@@ -54,7 +54,7 @@ def store_pairs(target, step, valid, first, second, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_rest(source, step, valid, other, CHANNELS: tl.constexpr):
-    """Load (rows, rest_padded) the channels behind the pairs, as they are; where there are none other, or anything."""
+    """Load the (rows, rest_padded) unrotated channels; masked lanes hold ``other``, or are undefined if it is None."""
     rest = tl.arange(0, CHANNELS.rest_padded).to(tl.int64)
     mask = valid[:, None] & (rest < CHANNELS.rest)[None, :]
     return tl.load(source + (2 * CHANNELS.pairs + rest)[None, :] * step, mask=mask, other=other)
@@ -62,7 +62,7 @@ def load_rest(source, step, valid, other, CHANNELS: tl.constexpr):
 
 @triton.jit
 def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
-    """Store the channels behind the pairs."""
+    """Store the unrotated channels."""
     rest = tl.arange(0, CHANNELS.rest_padded).to(tl.int64)
     mask = valid[:, None] & (rest < CHANNELS.rest)[None, :]
     tl.store(target + (2 * CHANNELS.pairs + rest)[None, :] * step, values.to(target.dtype.element_ty), mask=mask)
@@ -70,11 +70,11 @@ def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, offset, CHANNELS: tl.constexpr):
-    """Load float32 weights: (1, pairs_padded) of first and of second channels, and (1, rest_padded) of the rest."""
+    """Load float32 weights: (1, pairs_padded) for first and for second channels, (1, rest_padded) for the rest."""
     source = weight + tl.zeros([1, 1], tl.int64)
-    there = tl.full([1], 1, tl.int1)
-    first, second = load_pairs(source, 1, there, CHANNELS)
-    rest = load_rest(source, 1, there, 0.0, CHANNELS).to(tl.float32)
+    mask = tl.full([1], 1, tl.int1)
+    first, second = load_pairs(source, 1, mask, CHANNELS)
+    rest = load_rest(source, 1, mask, 0.0, CHANNELS).to(tl.float32)
     return first + offset, second + offset, rest + offset
 
 
@@ -89,19 +89,19 @@ def mean_product(first, second, rest, other_first, other_second, other_rest, CHA
 
 @triton.jit
 def inverse_rms(first, second, rest, eps, CHANNELS: tl.constexpr):
-    """Compute the (rows, 1) factor that brings heads to a mean square of 1."""
+    """Compute the (rows, 1) factor that scales heads to a mean square of 1."""
     return tl.rsqrt(mean_product(first, second, rest, first, second, rest, CHANNELS) + eps)
 
 
 @triton.jit
-def turned(first, second, cos, sin):
-    """Turn pairs of channels by angles: products and sums are rounded one by one."""
+def rotate_pairs(first, second, cos, sin):
+    """Rotate channel pairs by angles; products and sums are rounded separately."""
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def share_of(heads):
-    """Return the first of the heads that this program has of a tensor, and the one after its last."""
+    """Return the range [start, stop) of heads that this program processes."""
     share, shares = tl.program_id(1), tl.num_programs(1)
     return share * heads // shares, (share + 1) * heads // shares
 
@@ -118,9 +118,9 @@ def rotate_heads(
     CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, NORM_AFTER: tl.constexpr = False,
     scales=None, scale_rows=None, FORMAT: tl.constexpr = None,
 ):  # fmt: skip
-    """Rotate this program's share of heads, normalised too where there is a weight, with one rounding at the end.
+    """Rotate this program's share of heads, normalise them if there is a weight, and round once at the end.
 
-    With a FORMAT it is that of out, 8 bits, after a division by the scale of each head.
+    With a FORMAT, heads are divided by their scales and rounded to 8 bits.
     """
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     if weight is not None:
@@ -133,14 +133,14 @@ def rotate_heads(
         if weight is not None:
             rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
             if NORM_AFTER:
-                first, second = turned(first, second, cos, sin)
+                first, second = rotate_pairs(first, second, cos, sin)
             scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
             rest = rest * scale * weights[2]
             if CHANNELS.rest > 0 and FORMAT is None:
                 store_rest(target, out.channel, valid, rest, CHANNELS)
         if weight is None or not NORM_AFTER:
-            first, second = turned(first, second, cos, sin)
+            first, second = rotate_pairs(first, second, cos, sin)
         if FORMAT is not None:
             if weight is None:
                 rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)

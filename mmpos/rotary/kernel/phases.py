@@ -1,7 +1,7 @@
-"""Compute ids, cos and sin of a block of tokens in a kernel, with the bits of the reference."""
+"""Compute ids, cos and sin of a block of tokens in a kernel, bit-equal to the reference."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 import torch
 import triton
@@ -24,14 +24,14 @@ C0, C1, C2, C3 = (tl.constexpr(value) for value in reference.COS)
 
 @triton.jit
 def _first_segment(table, segments, token):
-    """Find the last segment that begins at or before a token, among 32 evenly spaced ones at a time, in one load."""
+    """Find the last segment that begins at or before a token: each step loads 32 evenly spaced offsets at once."""
     low = 0
     count = segments
     lane = tl.arange(0, 32)
     while count > 1:
         step = (count + 31) // 32
         offset = tl.load(table + low + lane * step, mask=lane * step < count, other=LAST_TOKEN)
-        passed = tl.sum((offset <= token).to(tl.int32), axis=0) - 1  # the first of them always begins before
+        passed = tl.sum((offset <= token).to(tl.int32), axis=0) - 1  # the first offset is always <= token
         low += passed * step
         count = tl.minimum(step, count - passed * step)
     return low
@@ -39,7 +39,7 @@ def _first_segment(table, segments, token):
 
 @triton.jit
 def _segments_of(table, segments, token, first, stop, BLOCK: tl.constexpr):
-    """Find the (BLOCK,) segment of each token: searched once for the first of the block, then stepped forward."""
+    """Find the (BLOCK,) segments of tokens: search for the segment of the first token, then step forward."""
     low = _first_segment(table, segments, first)
     segment = tl.zeros([BLOCK], tl.int32) + low
     following = low + 1
@@ -53,7 +53,7 @@ def _segments_of(table, segments, token, first, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cell(column, row_stride, token):
-    """Compute frame, row and column of tokens in the grids of their segments, from pointers to their table columns."""
+    """Compute frame, row and column of tokens within their segments, from pointers to their table columns."""
     offset = tl.load(column + OFFSET * row_stride).to(tl.int32)
     skip = tl.load(column + SKIP * row_stride).to(tl.int32)
     height = tl.load(column + HEIGHT * row_stride).to(tl.int32)
@@ -74,11 +74,11 @@ def _numerator(column, row_stride, frame, row, col, axis: tl.constexpr, kind: tl
 
 @triton.jit
 def _position(positions, column, row_stride, token, valid, frame, row, col, axis: tl.constexpr, ANGLES: tl.constexpr):
-    """Compute integer part (int32) and fraction (uint32, units of 2⁻³²) of the ids on one axis."""
+    """Compute the integer part (int32) and fraction (uint32, units of 2⁻³²) of ids on one axis."""
     if ANGLES.from_table and ANGLES.fractional:
         numerator = _numerator(column, row_stride, frame, row, col, axis, tl.int64)
         denominator = tl.load(column + DENOMINATOR * row_stride)
-        # Division truncates towards zero; ids may be negative, so floor.
+        # Division truncates towards zero; negative ids must be floored.
         quotient = numerator // denominator
         rest = numerator - quotient * denominator
         below = rest < 0
@@ -86,7 +86,7 @@ def _position(positions, column, row_stride, token, valid, frame, row, col, axis
         rest = tl.where(below, rest + denominator, rest)
         fraction = ((rest << 32) // denominator).to(tl.uint32)
     elif ANGLES.from_table:
-        # 32 bits suffice: products may wrap around, the ids fit.
+        # 32 bits suffice: products may wrap around, but ids fit in int32.
         whole = _numerator(column, row_stride, frame, row, col, axis, tl.int32)
         fraction = tl.zeros_like(whole).to(tl.uint32)
     else:
@@ -96,7 +96,7 @@ def _position(positions, column, row_stride, token, valid, frame, row, col, axis
             fraction = ids.to(tl.uint32)
         else:
             if ANGLES.cache_rows > 0:
-                ids = tl.minimum(tl.maximum(ids, -1), ANGLES.cache_rows)  # beyond 32 bits they would wrap to other rows
+                ids = tl.minimum(tl.maximum(ids, -1), ANGLES.cache_rows)  # ids beyond 32 bits would wrap to other rows
             whole = ids.to(tl.int32)
             fraction = tl.zeros_like(whole).to(tl.uint32)
     return whole, fraction
@@ -104,7 +104,7 @@ def _position(positions, column, row_stride, token, valid, frame, row, col, axis
 
 @triton.jit
 def _cos_sin_of_turns(turn):
-    """Compute float32 cos and sin of angles in units of 2⁻³² turn, as ``reference.cos_sin_of_turns`` does."""
+    """Compute float32 cos and sin of angles in units of 2⁻³² turn, like ``reference.cos_sin_of_turns``."""
     quadrant = (turn + 0x20000000) >> 30
     rest = (turn - (quadrant << 30)).to(tl.int32, bitcast=True)
     u = rest.to(tl.float32) * 1.862645149230957e-09
@@ -120,7 +120,7 @@ def _cos_sin_of_turns(turn):
 
 @triton.jit
 def _group_of_program(ANGLES: tl.constexpr):
-    """Compute the group of heads that this program turns, where they have axes of their own."""
+    """Return the group of heads that this program rotates, if heads rotate differently."""
     return tl.program_id(1) * ANGLES.head_groups // tl.num_programs(1)
 
 
@@ -129,9 +129,9 @@ def _ids_of_pairs(
     positions, segments, row_stride, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute (BLOCK, pairs_padded) ids of tokens, each on the axis of its pair: integer part and fraction.
+    """Compute (BLOCK, pairs_padded) integer parts and fractions of ids, each on the axis of its pair.
 
-    The axis −1 is none of them, and its ids stay 0.
+    Ids of axis −1 are 0.
     """
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
@@ -158,21 +158,21 @@ def _ids_of_pairs(
 
 @triton.jit
 def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load float32 cos and sin from the rows of an engine's cache; NaN where it has none."""
+    """Load float32 cos and sin from an engine's cache; NaN for ids without a row."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
-    there = valid[:, None] & (pair < CHANNELS.pairs)
-    known = there & (whole >= 0) & (whole < ANGLES.cache_rows)
+    mask = valid[:, None] & (pair < CHANNELS.pairs)
+    known = mask & (whole >= 0) & (whole < ANGLES.cache_rows)
     row = cache + (tl.where(known, whole, 0).to(tl.int64) * (2 * CHANNELS.pairs) + pair)
     cos = tl.load(row, mask=known, other=0.0).to(tl.float32)
     sin = tl.load(row + CHANNELS.pairs, mask=known, other=0.0).to(tl.float32)
-    # What is not there stays 0, for sums over tokens and channels.
-    missing = there & (known == 0)
+    # Masked lanes stay 0, since they take part in sums over tokens and channels.
+    missing = mask & (known == 0)
     return tl.where(missing, float("nan"), cos), tl.where(missing, float("nan"), sin)
 
 
 @triton.jit
 def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the words of the frequencies, before the search for a segment, whose loads wait for each other."""
+    """Load the words of the frequencies; call it before the segment search, whose loads depend on each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
     if ANGLES.own_frequencies:
@@ -190,7 +190,7 @@ def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _angles(words, whole, fraction, ANGLES: tl.constexpr):
-    """Compute (BLOCK, pairs_padded) angles: uint32 in units of 2⁻³² turn, or float32 rad as Transformers."""
+    """Compute (BLOCK, pairs_padded) angles: uint32 in units of 2⁻³² turn, or float32 rad as in Transformers."""
     if ANGLES.as_hf:
         ids = whole.to(tl.float32)
         if ANGLES.fractional:
@@ -219,7 +219,7 @@ def angles_of(
 
 @triton.jit
 def cos_sin_of(angles, AS_HF: tl.constexpr):
-    """Compute float32 cos and sin of what ``angles_of`` computes."""
+    """Compute float32 cos and sin of the angles of ``angles_of``."""
     if AS_HF:
         return tl.cos(angles), tl.sin(angles)
     return _cos_sin_of_turns(angles)
@@ -230,7 +230,7 @@ def phases(
     positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tokens of this program, which of them there are, and cos and sin as all their heads turn by them."""
+    """Compute this program's tokens, their mask, and the cos and sin that all heads of the program share."""
     block: tl.constexpr = BLOCK // CHANNELS.pieces
     first = tl.program_id(0) * block
     stop = tl.minimum(first + block, tokens)
@@ -258,7 +258,7 @@ def phases(
 def dense_kernel(
     table, ids, tokens, segments, row_stride, NUM_AXES: tl.constexpr, FRACTIONAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write (axes, tokens) ids of a table: int32, or float64 for fractional schemes."""
+    """Write the (axes, tokens) ids of a table: int32, or float64 for fractional schemes."""
     first = tl.program_id(0) * BLOCK
     stop = tl.minimum(first + BLOCK, tokens)
     token = first + tl.arange(0, BLOCK)
@@ -275,7 +275,7 @@ def dense_kernel(
 
 
 def launch_dense(table: Tensor, tokens: int, axes: int, fractional: bool) -> Tensor:
-    """Make (axes, tokens) ids of a table on its device, in one launch."""
+    """Compute the (axes, tokens) ids of a table on its device in one launch."""
     ids = torch.empty((axes, tokens), dtype=torch.float64 if fractional else torch.int32, device=table.device)
     if tokens:
         with on(table.device):

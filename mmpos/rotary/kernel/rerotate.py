@@ -1,4 +1,4 @@
-"""Turn keys in a paged cache from one table of positions to another: the kernel and its launch."""
+"""Kernel and launch that rotate keys in a paged cache from old positions to new ones."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -8,16 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import as_bits, codes_of, format_of, heads_of_scales, largest_of, values_of
-from mmpos.rotary.kernel.heads import load_pairs, load_rest, rows_of, share_of, store_pairs, store_rest, turned
+from mmpos.rotary.kernel.float8 import codes_of, format_of, heads_of_scales, largest_of, values_of
+from mmpos.rotary.kernel.heads import load_pairs, load_rest, rotate_pairs, rows_of, share_of, store_pairs, store_rest
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
 from mmpos.rotary.kernel.rotate import slots_of
+from mmpos.rotary.paged import as_bits
 from mmpos.rotary.reference import RotationArguments
 
 
 @triton.jit
 def _grow(scales, row, first, second, rest, kept, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Let the scales of heads grow as far as what was turned needs it, and divide by what they grew by."""
+    """Increase the scales of heads as far as rotated keys require, and divide the keys by the increase."""
     growth = tl.maximum(tl.div_rn(largest_of(first, second, rest, CHANNELS), FORMAT.largest), 1.0)
     scale = tl.load(scales + row, mask=kept, other=1.0)
     tl.store(scales + row, scale * growth, mask=kept)
@@ -35,59 +36,59 @@ def rerotate_kernel(
     tokens, from_segments, from_row_stride, segments, row_stride, heads, capacity, block_size,
     CHANNELS: tl.constexpr, FROM: tl.constexpr, ANGLES: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn a share of the heads of a block of tokens, where they lie."""
+    """Rotate a share of the heads of a block of tokens in place."""
     first_token = tl.program_id(0) * BLOCK
     stop_token = tl.minimum(first_token + BLOCK, tokens)
     token = first_token + tl.arange(0, BLOCK)
     valid = token < tokens
-    here = angles_of(
+    old = angles_of(
         from_positions, from_segments, from_row_stride, frequencies, pair_axis,
         token, valid, first_token, stop_token, CHANNELS, FROM, BLOCK,
     )  # fmt: skip
-    there = angles_of(
+    new = angles_of(
         positions, segments, row_stride, frequencies, pair_axis,
         token, valid, first_token, stop_token, CHANNELS, ANGLES, BLOCK,
     )  # fmt: skip
     if ANGLES.as_hf:
-        here_cos, here_sin = cos_sin_of(here, True)
-        there_cos, there_sin = cos_sin_of(there, True)
-        cos = there_cos * here_cos + there_sin * here_sin
-        sin = there_sin * here_cos - there_cos * here_sin
+        old_cos, old_sin = cos_sin_of(old, True)
+        new_cos, new_sin = cos_sin_of(new, True)
+        cos = new_cos * old_cos + new_sin * old_sin
+        sin = new_sin * old_cos - new_cos * old_sin
     else:
-        cos, sin = cos_sin_of(there - here, False)
+        cos, sin = cos_sin_of(new - old, False)
     kept, page, slot = slots_of(slots, token, tokens, capacity, block_size)
     rows, head_stride = rows_of(pages, page, slot), tl.cast(pages.head, tl.int64)
     if scales is not None:
         scale_rows, scale_head = rows_of(scales, page, slot), tl.cast(scales.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
-        place = pages.data + (rows[:, None] + head * head_stride)
-        first, second = load_pairs(place, pages.channel, kept, CHANNELS)
+        pointer = pages.data + (rows[:, None] + head * head_stride)
+        first, second = load_pairs(pointer, pages.channel, kept, CHANNELS)
         if FORMAT is not None:
             first, second = values_of(first, FORMAT), values_of(second, FORMAT)
-        first, second = turned(first, second, cos, sin)
+        first, second = rotate_pairs(first, second, cos, sin)
         if scales is not None:
-            rest = values_of(load_rest(place, pages.channel, kept, 0, CHANNELS), FORMAT)
+            rest = values_of(load_rest(pointer, pages.channel, kept, 0, CHANNELS), FORMAT)
             row = scale_rows + head * scale_head
             first, second, rest = _grow(scales.data, row, first, second, rest, kept, CHANNELS, FORMAT)
             if CHANNELS.rest > 0:
-                store_rest(place, pages.channel, kept, codes_of(rest, FORMAT), CHANNELS)
+                store_rest(pointer, pages.channel, kept, codes_of(rest, FORMAT), CHANNELS)
         if FORMAT is not None:
             first, second = codes_of(first, FORMAT), codes_of(second, FORMAT)
-        store_pairs(place, pages.channel, kept, first, second, CHANNELS)
+        store_pairs(pointer, pages.channel, kept, first, second, CHANNELS)
 
 
 def launch_rerotate(
     pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
 ) -> None:
-    """Turn keys in a cache from one position to another, in one launch. Allocates nothing, waits for nothing.
+    """Rotate keys in a cache from old to new positions in one launch, without allocating or waiting.
 
     Args:
         pages: (blocks, block_size, heads, head_dim).
-        scales: (blocks, block_size, heads) float32 that grow where they must; None for scales that stay.
+        scales: (blocks, block_size, heads) float32 scales that grow if necessary; None if scales stay unchanged.
         slots: (tokens,) slots of the tokens.
-        start: where tokens were; factor and conjugate play no part.
-        stop: where they go, by the same frequencies.
+        start: rotation at the old positions; its attention factor and conjugate are ignored.
+        stop: rotation at the new positions, with the same frequencies.
     """
     blocks, block_size, heads, head_dim = pages.shape
     tokens = slots.shape[0]

@@ -1,4 +1,4 @@
-"""Rotate q and k by positions from a table, and store k and v into a paged cache: two kernels and their launches."""
+"""Kernels and launches that rotate q and k, and that also store k and v in a paged cache."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (constants of a kernel are upper case)
@@ -11,22 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import (
-    as_bits,
-    codes_of,
-    divisor_of,
-    formats_of,
-    heads_of_scales,
-    largest_of,
-    scale_rows,
-)
+from mmpos.rotary.kernel.float8 import codes_of, divisor_of, formats_of, heads_of_scales, largest_of, scale_rows
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.paged import Stored
+from mmpos.rotary.paged import Stored, as_bits
 from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments
 
 
-# Strides are specialised, for wide loads; numbers that change with every batch are not, or it might compile anew.
+# Strides are specialised for wide loads. Numbers that change with every batch are not, to avoid recompilation.
 @triton.jit(do_not_specialize=["tokens", "seq", "segments", "row_stride", "q_heads", "k_heads"])
 def rotary_kernel(
     q, k, q_out, k_out, positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
@@ -34,34 +26,34 @@ def rotary_kernel(
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, COPY_REST: tl.constexpr, BLOCK: tl.constexpr,
     NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of tokens, and a share of the heads of q and of k, by the same phases in each program."""
+    """Rotate a block of tokens and a share of the q and k heads per program, by shared phases."""
     token, valid, cos, sin = phases(
         positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
     )
     batch = (token // seq).to(tl.int64)
-    place = (token % seq).to(tl.int64)
+    index = (token % seq).to(tl.int64)
     rotate_heads(
-        q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
+        q, q_out, rows_of(q, batch, index), rows_of(q_out, batch, index), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_REST, NORM_AFTER,
     )  # fmt: skip
     rotate_heads(
-        k, k_out, rows_of(k, batch, place), rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
+        k, k_out, rows_of(k, batch, index), rows_of(k_out, batch, index), k_heads, k_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_REST, NORM_AFTER,
     )  # fmt: skip
 
 
 @triton.jit
 def slots_of(slots, token, stored, capacity, block_size):
-    """Compute which tokens have a slot in the cache, and its block and offset there, 64 bits wide."""
+    """Return whether each token has a valid slot, and the 64-bit block and offset of the slot."""
     slot = tl.load(slots + token, mask=token < stored, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < capacity)
-    slot = tl.where(kept, slot, 0).to(tl.int32)  # so that no 64 bits are divided
+    slot = tl.where(kept, slot, 0).to(tl.int32)  # 32-bit division is faster
     return kept, (slot // block_size).to(tl.int64), (slot % block_size).to(tl.int64)
 
 
 @triton.jit
 def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Copy this program's share of heads, of which no channel turns; divided by scales where FORMAT is 8 bits."""
+    """Copy this program's share of unrotated heads; with a FORMAT, divide them by scales and round to 8 bits."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
@@ -89,60 +81,60 @@ def store_kernel(
     CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr, FORMATS: tl.constexpr,
     COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of tokens, and a share of their heads, in each program, and store those that have slots."""
+    """Rotate a block of tokens and a share of their heads per program, and store k and v of tokens with slots."""
     token, valid, cos, sin = phases(
         positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
     )
     batch = (token // seq).to(tl.int64)
-    place = (token % seq).to(tl.int64)
+    index = (token % seq).to(tl.int64)
     rotate_heads(
-        q, q_out, rows_of(q, batch, place), rows_of(q_out, batch, place), q_heads, q_weight, eps, offset,
+        q, q_out, rows_of(q, batch, index), rows_of(q_out, batch, index), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_Q_REST, NORM_AFTER,
-        q_scales, scale_rows(q_scales, batch, place, FORMATS.q), FORMATS.q,
+        q_scales, scale_rows(q_scales, batch, index, FORMATS.q), FORMATS.q,
     )  # fmt: skip
     kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
-    k_rows = rows_of(k, batch, place)
+    k_rows = rows_of(k, batch, index)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
         cos, sin, kept, CHANNELS, True, NORM_AFTER,
         k_scales, scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
     )  # fmt: skip
-    v_rows, value_rows = rows_of(v, batch, place), rows_of(value_cache, page, slot)
+    v_rows, value_rows = rows_of(v, batch, index), rows_of(value_cache, page, slot)
     v_scale_rows = scale_rows(v_scales, page, slot, FORMATS.v)
     _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, v_scales, v_scale_rows, VALUE_CHANNELS, FORMATS.v)
     if k_out is not None:
-        # Read and turned once more, since tokens without a slot have their k here only; it may be k itself.
+        # Rotate k again, since tokens without a slot must be written too; k_out may be k itself.
         tl.debug_barrier()
         rotate_heads(
-            k, k_out, k_rows, rows_of(k_out, batch, place), k_heads, k_weight, eps, offset,
+            k, k_out, k_rows, rows_of(k_out, batch, index), k_heads, k_weight, eps, offset,
             cos, sin, valid, CHANNELS, COPY_K_REST, NORM_AFTER,
         )  # fmt: skip
 
 
 ROTATED = (0, 1, 2, 3, 4, 7, 8)
-"""Places of q, k, q_out, k_out, positions and both weights among the arguments of ``rotary_kernel``."""
+"""Indices of q, k, q_out, k_out, positions and both weights among the arguments of ``rotary_kernel``."""
 
 STORED = (0, 1, 2, 3, 5, 6, 10, 11, 14, 15)
-"""Places of q, k, v, q_out, both caches, slots, positions and both weights among those of ``store_kernel``."""
+"""Indices of q, k, v, q_out, both caches, slots, positions and both weights among those of ``store_kernel``."""
 
 
 def launch_rotate(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
     start: Callable[..., Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Rotate q and k into q_out and k_out in one launch. Allocates nothing, waits for nothing.
+    """Rotate q and k into q_out and k_out in one launch, without allocating or waiting.
 
     Args:
         q: (batch, seq, heads, head_dim).
-        k: likewise; no heads are no k.
-        q_out: likewise; it may be q.
-        k_out: likewise; it may be k.
-        rotation: how to rotate.
-        norm: of the heads before the rotation, or after it.
-        start: takes the launch; None is ``tiling.launch``.
+        k: the same with its own heads; 0 heads if there is no k.
+        q_out: output with the shape of q; it may be q.
+        k_out: output with the shape of k; it may be k.
+        rotation: the rotation.
+        norm: normalisation of each head before or after the rotation.
+        start: function called in place of ``tiling.launch``, such as ``bind``.
 
     Returns:
-        what start returns.
+        the result of start; None without tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
@@ -154,8 +146,8 @@ def launch_rotate(
     of = tiling.pieces_of if norm.is_none else tiling.channels_of
     channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
     rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
-    # Of both: what has no heads has no address either.
-    apart = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
+    # Compare both tensors: a tensor without heads has no address.
+    separate = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with tiling.on(q.device):
         return (start or tiling.launch)(
             rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
@@ -163,7 +155,7 @@ def launch_rotate(
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,
-            CHANNELS=channels, ANGLES=tiling.angles_of(rotation), COPY_REST=apart, BLOCK=rows, NORM_AFTER=norm.after,
+            CHANNELS=channels, ANGLES=tiling.angles_of(rotation), COPY_REST=separate, BLOCK=rows, NORM_AFTER=norm.after,
         )  # fmt: skip
 
 
@@ -177,20 +169,20 @@ def launch_store(
     norm: Norm = NO_NORM,
     start: Callable[..., Any] | None = None,
 ) -> Any:
-    """Rotate q and k, and store k and v, in one launch. Allocates nothing, waits for nothing.
+    """Rotate q and k and store k and v in one launch, without allocating or waiting.
 
     Args:
         q: (batch, seq, heads, head_dim).
-        k: likewise.
-        q_out: as q; it may be q.
-        k_out: as k; it may be k, and no heads are not wanted.
-        stored: v, and where it and k go.
-        rotation: how to rotate, forward.
-        norm: of the heads before the rotation, or after it.
-        start: takes the launch; None is ``tiling.launch``.
+        k: the same with its own heads.
+        q_out: output with the shape of q; it may be q.
+        k_out: output with the shape of k; it may be k, and has 0 heads if rotated k is not returned.
+        stored: v, the caches, slots and scales.
+        rotation: the rotation, not conjugate.
+        norm: normalisation of each head before or after the rotation.
+        start: function called in place of ``tiling.launch``, such as ``bind``.
 
     Returns:
-        what start returns.
+        the result of start; None without tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     v, key_cache, value_cache, slots, _, scales = stored

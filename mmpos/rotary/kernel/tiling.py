@@ -1,4 +1,4 @@
-"""Launch kernels: cut the work into programs, and gather what is compiled into a kernel."""
+"""Launch kernels: choose programs per launch and collect compile-time constants."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mmpos.rotary.reference import Norm, RotationArguments
 
 
 class Heads(NamedTuple):
-    """Heads as a kernel takes them: (batch, seq, heads, head_dim), or (blocks, block_size, heads, head_dim) of a cache.
+    """Kernel argument for (batch, seq, heads, head_dim), or a cache (blocks, block_size, heads, head_dim).
 
     Args:
         data: the tensor; a pointer in a kernel.
-        batch: stride of the first dimension, like all strides in elements.
+        batch: stride of the first dimension, in elements like all strides.
         token: stride of the second.
         head: stride of the third.
         channel: stride of the last.
@@ -33,15 +33,15 @@ class Heads(NamedTuple):
 
 
 class HeadChannels(NamedTuple):
-    """The channels of a head, known when a kernel is compiled.
+    """Compile-time description of the channels of a head.
 
     Args:
-        pairs: pairs of channels that turn.
-        pairs_padded: the power of two that holds them, or a piece of them.
-        rest: channels behind them.
-        rest_padded: likewise, at least one.
-        adjacent: whether pair j is channels (2j, 2j + 1) instead of (j, j + pairs).
-        pieces: rows of a program that hold a token together, each some of its pairs.
+        pairs: number of rotated channel pairs.
+        pairs_padded: pairs, or pairs per piece, padded to a power of two.
+        rest: number of unrotated channels, which follow the pairs.
+        rest_padded: rest padded to a power of two, at least 1.
+        adjacent: whether pair j consists of channels (2j, 2j + 1) instead of (j, j + pairs).
+        pieces: number of rows of a program among which the pairs of one token are split.
     """
 
     pairs: int
@@ -53,18 +53,18 @@ class HeadChannels(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Form of positions and of their angles, known when a kernel is compiled.
+    """Compile-time description of positions and their angles.
 
     Args:
-        axes: position axes.
-        from_table: whether positions are a table, not dense ids.
+        axes: number of position axes.
+        from_table: whether positions are a table instead of dense ids.
         fractional: whether ids may be fractions.
         as_hf: whether angles are the float32 products of Transformers.
         conjugate: whether to rotate by the negative angles.
-        scaled: whether cos and sin are multiplied by a factor.
-        cache_rows: rows of an engine's cache that cos and sin are read from; 0 where they are computed.
-        head_groups: groups of heads with axes of their own, each a row of pair_axis; 0 where all heads turn alike.
-        own_frequencies: whether these groups have frequencies of their own, too.
+        scaled: whether cos and sin are multiplied by an attention factor.
+        cache_rows: number of rows of an engine's cache of cos and sin; 0 if they are computed.
+        head_groups: number of groups of heads, one per row of pair_axis; 0 if all heads rotate alike.
+        own_frequencies: whether each group has its own frequencies.
     """
 
     axes: int
@@ -79,83 +79,85 @@ class Angles(NamedTuple):
 
 
 def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel whose products and sums are rounded one by one.
+    """Launch a kernel with separately rounded products and sums.
 
     Args:
         kernel: the kernel.
-        grid: programs in each of two dimensions.
-        warps: of a program.
-        arguments: of the kernel, in its order: tensors, ``Heads``, numbers, or None for no parameter.
-        constants: known when it is compiled.
+        grid: number of programs in each of two dimensions.
+        warps: warps per program.
+        arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent parameter.
+        constants: compile-time constants by name.
     """
     kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 class Bound(NamedTuple):
-    """A compiled kernel and its arguments, of which tensors may be others of the same form, at addresses of 16 bytes.
+    """Compiled kernel and its arguments, whose tensors can be replaced by others of the same form and alignment.
 
     Args:
         run: launches the kernel.
-        arguments: all of a launch, constants too.
-        places: of the tensors among them.
-        strides: of those that are ``Heads``, else None.
+        arguments: all arguments of a launch, including constants.
+        indices: indices of the tensors among the arguments.
+        strides: strides of the tensors that are ``Heads``, else None.
     """
 
     run: Callable[..., object]
     arguments: list[Any]
-    places: Sequence[int]
+    indices: Sequence[int]
     strides: Sequence[tuple[int, ...] | None]
 
     def launch(self, *tensors: Tensor) -> None:
-        """Launch with other tensors in these places."""
+        """Launch with other tensors at these indices."""
         arguments = self.arguments.copy()
-        for place, strides, x in zip(self.places, self.strides, tensors, strict=True):
-            arguments[place] = x if strides is None else Heads._make((x, *strides))
+        for index, strides, x in zip(self.indices, self.strides, tensors, strict=True):
+            arguments[index] = x if strides is None else Heads._make((x, *strides))
         self.run(*arguments)
 
 
 def bind(
-    places: Sequence[int], kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any
+    indices: Sequence[int], kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any
 ) -> Bound | None:
-    """Take a launch as ``launch`` does, to make it again and again without Triton's binding, which takes 30 µs.
+    """Prepare a launch that can be repeated without Triton's argument binding, which takes 30 µs.
+
+    Each repetition replaces the arguments at ``indices``; the other parameters are those of ``launch``.
 
     Returns:
-        None in the interpreter, and on devices of AMD, for which kernels depend on sizes of memory too.
+        the bound kernel; None in the interpreter, and on AMD devices, where compiled kernels depend on memory sizes.
     """
     if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:
         return None
     compiled = kernel.warmup(*arguments, **constants, grid=grid, num_warps=warps, enable_fp_fusion=False)
-    every = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
-    given = [place for place in places if every[place] is not None]
-    strides = [every[place][1:] if isinstance(every[place], Heads) else None for place in given]
-    return Bound(compiled[(*grid, 1)], every, given, strides)
+    values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
+    present = [index for index in indices if values[index] is not None]
+    strides = [values[index][1:] if isinstance(values[index], Heads) else None for index in present]
+    return Bound(compiled[(*grid, 1)], values, present, strides)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' device, which need not be the current one."""
+    """Return a context that makes the tensors' device the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def heads_of(x: Tensor) -> Heads:
-    """Return a tensor of four dimensions with its strides."""
+    """Return a 4-D tensor as ``Heads`` with its strides."""
     return Heads(x, *x.stride())
 
 
 @lru_cache
 def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> HeadChannels:
-    """Return the channels of a head of which some pairs turn."""
+    """Return the channels of a head in one piece."""
     rest = head_dim - 2 * pairs
     return HeadChannels(pairs, power_of_two(pairs), rest, power_of_two(rest), adjacent)
 
 
 @lru_cache
 def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
-    """Return the channels of a head in pieces that are a power of two, where its pairs are none, or else whole.
+    """Return the channels of a head in power-of-two pieces if the number of pairs is not a power of two, else whole.
 
-    Threads would idle where a power of two is more than there are pairs: 37 % of them for heads of 80. Nothing may be
-    summed over a head, and none of its channels lie behind the pairs.
+    Padding pairs to a power of two leaves threads idle: 37 % of them for head_dim 80. Heads in pieces must not be
+    normalised and must not have unrotated channels.
     """
     whole = channels_of(head_dim, pairs, adjacent)
     piece = pairs & -pairs
@@ -165,7 +167,7 @@ def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
 
 
 def angles_of(rotation: RotationArguments) -> Angles:
-    """Return how a rotation makes its angles."""
+    """Return the compile-time description of a rotation's angles."""
     return Angles(
         rotation.axes,
         rotation.is_table,
@@ -180,23 +182,23 @@ def angles_of(rotation: RotationArguments) -> Angles:
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
-    """Return both weights, eps and offset; without a norm None for each, which is no parameter of a kernel."""
+    """Return both weights, eps and offset, or four times None without a norm."""
     return (None,) * 4 if norm.is_none else (norm.q_weight, norm.k_weight, norm.eps, norm.offset)
 
 
 LEAST_PIECE = 4
-"""Least pairs in a row of a program: 8 bytes of half a head in bfloat16."""
+"""Minimum number of pairs per piece: 8 bytes of each half of a bfloat16 head."""
 
 MOST_HEADS = 16
-"""Heads of a program one after the other: with more, the last programs run alone for long."""
+"""Maximum number of heads that a program processes in sequence: with more, the last programs run alone for long."""
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
-    """Choose tokens per program, programs that share the heads of these tokens, and warps per program.
+    """Choose tokens per program, programs that share the heads of a block of tokens, and warps per program.
 
-    A program makes its phases once, in as many instructions as six or seven heads take, so it should have many heads;
-    but a device is only full with a few thousand warps, and needs fewer where it waits for phases more than for heads.
-    A thread holds eight pairs of a head: two loads of 16 bytes.
+    A program computes its phases once, which takes as many instructions as six or seven heads, so it should have many
+    heads. But a few thousand warps are needed to fill a device, and fewer for small inputs, where the latency of
+    phases dominates. A thread holds eight pairs of a head: two loads of 16 bytes.
     """
     warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)
@@ -205,20 +207,20 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
 
 
 def shares_of(shares: int, groups: int) -> int:
-    """Round up to as many programs for each group of heads: a program has phases of one group alone."""
+    """Round shares up to a multiple of groups, since a program has the phases of a single group."""
     return groups * cdiv(shares, groups) if groups else shares
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:
-    """Count the pairs of a head that threads share: those that turn, or half of all channels, as a norm needs."""
+    """Return the padded number of pairs that threads share: rotated pairs, or half of all channels if whole."""
     return power_of_two(max(pairs, head_dim // 2) if whole else pairs)
 
 
 def cdiv(total: int, size: int) -> int:
-    """Count the parts of a size that hold a total, as ``triton.cdiv``, which a kernel may call and takes 2 µs."""
+    """Divide and round up, like ``triton.cdiv``, which takes 2 µs since kernels may also call it."""
     return -(-total // size)
 
 
 def power_of_two(count: int) -> int:
-    """Return the least power of two that is no less, as ``triton.next_power_of_2``, but 1 for none."""
+    """Return the smallest power of two >= count, like ``triton.next_power_of_2`` but with 1 for 0."""
     return 1 << max(count - 1, 0).bit_length()

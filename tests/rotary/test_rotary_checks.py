@@ -1,4 +1,4 @@
-"""Doors of rotations: every refusal is an error of mmpos that says what, got and want, and nothing is written."""
+"""Argument checks of rotations: every invalid call raises an error of mmpos that names the argument."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def calls(q: Any, k: Any = None, positions: Any = DEVICE, rotary: Any = ROTARY, 
 
 
 def ids(*values: float, dtype: torch.dtype) -> Tensor:
-    """Two axes and sixteen tokens, of which the last ones have these ids."""
-    found = torch.zeros(2, 16, dtype=dtype)
-    found[1, 16 - len(values) :] = torch.tensor(values, dtype=dtype)
-    return found
+    """Return ids with two axes and sixteen tokens that end with these values."""
+    x = torch.zeros(2, 16, dtype=dtype)
+    x[1, 16 - len(values) :] = torch.tensor(values, dtype=dtype)
+    return x
 
 
 def fused(q_from: int, k_from: int) -> tuple[Tensor, Tensor]:
-    """q with four heads and k with two, views of one buffer of eight heads."""
+    """Return q with four heads and k with two as views of one buffer with eight heads."""
     buffer = zeros(16, 8, 16)
     return buffer[:, q_from : q_from + 4], buffer[:, k_from : k_from + 2]
 
@@ -82,27 +82,28 @@ FIELDS = {"cache_layout": "layout"} | {name: name for name in Cache._fields}
 
 
 def stores(**changed: Any) -> Callable[[], Any]:
-    """rotate_and_store with good arguments and fields of the cache but for some."""
+    """Return a call of rotate_and_store with valid arguments and cache fields, except for the changed ones."""
     q, k, v = (heads(13, n, 12, seed=n) for n in (3, 2, 2))
-    good: dict[str, Any] = {"q": q, "k": k, "v": v, "positions": THIRTEEN, "rotary": THREE_AXES}
-    good |= {"slot_mapping": torch.arange(13), "key_cache": zeros(4, 16, 2, 12), "value_cache": zeros(4, 16, 2, 12)}
-    good |= changed
-    cache = {field: good.pop(name) for name, field in FIELDS.items() if name in good and name != "layout"}
-    return lambda: rotate_and_store(cache=Cache(**cache), **good)
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "positions": THIRTEEN, "rotary": THREE_AXES}
+    arguments |= {"slot_mapping": torch.arange(13)}
+    arguments |= {name: zeros(4, 16, 2, 12) for name in ("key_cache", "value_cache")}
+    arguments |= changed
+    cache = {field: arguments.pop(name) for name, field in FIELDS.items() if name in arguments and name != "layout"}
+    return lambda: rotate_and_store(cache=Cache(**cache), **arguments)
 
 
 def eights(**changed: Any) -> Callable[[], Any]:
-    """rotate_and_store into caches of 8 bits."""
-    good: dict[str, Any] = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
-    good |= {name: zeros(4, 16, 2, 12).to(E4M3) for name in ("key_cache", "value_cache")}
-    return stores(**(good | changed))
+    """Return a call of rotate_and_store with 8-bit caches."""
+    arguments: dict[str, Any] = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
+    arguments |= {name: zeros(4, 16, 2, 12).to(E4M3) for name in ("key_cache", "value_cache")}
+    return stores(**(arguments | changed))
 
 
 def moves(**changed: Any) -> Callable[[], None]:
-    """Rerotate with good arguments but for some."""
-    good: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
-    good |= {"from_positions": THIRTEEN, "to_positions": THIRTEEN}
-    return lambda: rerotate(**(good | changed))
+    """Return a call of rerotate with valid arguments except for the changed ones."""
+    arguments: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
+    arguments |= {"from_positions": THIRTEEN, "to_positions": THIRTEEN}
+    return lambda: rerotate(**(arguments | changed))
 
 
 def scaled_moves(scale: Any, **changed: Any) -> Callable[[], None]:
@@ -118,15 +119,15 @@ INLINE, INSIDE = PAGES[..., 12:].view(torch.float32)[..., 0], PAGES[..., 8:12].v
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
 WANT_V = "want torch.float32 on cpu with 3 as k"
-WANT_SCALE = "want () or (1,), (2,), one for each head, or (4, 16, 2), one for each slot and head, which are written"
-WANT_ROWS = "want (max_position, 12), cos and then sin of each pair of rotary"
-WANT_LADDER = "whose axes have frequencies of their own, want one whose pair j has the j-th frequency, as the cache has"
+WANT_SCALE = "want () or (1,), (2,) with one scale per head, or (4, 16, 2) for output scales per slot and head"
+WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
+WANT_LADDER = "cos_sin requires a rotary whose pair j has the j-th frequency"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
 
-# What a message says, and calls that it refuses.
+# Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
-    "k: got shape (16, 2, 32), want that of q, (16, 2, 16), but for the heads": [calls(packed(), packed(head_dim=32))],
+    "k: got shape (16, 2, 32), want (16, 2, 16) as q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
     "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q": [
@@ -138,7 +139,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as q": [
         calls(zeros(1, 16, 2, 16), packed())
     ],
-    "k: got shape (15, 2, 16), want that of q, (16, 2, 16), but for the heads": [calls(packed(), zeros(15, 2, 16))],
+    "k: got shape (15, 2, 16), want (16, 2, 16) as q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
     "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
     "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
@@ -147,18 +148,28 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
         calls(packed(), positions=None)
     ],
-    "positions: got 2 axes, want 3 as in rotary": [calls(packed(), rotary=Rotary(16, axes=3))],
+    "positions: got 2 axes, want 3 as in rotary": [
+        calls(packed(), rotary=Rotary(16, axes=3)),
+        *(partial(table, Rotary(16, axes=3), POSITIONS) for table in (tables_of, angles)),
+    ],
+    "layout: got 'llama', want one of 'pairs', 'transformers', 'torchtitan'": [
+        lambda: tables_of(ROTARY, DEVICE, layout="llama")  # type: ignore[arg-type]
+    ],
+    "positions: got ndarray, want a PositionTable": [
+        lambda: DevicePositions.from_table(POSITIONS.dense()),  # type: ignore[arg-type]
+        lambda: DEVICE.refresh(POSITIONS.dense()),  # type: ignore[arg-type]
+    ],
     "positions: got 1 axis, want 2 as in rotary": [calls(packed(), positions=IDS[:1])],
     "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
     "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
     (
-        "k: got shape (2, 2, 8, 16), want that of q, (2, 4, 8, 16), but for the heads; "
-        'heads before seq are layout="bhsd"'
+        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as q, except for the heads; "
+        'if heads come before seq, pass layout="bhsd"'
     ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
-    "positions: got 34 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout": [
+    "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
         calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32))
     ],
-    "positions: got 16 tokens, want 8 as in q; heads and seq would fit if they were exchanged, see layout": [
+    "positions: got 16 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
         calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd")
     ],
     "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[0])],
@@ -209,10 +220,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
-    "norm.q_weight: got torch.float64, want a tensor of float32, bfloat16 or float16": [
-        normed(q_weight=ones(16).double())
-    ],
-    "norm.q_weight: got float, want a tensor of float32, bfloat16 or float16": [normed(q_weight=1.0)],
+    f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
+    f"norm.q_weight: got float, {WANT_Q}": [normed(q_weight=1.0)],
     "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
     "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
@@ -221,10 +230,10 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
     ],
-    "positions: got id -1, want >= 0: cos_sin has rows of ids from 0": [
+    "positions: got id -1, want >= 0: the rows of cos_sin begin at id 0": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)
     ],
-    "positions: got fractional ids, want integers: cos_sin has rows of whole ids alone": [
+    "positions: got fractional ids, want integers: cos_sin has rows for whole ids only": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())
     ],
     f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],
@@ -233,18 +242,18 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
     "cos_sin: got a tensor on meta, want cpu as q": [by_cache(zeros(9, 12, device="meta"))],
     "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
-    f"cos_sin: got a rotary of allocation 'axial', {WANT_LADDER}": [
+    f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))
     ],
-    f"cos_sin: got a rotary of allocation 'interleaved', {WANT_LADDER}": [
+    f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
     "k: got None, want a tensor: apply_rotary rotates q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
-    "v: got shape (13, 3, 12), want that of k, (13, 2, 12), but for head_dim": [stores(v=heads(13, 3, 12))],
-    "v: got shape (12, 2, 12), want that of k, (13, 2, 12), but for head_dim": [stores(v=heads(12, 2, 12))],
+    "v: got shape (13, 3, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(13, 3, 12))],
+    "v: got shape (12, 2, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
     "key_cache: got NoneType, want a tensor of torch.float32 as k": [stores(key_cache=None)],
     "value_cache: got torch.bfloat16, want torch.float32 as v": [
@@ -262,35 +271,37 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "slot_mapping: got a tensor on meta, want cpu as q": [
         stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
-    "slot_mapping: got shape (14,), want at most (13,), the tokens of q": [stores(slot_mapping=torch.arange(14))],
-    "slot_mapping[2]: got 64, want < 64, the slots of key_cache": [stores(slot_mapping=torch.tensor([0, -1, 64, 65]))],
-    "slot_mapping[4]: got 9, the slot of token 2, want one of its own: a slot of two tokens holds some of each": [
+    "slot_mapping: got shape (14,), want at most (13,), the token count of q": [stores(slot_mapping=torch.arange(14))],
+    "slot_mapping[2]: got 64, want < 64, the number of slots of key_cache": [
+        stores(slot_mapping=torch.tensor([0, -1, 64, 65]))
+    ],
+    "slot_mapping[4]: got 9, the slot of token 2, want a slot for each token": [
         stores(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9]))
     ],
-    "slot_mapping[0]: got 0, want < 0, the slots of key_cache": [
+    "slot_mapping[0]: got 0, want < 0, the number of slots of key_cache": [
         stores(key_cache=zeros(0, 16, 2, 12), value_cache=zeros(0, 16, 2, 12))
     ],
-    "k: got the memory of v, want memory of its own": [
+    "k: got the memory of v, want separate memory": [
         stores(k=SAME, v=SAME, inplace=True, return_k=True),
         stores(k=QKV[:, 3:5], v=QKV[:, 4:6], inplace=True, return_k=True),
     ],
-    "key_cache: got the memory of value_cache, want memory of its own": [
+    "key_cache: got the memory of value_cache, want separate memory": [
         stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., :12]),
         stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., 6:18]),
     ],
-    "value_cache: got a tensor whose elements share memory, want each by itself": [
+    "value_cache: got a tensor whose elements share memory, want separate elements": [
         stores(value_cache=zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
     ],
-    "key_cache: got the memory of k, want memory of its own": [
+    "key_cache: got the memory of k, want separate memory": [
         stores(k=POOL[:13, :2], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
     ],
-    "key_cache: got the memory of v, want memory of its own": [
+    "key_cache: got the memory of v, want separate memory": [
         stores(v=POOL[5:18, 1:3], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
     ],
-    "q: got a tensor whose elements share memory, want each by itself": [
+    "q: got a tensor whose elements share memory, want separate elements": [
         stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)
     ],
-    "q: got the memory of k, want memory of its own": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
+    "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
     "k_scale: got float, want a tensor of float32": [eights(k_scale=0.5)],
     "v_scale: got torch.float16, want a tensor of float32": [eights(v_scale=torch.ones(2).half())],
     "k_scale: got a tensor on meta, want cpu as the cache": [eights(k_scale=torch.ones((), device="meta"))],
@@ -298,26 +309,28 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k_scale[0]: got 0.0, want a finite number > 0": [eights(k_scale=torch.zeros(1))],
     "v_scale[1]: got -1.0, want a finite number > 0": [eights(v_scale=torch.tensor([1.0, -1.0]))],
     "k_scale: got scales for a cache of torch.float32, want None": [eights(key_cache=torch.zeros(4, 16, 2, 12))],
-    "q_scale: got scales beside inplace=True, want inplace=False: q becomes float8_e4m3fn": [
+    "q_scale cannot be combined with inplace=True: q becomes float8_e4m3fn": [
         eights(q_scale=torch.ones(13, 3), inplace=True)
     ],
     "q_scale: got float, want a tensor of float32": [eights(q_scale=1.0)],
-    "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, q without head_dim": [eights(q_scale=torch.ones(13, 2))],
-    "k_scale: got the memory of v_scale, want memory of its own": [eights(k_scale=ROWS, v_scale=ROWS)],
-    "k_scale: got a tensor whose elements share memory, want each by itself": [
+    "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, the shape of q without head_dim": [
+        eights(q_scale=torch.ones(13, 2))
+    ],
+    "k_scale: got the memory of v_scale, want separate memory": [eights(k_scale=ROWS, v_scale=ROWS)],
+    "k_scale: got a tensor whose elements share memory, want separate elements": [
         eights(k_scale=torch.ones(1, 1, 2).expand(4, 16, 2))
     ],
-    "key_cache: got the memory of k_scale, want memory of its own": [
+    "key_cache: got the memory of k_scale, want separate memory": [
         eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INSIDE)
     ],
     "cache_layout: got 'NDH', want one of 'NHD', 'HND'": [moves(cache_layout="NDH")],
     "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
     (
         "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-        "bytes that hold 8-bit floats are view(torch.float8_e4m3fn)"
+        "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
     ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
-    "k_cache: got a tensor whose elements share memory, want each by itself": [
+    "k_cache: got a tensor whose elements share memory, want separate elements": [
         moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
     ],
     "to_positions: got a tensor on meta, want cpu as k_cache": [
@@ -331,11 +344,9 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "slots: got a tensor on meta, want cpu as from_positions": [
         moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
-    "slots: got shape (14,), want at most (13,), the tokens of from_positions": [moves(slots=torch.arange(14))],
-    "slots[3]: got 3, the slot of token 0, want one of its own: a slot of two tokens holds some of each": [
-        moves(slots=torch.tensor([3, 5, -1, 3, -1]))
-    ],
-    "k_scale: got None for a cache of torch.float8_e4m3fn, want its scales: a rotation may need larger ones": [
+    "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
+    "slots[3]: got 3, the slot of token 0, want a slot for each token": [moves(slots=torch.tensor([3, 5, -1, 3, -1]))],
+    "k_scale: got None for a cache of torch.float8_e4m3fn, want scales: rotated keys may need larger ones": [
         moves(k_cache=EIGHT)
     ],
     "k_scale: got Tensor for a cache of torch.float32, want None": [moves(k_scale=torch.ones(2))],
@@ -358,23 +369,23 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_bad_input_is_refused_with_what_got_and_want(message: str) -> None:
+def test_invalid_input_raises_a_precise_error(message: str) -> None:
     for call in REFUSALS[message]:
         with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}$"):
             call()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_tensors_of_the_meta_device_lie_nowhere_and_share_nothing(inplace: bool) -> None:
+def test_tensors_on_the_meta_device_share_no_memory(inplace: bool) -> None:
     q, k = packed(3, device="meta"), packed(2, device="meta")
-    turned = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
-    assert [(x.shape, x.device.type) for x in turned if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
+    outs = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
+    assert [(x.shape, x.device.type) for x in outs if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
     with pytest.raises(InvalidInputError, match=r"^k: got the memory of q, want inplace=False$"):
         apply_rotary(q, q, POSITIONS, ROTARY, inplace=True)
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "norm.q_weight", "norm.k_weight"])
-def test_in_place_under_autograd_is_not_supported(argument: str) -> None:
+def test_in_place_rotation_under_autograd_is_not_supported(argument: str) -> None:
     tensors = {"q": packed(), "k": packed(), "norm.q_weight": ones(16), "norm.k_weight": ones(16)}
     tensors[argument].requires_grad_()
     q, k, *weights = tensors.values()
@@ -386,8 +397,8 @@ def test_in_place_under_autograd_is_not_supported(argument: str) -> None:
         assert apply_rotary(q, k, DEVICE, ROTARY, norm=Norm(*weights), inplace=True) == (q, k)
 
 
-def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = "implementation: got 'triton' for tensors on cpu, want 'reference' there"
+def test_triton_on_a_cpu_requires_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "implementation: got 'triton' for tensors on cpu, want 'reference'"
     for value in ("0", ""):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         with pytest.raises(InvalidInputError, match=f"^{message}$"):
@@ -397,7 +408,7 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) 
         apply_rotary(packed(), None, DEVICE, ROTARY, implementation="triton")
 
 
-def test_the_farthest_ids_are_legal() -> None:
+def test_the_largest_and_smallest_ids_are_accepted() -> None:
     for dtype in (torch.int64, torch.float64):
         assert apply_rotary(packed(), None, ids(2**31 - 1, -(2**31), dtype=dtype), ROTARY)[0].shape == (16, 2, 16)
     apply_rotary(packed(), None, ids(2**31 - 0.5, dtype=torch.float64), ROTARY, validate=True)
@@ -417,7 +428,7 @@ def test_the_farthest_ids_are_legal() -> None:
     ],
     ids=["q k v", "k q", "alternating", "one and many", "batches", "tokens", "channels"],
 )
-def test_views_of_one_buffer_that_share_nothing_are_rotated_in_place(views: Any, layout: Any) -> None:
+def test_disjoint_views_of_one_buffer_are_rotated_in_place(views: Any, layout: Any) -> None:
     def q_and_k() -> list[Tensor]:
         buffer = torch.randn(2, 8, 8, 32, generator=torch.Generator().manual_seed(0))
         return [x if layout == "bshd" else x.transpose(1, 2) for x in views(buffer)]
@@ -425,9 +436,9 @@ def test_views_of_one_buffer_that_share_nothing_are_rotated_in_place(views: Any,
     q, k = q_and_k()
     batch, seq = q.shape[0], q.shape[1 if layout == "bshd" else 2]
     rotary = Rotary(head_dim=q.shape[-1])
-    some = place(SegmentTable.from_documents([[Text(seq)]] * batch))
-    expected = apply_rotary(q, k, some, rotary, layout=layout)
-    rotated_q, rotated_k = apply_rotary(q, k, some, rotary, layout=layout, inplace=True)
+    positions = place(SegmentTable.from_documents([[Text(seq)]] * batch))
+    expected = apply_rotary(q, k, positions, rotary, layout=layout)
+    rotated_q, rotated_k = apply_rotary(q, k, positions, rotary, layout=layout, inplace=True)
     assert rotated_q is q
     assert rotated_k is k
     assert torch.equal(q, expected[0])
@@ -441,13 +452,13 @@ sys.modules["{missing}"] = None
 
 
 def without(missing: str, code: str) -> None:
-    """Run code where a package cannot be imported."""
+    """Run code in a process where a package cannot be imported."""
     command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
-def test_without_torch_frequencies_work_and_the_rest_names_the_command() -> None:
+def test_without_torch_frequencies_work_and_other_names_raise_the_pip_command() -> None:
     code = """
 import mmpos, mmpos.rotary
 from mmpos.rotary import Rotary
@@ -463,7 +474,7 @@ for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"
     without("torch", code)
 
 
-def test_without_triton_the_reference_works_and_the_kernel_names_the_command() -> None:
+def test_without_triton_the_reference_works_and_the_kernel_raises_the_pip_command() -> None:
     code = """
 import os, torch
 os.environ["TRITON_INTERPRET"] = "1"
@@ -492,7 +503,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"q": (16, 2, 16), "norm.k_weight": (16,), 
 SHAPES |= {"key_cache": (4, 16, 2, 12)}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, as forward mode loads its formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # raised by torch when forward mode loads its formulas
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_gradients_are_refused(name: str) -> None:
     x = torch.ones(SHAPES[name])
@@ -503,7 +514,7 @@ def test_forward_mode_gradients_are_refused(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
-def test_tangents_are_seen_where_torch_tells_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tangents_are_detected_without_a_current_level_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(16, 2, 16)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.clone())
@@ -512,11 +523,11 @@ def test_tangents_are_seen_where_torch_tells_no_level(monkeypatch: pytest.Monkey
         assert not memory.has_tangent(x)
 
 
-def test_memory_is_judged_by_the_distance_of_tensors_whose_shapes_and_strides_are_the_same() -> None:
+def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_strides() -> None:
     fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
-    for start, apart in ((1, False), (2, True), (1, False), (4, True)):
+    for start, disjoint in ((1, False), (2, True), (1, False), (4, True)):
         q, k = fused[:, :2], fused[:, start : start + 2]
-        if apart:
+        if disjoint:
             apply_rotary(q, k, ids, Rotary(8), inplace=True)
         else:
             with pytest.raises(InvalidInputError, match="k: got the memory of q"):
@@ -527,15 +538,15 @@ def test_memory_is_judged_by_the_distance_of_tensors_whose_shapes_and_strides_ar
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_caches_of_8_bits_need_scales(dtype: torch.dtype) -> None:
-    message = f"key_cache: got {dtype}, which needs scales, want k_scale beside it, or torch.float32 as k"
+def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
+    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as k"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         stores(key_cache=zeros(4, 16, 2, 12).to(dtype))()
 
 
 @pytest.mark.parametrize("scale", [{}, {"v_scale": torch.ones(())}])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
-def test_caches_of_other_8_bits_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
+def test_caches_of_other_8_bit_dtypes_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
     message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as v')}$"):
         stores(value_cache=zeros(4, 16, 2, 12).to(dtype), **scale)()
@@ -545,7 +556,7 @@ def storing(name: str, x: Tensor) -> Callable[[], Any]:
     return stores(**{name: x})
 
 
-NEEDING: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
+REQUIRING_GRADIENTS: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
     **{name: partial(storing, name) for name in ("q", "k", "v", "key_cache", "value_cache")},
     "norm.q_weight": lambda x: stores(norm=Norm(x)),
     "norm.k_weight": lambda x: stores(norm=Norm(None, x)),
@@ -553,11 +564,11 @@ NEEDING: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDING)
-def test_gradients_of_what_is_stored_are_not_supported(name: str) -> None:
+@pytest.mark.parametrize("name", REQUIRING_GRADIENTS)
+def test_storing_under_autograd_is_not_supported(name: str) -> None:
     shape = (12,) if "weight" in name else (4, 16, 2, 12) if "cache" in name else (13, 3 if name == "q" else 2, 12)
-    call = NEEDING[name](torch.ones(shape).requires_grad_())
-    message = f"{name}: got a tensor that requires gradients, want torch.no_grad(): none are made"
+    call = REQUIRING_GRADIENTS[name](torch.ones(shape).requires_grad_())
+    message = f"{name}: got a tensor that requires gradients, want torch.no_grad()"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         call()
     with torch.no_grad():
@@ -565,14 +576,14 @@ def test_gradients_of_what_is_stored_are_not_supported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["key_cache", "k_cache"])
-def test_more_slots_than_32_bits_count_are_beyond_the_limit(name: str) -> None:
+def test_caches_with_2_to_the_31_slots_exceed_the_limit(name: str) -> None:
     cache = torch.zeros(1).expand(2**27, 16, 2, 12)
     call = moves(k_cache=cache) if name == "k_cache" else stores(key_cache=cache, value_cache=cache)
     with pytest.raises(LimitExceededError, match=f"^{name}: got 2147483648 slots, want <= 2147483647$"):
         call()
 
 
-def test_caches_of_the_meta_device_lie_nowhere_and_share_nothing() -> None:
+def test_caches_on_the_meta_device_share_no_memory() -> None:
     shapes: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}
     shapes |= dict.fromkeys(("key_cache", "value_cache"), (4, 16, 2, 12))
     meta: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -580,54 +591,52 @@ def test_caches_of_the_meta_device_lie_nowhere_and_share_nothing() -> None:
     assert (q.shape, k.shape, q.device.type) == ((13, 3, 12), (13, 2, 12), "meta")
 
 
-def test_what_is_not_written_may_share_memory() -> None:
+def test_tensors_that_are_only_read_may_share_memory() -> None:
     same = heads(13, 2, 12)
     assert stores(k=same, v=same, inplace=True)()[1] is None
     assert stores(k=same, v=same, return_k=True)()[1].shape == same.shape
 
 
-def test_scales_may_lie_beside_the_keys_of_their_page() -> None:
+def test_scales_may_be_stored_next_to_the_keys_of_their_page() -> None:
     eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INLINE)()
     assert (INLINE.flatten()[:26] > 0).all()
     assert (INLINE.flatten()[26:] == 0).all()
 
 
-def test_scales_that_the_host_does_not_look_at_are_refused_if_validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as little is known of those on a device
+def test_scales_not_checked_on_the_host_are_refused_with_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
     eights(k_scale=torch.zeros(()))()
     with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
         eights(k_scale=torch.zeros(()), validate=True)()
 
 
-def test_scales_that_do_not_change_may_be_one_tensor() -> None:
+def test_input_scales_of_k_and_v_may_be_one_tensor() -> None:
     one = torch.ones(())
     caches = [eights(k_scale=one, v_scale=one), eights(k_scale=one, v_scale=one.clone())]
     assert len({call()[0].shape for call in caches}) == 1
 
 
-def test_scales_that_lie_in_the_cache_are_refused_and_beside_the_keys_they_are_not() -> None:
-    pages = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)  # 12 channels, then the scale as 4 bytes
+def test_scales_within_keys_are_refused_and_scales_next_to_keys_are_accepted() -> None:
+    pages = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)  # 12 channels, then the 4 bytes of the scale
     keys, scales = pages[..., :12].view(E4M3), pages[..., 12:].view(torch.float32)[..., 0]
     scales.fill_(0.5)
     scaled_moves(scales, k_cache=keys)()
     inside = pages[..., 8:12].view(torch.float32)[..., 0]
-    with pytest.raises(InvalidInputError, match=r"^k_cache: got the memory of k_scale, want memory of its own$"):
+    with pytest.raises(InvalidInputError, match=r"^k_cache: got the memory of k_scale, want separate memory$"):
         scaled_moves(inside, k_cache=keys)()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fnuz])
-def test_keys_of_other_dtypes_of_8_bits_are_not_moved(dtype: torch.dtype) -> None:
+def test_keys_of_other_8_bit_dtypes_are_not_rerotated(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match=f"^k_cache: got {dtype}, want float32, "):
         moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=dtype))()
 
 
 @pytest.mark.parametrize("way", ["reference", "triton"])
-def test_scales_and_slots_to_move_that_the_host_does_not_look_at_are_checked_if_validated(
-    way: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as little is known of those on a device
+def test_rerotate_checks_scales_and_slots_on_a_device_with_validate(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
     scaled_moves(torch.zeros(()), implementation="reference")()
     with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
         scaled_moves(torch.zeros(()), validate=True, implementation=way)()
-    with pytest.raises(InvalidInputError, match=r"^slots\[1\]: got 64, want < 64, the slots of k_cache$"):
+    with pytest.raises(InvalidInputError, match=r"^slots\[1\]: got 64, want < 64, the number of slots of k_cache$"):
         moves(slots=torch.tensor([3, 64]), validate=True, implementation=way)()

@@ -366,7 +366,11 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
             return integer("rotary_dim", rotary_dim)
     if factor is None:
         factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
-    return int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
+    channels = int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
+    if channels % 2:
+        got = f"{factor}, which rotates {channels} channels of head_dim {head_dim}"
+        raise InvalidInputError(f"{fields.name}.partial_rotary_factor: got {got}, want an even number of channels")
+    return channels
 
 
 def _pairing(fields: Fields) -> str:

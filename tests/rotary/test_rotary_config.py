@@ -513,6 +513,16 @@ def test_heads_of_an_odd_size_are_told_by_the_fields_that_make_them() -> None:
     assert refused(omni) == f"config.thinker_config.text_config.{made}"
 
 
+def test_an_odd_number_of_rotated_channels_names_the_field_that_makes_it() -> None:
+    glm = {"model_type": "glm4v_moe", "text_config": {}, "vision_config": {}}
+    with pytest.raises(InvalidInputError) as caught:
+        from_hf_config(glm)
+    assert str(caught.value) == (
+        "config.text_config.partial_rotary_factor: got 0.5, which rotates 21 channels of head_dim 42, "
+        "want an even number of channels"
+    )
+
+
 def test_of_an_unknown_model_type_all_that_its_class_may_set_is_told_or_asked_for() -> None:
     config = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
     assert refused(config) == (

@@ -22,6 +22,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
+from mmpos.support.extras import pip_install
 
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
@@ -414,10 +415,9 @@ def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail("plot", "ids", "3", "-o", "ids.png")
     what = {"typer": "the command line", "matplotlib": "plots"}[missing]
-    said = f'{what}: {missing} is not installed, want pip install "multimodal-positions[{{}}]"'
-    assert (code, message) == (1, said.format("cli"))
+    assert (code, message) == (1, f"{what}: {missing} is not installed, want {pip_install('cli')}")
     if missing == "typer":
-        assert fail("serve") == (1, said.format("server"))
+        assert fail("serve") == (1, f"{what}: {missing} is not installed, want {pip_install('server')}")
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
@@ -433,7 +433,7 @@ def test_packages_that_want_another_protobuf_are_one_line(
     for name in ("mmpos.cli", "mmpos_server.options"):
         monkeypatch.setattr(importlib.import_module(name), "app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
-    said = 'Install what needs protobuf in one command, with pip install "multimodal-positions[server]"'
+    said = f"Install all packages that need protobuf in one command: {pip_install('server')}"
     assert capsys.readouterr().err == (
         f"{module}: error: Detected incompatible versions when loading health.proto. {said}\n"
     )

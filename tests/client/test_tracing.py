@@ -326,7 +326,7 @@ def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
 def test_a_missing_package_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    want = 'want pip install "multimodal-positions[otel]"'
+    want = 'want pip install "multimodal-positions[otel]" (in a clone: pip install ".[otel]")'
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ImportError) as raised:
         configured()

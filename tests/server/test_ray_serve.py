@@ -247,7 +247,7 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
-    want = 'want pip install "multimodal-positions[serve]"'
+    want = 'want pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
     assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
 
 

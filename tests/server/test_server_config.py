@@ -197,5 +197,5 @@ def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:
         Profiles.from_config(load(file))
-    want = 'want pip install "multimodal-positions[tokenizers]"'
+    want = 'want pip install "multimodal-positions[tokenizers]" (in a clone: pip install ".[tokenizers]")'
     assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"

@@ -136,7 +136,7 @@ class Rotary:
         """Read the rotation of a Transformers config; see ``hf_arguments`` for what is read and what is not known.
 
         Args:
-            config: a config object, the mapping of its config.json, or the folder with that.
+            config: a config object, the mapping of its config.json, or the path of that file or its folder.
             layer_type: which one, where a config has rope parameters per layer type.
             overrides: arguments of Rotary that replace what the config says.
         """

@@ -60,8 +60,8 @@ def hf_arguments(
     default, two interleaved, which on text is the RoPE-1D of the model.
 
     Args:
-        config: a config object, the mapping of its config.json or the folder with that, read in text_config if it has
-            one; of a vision encoder pass its vision_config.
+        config: a config object, the mapping of its config.json, or the path of that file or its folder.
+            Its text_config is read if it has one; for a vision encoder, pass its vision_config.
         layer_type: which one, where the layers of a model turn in several ways.
         overrides: arguments of Rotary that replace what the config says.
         released: read HunYuan-VL's as its own code has it, where Transformers turns otherwise.
@@ -562,7 +562,7 @@ class Fields:
 
     @classmethod
     def of(cls, config: object) -> Fields:
-        """Make the fields of a whole config, or of the config.json in a folder.
+        """Make the fields of a whole config, of a config.json, or of the config.json in a folder.
 
         Raises:
             InvalidInputError: no config.json there, or none that can be read; or the name of something else, such as a
@@ -570,19 +570,20 @@ class Fields:
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):
-            if isdir(config):
-                path = Path(config, "config.json")
-                if not path.exists():
-                    raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
+            path = Path(config, "config.json") if isdir(config) else Path(config)
+            if isfile(path):
                 config = read_json(path)
+            elif isdir(config):
+                raise InvalidInputError(f"{config}: got a folder without config.json, want that of a model")
             else:
-                got = f"{str(config)!r}, {'a file' if isfile(config) else 'where there is no folder'}"
+                got = f"{str(config)!r}, where there is neither a file nor a folder"
         if not isinstance(config, Mapping | type) and (
             isinstance(config, PurePath) or type(config).__module__ == "builtins"
         ):
             raise InvalidInputError(
-                f"config: got {got}, want a config object, or the mapping of a config.json, "
-                "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
+                f"config: got {got}, want a config object, the path of a config.json or of its folder, or its "
+                "mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look its "
+                "model_type up in docs/models-names.md"
             )
         return cls("config", config, _model_type(config))
 

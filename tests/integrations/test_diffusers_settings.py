@@ -130,7 +130,11 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
     [
         ({}, "config._class_name: got None, want the name of a class of transformers"),
         ({"model_type": "qwen3_vl"}, "config._class_name: got None, want the name of a class of transformers"),
-        (3, "config: got int, want a folder, a mapping or a transformer of diffusers"),
+        (
+            "black-forest-labs/FLUX.1-dev",
+            "config: got the path 'black-forest-labs/FLUX.1-dev', which does not exist, want that of a config.json",
+        ),
+        (3, "config: got int, want the path of a config.json or of its folder, a mapping or a transformer"),
         (
             {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56]},
             "config.axes_dims_rope: got [16, 56], want 3 integers",
@@ -148,7 +152,7 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
             "config.patch_size: got [2], want rows and columns, or frames before them",
         ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_config_that_contradicts_itself_is_refused(config: object, words: str) -> None:
     with pytest.raises(InvalidInputError) as error:

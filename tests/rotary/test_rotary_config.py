@@ -606,10 +606,8 @@ def test_a_field_that_a_rope_type_needs_is_named_as_transformers_asks_for_it(rop
 @pytest.mark.parametrize(
     ("config", "got"),
     [
-        ("no/such", "'no/such', where there is no folder"),
-        (Path("no/such"), "'no/such', where there is no folder"),
-        (__file__, f"{__file__!r}, a file"),
-        (Path(__file__), f"{__file__!r}, a file"),
+        ("no/such", "'no/such', where there is neither a file nor a folder"),
+        (Path("no/such"), "'no/such', where there is neither a file nor a folder"),
         ("", "str"),
         (b"llama", "bytes"),
         (None, "NoneType"),
@@ -623,8 +621,9 @@ def test_what_is_no_config_and_no_folder_of_one_is_named(config: object, got: st
         with pytest.raises(InvalidInputError) as caught:
             read(config)
         assert str(caught.value) == (
-            f"config: got {got}, want a config object, or the mapping of a config.json, "
-            "json.loads(Path(...).read_text()), or the folder that it is in: nothing is downloaded"
+            f"config: got {got}, want a config object, the path of a config.json or of its folder, or its mapping. "
+            "Nothing is downloaded: for a model on the Hub, download its config.json, or look its model_type up in "
+            "docs/models-names.md"
         )
 
 

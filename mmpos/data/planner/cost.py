@@ -136,7 +136,7 @@ class Cost:
         Causal attention counts half of its square. A vision tower with windows counts its full attention alone.
 
         Args:
-            config: a config object, the mapping of its config.json, or the folder with that.
+            config: a config object, the mapping of its config.json, or the path of that file or its folder.
 
         Raises:
             InvalidInputError: a size that is needed is missing.

@@ -115,8 +115,8 @@ def from_diffusers(config: object) -> TransformerSettings:
     """Read the scheme and the rotation of a transformer of diffusers from its config.
 
     Args:
-        config: the folder with its config.json, the mapping in that, or the transformer itself (or anything with a
-            ``config`` and the name of its class).
+        config: the mapping of its config.json, the path of that file or its folder, or the transformer itself (or any
+            object with a ``config`` and the name of its class).
 
     Raises:
         UnsupportedError: a class that is not known, or whose positions no scheme holds; the message says why.
@@ -136,11 +136,17 @@ def from_diffusers(config: object) -> TransformerSettings:
 def _values(config: object) -> Mapping[str, Any]:
     if isinstance(config, str | PurePath):
         path = Path(config)
+        if not path.exists():
+            want = "that of a config.json or of its folder; nothing is downloaded: for a model on the Hub, download its"
+            raise InvalidInputError(
+                f"config: got the path {str(config)!r}, which does not exist, want {want} config.json"
+            )
         return read_json(path / "config.json" if path.is_dir() else path)
     if isinstance(config, Mapping):
         return config
     inside = getattr(config, "config", None)
     if not isinstance(inside, Mapping):
         got = type(config).__name__
-        raise InvalidInputError(f"config: got {got}, want a folder, a mapping or a transformer of diffusers")
+        want = "the path of a config.json or of its folder, a mapping or a transformer of diffusers"
+        raise InvalidInputError(f"config: got {got}, want {want}")
     return {"_class_name": type(config).__name__, **inside}

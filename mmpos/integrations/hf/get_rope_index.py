@@ -296,7 +296,8 @@ def rope_index(config: object) -> Function:
     where the method fails though the input is right: images, or frames, that touch without text between them.
 
     Args:
-        config: the whole config object of a model, the mapping of its config.json, or the folder with that.
+        config: the whole config object of a model, the mapping of its config.json, or the path of that file or its
+            folder.
 
     Returns:
         a function with the parameters of the method, without self; it has no reference to the model, and no state.

@@ -30,6 +30,7 @@ from mmpos.integrations.hf.texts import (
 )
 from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
+from mmpos.integrations.models.from_config import config_folder
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import RATIONAL_PARAMETERS, SCHEMES, Scheme, get_scheme
@@ -159,7 +160,7 @@ class MMPosProcessor(ProcessorMixin):
         folder is in its chat_template.jinja, chat_template.json or processor_config.json, or else the tokenizer's.
 
         Args:
-            config: of the model, or the folder that it is in; see ``mmpos.from_hf_config``.
+            config: of the model, or the path of its config.json or folder; see ``mmpos.from_hf_config``.
             tokenizer: of the model; None reads that of the folder.
             images: None reads the folder's preprocessor_config.json.
             video_processor: None reads the folder's, if it has one that is known, and else takes no videos; of Qwen-VL
@@ -177,7 +178,7 @@ class MMPosProcessor(ProcessorMixin):
         if frames is None:
             want = "a model whose config has temporal_patch_size"
             raise UnsupportedError(f"config: got {model.model_type!r}, want {want}")
-        folder = Path(config) if isinstance(config, str | PathLike) else None
+        folder = config_folder(config)
         if tokenizer is None:
             if folder is None:
                 raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")

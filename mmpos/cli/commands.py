@@ -210,9 +210,26 @@ def explain(
 
 
 @app.command()
-def schemes() -> None:
+def schemes(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="config.json|FOLDER|-", help="Print the settings of this model instead.", show_default=False
+        ),
+    ] = None,
+    layer_type: Annotated[
+        str | None,
+        typer.Option(help="The type of layer, for a config with a rotation for each.", show_default=False),
+    ] = None,
+) -> None:
     """List the schemes, and the ids that an image of 24×24 patches consumes in each."""
-    report.show(console(), report.schemes_table())
+    if config is None:
+        report.show(console(), report.schemes_table())
+        return
+    from mmpos.cli.analysis import read_config
+    from mmpos.integrations.models import from_hf_config
+
+    report.show(console(), report.settings_table(from_hf_config(read_config(config), layer_type=layer_type)))
 
 
 @app.command()

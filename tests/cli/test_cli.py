@@ -238,6 +238,41 @@ def test_plot_writes_its_picture_and_says_where(tmp_path: Path, arguments: str, 
     assert [word for word in words if word not in found] == []
 
 
+def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}}')
+    printed = run("schemes", "--config", str(config))
+    assert (
+        printed
+        == """\
+setting                value
+──────────────────────────────────────────────────────────────
+model_type             qwen2_5_vl
+scheme                 mrope-transformers(tokens_per_second=4)
+rotary.head_dim        128
+rotary.theta           1000000.0
+rotary.axes            3
+rotary.allocation      sections
+rotary.pairing         half
+rotary.rotary_dim      128
+rotary.precision       exact
+rotary.mrope_section   (16, 24, 24)
+placeholders.image     151655
+placeholders.video     151656
+image_markers          (151652, 151653)
+start                  0
+spatial_merge_size     2
+temporal_merge_size    1
+patch_size             14
+"""
+    )
+    assert run("schemes", "--config", str(tmp_path)) == printed
+    config.write_text('{"model_type": "gemma3", "text_config": {}, "vision_config": {}}')
+    want = "layer_type: got None, want one of 'full_attention', 'sliding_attention'"
+    assert fail("schemes", "--config", str(config)) == (2, want)
+    assert "rotary.theta" in run("schemes", "--config", str(config), "--layer-type", "full_attention")
+
+
 @pytest.mark.parametrize("command", ["demo", "positions", "plot ids", "plot attention", "explain", "schemes"])
 def test_help_teaches_every_command(command: str) -> None:
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*command.split(), "--help")).split())

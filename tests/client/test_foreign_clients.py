@@ -105,11 +105,18 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
     assert summary["refusal"] == {"code": "INVALID_ARGUMENT", "message": "extents[1, 0]: got 0, want >= 1"}
 
 
-def page(server: str, without: str = "") -> str:
-    """Return what the JavaScript of docs/protocol.md prints, without an option of the loader."""
+PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()
+
+
+def page(server: str, call: str = "Place", *edits: tuple[str, str]) -> str:
+    """Return what the JavaScript of docs/protocol-clients.md prints for one of its calls, after edits."""
     install()
-    blocks = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(), re.DOTALL)
-    code = "".join(blocks).replace("localhost:50051", server).replace(without, "")
+    load, expand, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (block for block in calls if f".{call}(" in block)
+    code = load + expand + code
+    for old, new in (("localhost:50051", server), *edits):
+        assert old in code
+        code = code.replace(old, new)
     environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
     done = subprocess.run(
         [f"{BIN}/node", "-e", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
@@ -122,7 +129,20 @@ def test_the_client_on_the_page_expands_a_table(server: str) -> None:
 
 
 def test_the_loader_drops_a_field_without_the_option_on_the_page(server: str) -> None:
-    assert page(server, without="keepCase: true, ") == "grid_thw: got shape (0, 3), want (1, 3)\n"
+    assert page(server, "Place", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
+
+
+def test_the_page_builds_a_sequence_with_two_images(server: str) -> None:
+    (printed,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert page(server, "Build") == printed
+
+
+def test_the_limit_on_the_page_is_needed_for_large_answers(server: str) -> None:
+    ten = ("[{ parts }]", "Array(10).fill({ parts })")
+    assert len(page(server, "Build", ten).splitlines()) == 10
+    assert page(server, "Build", ten, (", noLimit", "")).startswith(
+        "RESOURCE_EXHAUSTED Received message larger than max"
+    )
 
 
 # buf curl.

@@ -1,4 +1,4 @@
-"""Tables of the model types and encoders that are known and refused, for docs/models-reference.md and models-names.md."""
+"""Tables of supported and refused model types and encoders, for docs/models-reference.md and docs/models-names.md."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_a_reader_without_mmpos_compares_schemes_of_its_own(name: str, damaged: 
     assert (done.stdout, done.stderr) == ("53 the same, 0 different\n", "")
     refused = subprocess.run([*command, str(damaged)], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "schemes/mrope.jsonl: another checksum" in refused.stderr
+    assert "schemes/mrope.jsonl: the checksum differs" in refused.stderr
 
 
 def test_a_program_in_cpp_is_asked_line_by_line(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import engine_of_vllm  # noqa: F401
+import cpu_vllm  # noqa: F401
 import numpy as np
 import pytest
 import torch

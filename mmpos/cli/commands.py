@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from mmpos.cli import report
-from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_specs
+from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_config, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -226,7 +226,6 @@ def schemes(
     if config is None:
         report.show(console(), report.schemes_table())
         return
-    from mmpos.cli.analysis import read_config
     from mmpos.integrations.models import from_hf_config
 
     report.show(console(), report.settings_table(from_hf_config(read_config(config), layer_type=layer_type)))

@@ -2,8 +2,8 @@
 
 ``python tests/helpers/model_names.py`` writes tests/golden/model_names.json, which docs/models-names.md shows.
 
-Transformers copies the documentation of one model to the next, so many types name the checkpoint of another. Of the
-types that name a checkpoint, the one with the most similar name keeps it.
+Transformers copies the documentation of one model to the next, and with it the name of its checkpoint. This
+program assigns a checkpoint to the type with the most similar name among the types that mention it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 
@@ -37,8 +40,7 @@ def names() -> dict[str, list[str]]:
     organisations = {checkpoint.partition("/")[0] for checkpoint in set().union(*documented.values())}
     known = {}
     for model in (*MODEL_TYPES, *UNSUPPORTED_TYPES):
-        config = CONFIG_MAPPING_NAMES.get(model)
-        if config is None:
+        if model not in CONFIG_MAPPING_NAMES:
             continue
         own = [checkpoint for checkpoint in mentioned[model] if owner(checkpoint) == model]
         own = [checkpoint for checkpoint in own if checkpoint in documented[model]] or [
@@ -46,7 +48,7 @@ def names() -> dict[str, list[str]]:
             for checkpoint in own
             if checkpoint.partition("/")[0] in organisations and _similarity(model, checkpoint)[0] == 1
         ]
-        known[model] = [config.removesuffix("Config").rstrip("_")]
+        known[model] = [CONFIG_MAPPING_NAMES[model].removesuffix("Config").rstrip("_")]
         known[model] += [max(own, key=lambda c: (_similarity(model, c), c)).partition("/")[2]] if own else []
     return known
 

@@ -1,14 +1,20 @@
-"""Tables of supported and unsupported model types and encoders, for docs/models-reference.md."""
+"""Tables of supported and refused model types and encoders, for docs/models-reference.md and docs/models-names.md."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import get_scheme
+
+NAMES = Path(__file__).parents[1] / "tests/golden/model_names.json"
+"""The class and an example checkpoint of each model type, which tests/helpers/model_names.py reads in Transformers."""
 
 
 def supported() -> str:
@@ -25,6 +31,20 @@ def encoders() -> str:
     return "\n".join(rows) + "\n"
 
 
+def names() -> str:
+    """Write a row for each model type that Transformers has, in the order of the names of classes."""
+    known: dict[str, list[str]] = json.loads(NAMES.read_text(encoding="utf-8"))
+    rows = []
+    for model, (name, *checkpoint) in known.items():
+        spelled = re.sub(r"(?<=\d)_(?=\d)", ".", name).replace("_", "-")
+        scheme = f"`{MODEL_TYPES[model].scheme}`" if model in MODEL_TYPES else "refused"
+        rows.append(f"| {spelled} | {''.join(checkpoint)} | `{model}` | {scheme} |")
+    return (
+        "\n".join(["| model | checkpoint | model_type | scheme |", "|---|---|---|---|", *sorted(rows, key=str.lower)])
+        + "\n"
+    )
+
+
 def refused(reasons: Mapping[str, str]) -> str:
     """Write a line per reason with all model types that are refused for it."""
     return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
@@ -34,6 +54,7 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "supported": supported,
     "encoders": encoders,
     "refused encoders": lambda: refused(dict(sorted(UNSUPPORTED_ENCODERS.items()))),
+    "names": names,
     "refused": lambda: refused(UNSUPPORTED_TYPES),
     "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
 }

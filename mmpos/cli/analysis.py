@@ -26,6 +26,7 @@ from mmpos.cli.options import (
     did_you_mean,
     flat,
     make_scheme,
+    read_config,
     read_specs,
     scheme_option,
 )
@@ -103,19 +104,6 @@ def model_of(config: Path) -> ModelSettings:
     from mmpos.integrations.models import from_hf_config
 
     return from_hf_config(read_config(config))
-
-
-def read_config(config: Path) -> object:
-    """Read a config.json or standard input; a folder stays one."""
-    if config.is_dir():
-        return config
-    try:
-        return json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
-    except OSError as error:
-        got = error.strerror or str(error)
-    except (ValueError, RecursionError) as error:
-        got = f"no valid JSON ({error})"
-    raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
 def read_array(path: Path) -> npt.NDArray[np.generic]:

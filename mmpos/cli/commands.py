@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from mmpos.cli import report
-from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_specs
+from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_config, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -210,9 +210,25 @@ def explain(
 
 
 @app.command()
-def schemes() -> None:
+def schemes(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="config.json|FOLDER|-", help="Print the settings of this model instead.", show_default=False
+        ),
+    ] = None,
+    layer_type: Annotated[
+        str | None,
+        typer.Option(help="The type of layer, for a config with a rotation for each.", show_default=False),
+    ] = None,
+) -> None:
     """List the schemes, and the ids that an image of 24×24 patches consumes in each."""
-    report.show(console(), report.schemes_table())
+    if config is None:
+        report.show(console(), report.schemes_table())
+        return
+    from mmpos.integrations.models import from_hf_config
+
+    report.show(console(), report.settings_table(from_hf_config(read_config(config), layer_type=layer_type)))
 
 
 @app.command()

@@ -218,6 +218,19 @@ def read_specs(arguments: Sequence[str]) -> Specs:
     return Specs([document for specs in read for document in specs.documents], *next(iter(named), (None, None)))
 
 
+def read_config(config: Path) -> object:
+    """Read a config.json or standard input; a folder stays one."""
+    if config.is_dir():
+        return config
+    try:
+        return json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
+    except OSError as error:
+        got = error.strerror or str(error)
+    except (ValueError, RecursionError) as error:
+        got = f"no valid JSON ({error})"
+    raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
+
+
 def to_json(documents: Sequence[Document]) -> list[list[dict[str, object]]]:
     """Convert documents to the value of "documents" in a JSON file."""
     return [[_part_to_json(part) for part in document] for document in documents]

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import HTML, read_array, read_config
+from mmpos.cli.analysis import HTML, read_array
 from mmpos.cli.commands import SPECS, group
-from mmpos.cli.options import read_specs
+from mmpos.cli.options import read_config, read_specs
 from mmpos.cli.report import progress_bar, save_html
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable

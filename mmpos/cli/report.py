@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -24,6 +26,9 @@ from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import local_path, whole_file
+
+if TYPE_CHECKING:
+    from mmpos.integrations.models import ModelSettings
 
 _SHORT = 24  # tokens whose ids are all printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
@@ -134,6 +139,23 @@ def schemes_table() -> Table:
         made = scheme()
         summary = (scheme.__doc__ or "").strip().splitlines()[0]
         table.add_row(name, str(made.axes), consumed, "fractions" if made.fractional else "integers", summary)
+    return table
+
+
+def settings_table(settings: ModelSettings) -> Table:
+    """Make a table of the settings of a model that are not None, including the fields of rotary and placeholders."""
+    parts = {"rotary": settings.rotary, "second_rotary": settings.second_rotary, "placeholders": settings.placeholders}
+    names = ("image_markers", "video_markers", "start", "spatial_merge_size", "temporal_merge_size", "patch_size")
+    values: dict[str, object] = {"model_type": settings.model_type, "scheme": settings.scheme.label}
+    for part, inside in parts.items():
+        if inside is not None:
+            known = {field.name: getattr(inside, field.name) for field in fields(inside) if field.init}
+            values |= {f"{part}.{name}": value for name, value in known.items()}
+    values |= {name: getattr(settings, name) for name in names}
+    table = new_table("setting", "value")
+    for name, value in values.items():
+        if value is not None:
+            table.add_row(name, str(value))
     return table
 
 

@@ -136,7 +136,7 @@ class Rotary:
         """Read the rotation from a Transformers config; see ``hf_arguments`` for fields and unsupported model types.
 
         Args:
-            config: a config object, the mapping from its config.json, or the folder that contains config.json.
+            config: a config object, the mapping from its config.json, or the path of that file or its folder.
             layer_type: layer type to read if the config has rope parameters per layer type.
             overrides: arguments of Rotary that override those of the config.
         """

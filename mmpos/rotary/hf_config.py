@@ -60,8 +60,8 @@ def hf_arguments(
     default of two interleaved axes, which rotates text by the RoPE-1D of the model.
 
     Args:
-        config: a config object, the mapping from its config.json, or the folder that contains config.json. If it has
-            a text_config, that is read; for a vision encoder pass its vision_config.
+        config: a config object, the mapping from its config.json, or the path of that file or its folder. If it
+            has a text_config, that is read; for a vision encoder pass its vision_config.
         layer_type: layer type to read if layers of the model rotate differently.
         overrides: arguments of Rotary that override those of the config.
         released: for HunYuan-VL, follow the code released with the model where Transformers rotates differently.
@@ -370,7 +370,11 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
             return integer("rotary_dim", rotary_dim)
     if factor is None:
         factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
-    return int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
+    channels = int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
+    if channels % 2:
+        got = f"{factor}, which rotates {channels} channels of head_dim {head_dim}"
+        raise InvalidInputError(f"{fields.name}.partial_rotary_factor: got {got}, want an even number of channels")
+    return channels
 
 
 def _pairing(fields: Fields) -> str:
@@ -566,7 +570,7 @@ class Fields:
 
     @classmethod
     def of(cls, config: object) -> Fields:
-        """Create the fields of a whole config or of the config.json in a folder.
+        """Create the fields of a whole config, of a config.json, or of the config.json in a folder.
 
         Raises:
             InvalidInputError: the folder has no readable config.json, or the string is not a folder, such as the name
@@ -574,19 +578,20 @@ class Fields:
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):
-            if isdir(config):
-                path = Path(config, "config.json")
-                if not path.exists():
-                    raise InvalidInputError(f"{config}: got a folder without config.json, want the folder of a model")
+            path = Path(config, "config.json") if isdir(config) else Path(config)
+            if isfile(path):
                 config = read_json(path)
+            elif isdir(config):
+                raise InvalidInputError(f"{config}: got a folder without config.json, want the folder of a model")
             else:
-                got = f"{str(config)!r}, which is {'a file' if isfile(config) else 'no folder'}"
+                got = f"{str(config)!r}, where there is neither a file nor a folder"
         if not isinstance(config, Mapping | type) and (
             isinstance(config, PurePath) or type(config).__module__ == "builtins"
         ):
             raise InvalidInputError(
-                f"config: got {got}, want a config object, the mapping from a config.json, "
-                "json.loads(Path(...).read_text()), or the folder that contains it: nothing is downloaded"
+                f"config: got {got}, want a config object, the path of a config.json or of its folder, or its "
+                "mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look its "
+                "model_type up in docs/models-names.md"
             )
         return cls("config", config, _model_type(config))
 

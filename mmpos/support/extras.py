@@ -16,19 +16,19 @@ _OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra without replacing an installation from a clone.
+    """Return the command that installs an extra, and the one for a clone.
 
     >>> pip_install("client")
-    'pip install "multimodal-positions[client]"'
+    'pip install "multimodal-positions[client]" (in a clone: pip install ".[client]")'
     """
-    return f'pip install "{DISTRIBUTION}[{extra}]"'
+    return f'pip install "{DISTRIBUTION}[{extra}]" (in a clone: pip install ".[{extra}]")'
 
 
 def missing(what: str, package: str, *, extra: str | None) -> ImportError:
     """Return the error for a package that is not installed.
 
-    >>> missing("rotations", "torch", extra="all")
-    ImportError('rotations: torch is not installed, want pip install "multimodal-positions[all]"')
+    >>> missing("the command line", "typer", extra="cli").name
+    'typer'
 
     Args:
         what: feature that needs the package; begins the message.

@@ -90,7 +90,7 @@ def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) ->
         return _fail(name, str(error) or "not enough memory", MISSING)
     except Exception as error:
         if type(error).__module__ == "google.protobuf.runtime_version":
-            said = f"{error} Install what needs protobuf in one command, with {pip_install('server')}"
+            said = f"{error} Install all packages that need protobuf in one command: {pip_install('server')}"
             return _fail(name, said, MISSING)
         # Usage errors have their own message; their base class depends on the version of typer.
         if not hasattr(error, "format_message"):

@@ -136,7 +136,7 @@ def test_a_missing_library_of_a_suite_raises_the_pip_command(
     monkeypatch.delitem(sys.modules, f"mmpos_bench.{suite}", raising=False)
     with pytest.raises(ImportError) as raised:
         importlib.import_module(f"mmpos_bench.{suite}")
-    want = f'want pip install "multimodal-positions[{extra}]"'
+    want = f'want pip install "multimodal-positions[{extra}]" (in a clone: pip install ".[{extra}]")'
     assert str(raised.value) == f"the {suite} suite: {needs} is not installed, {want}"
 
 

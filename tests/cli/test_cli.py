@@ -22,6 +22,7 @@ from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
+from mmpos.support.extras import pip_install
 
 testing = pytest.importorskip("typer.testing")
 app = pytest.importorskip("mmpos.cli").app
@@ -237,6 +238,41 @@ def test_plot_writes_its_picture_and_says_where(tmp_path: Path, arguments: str, 
     assert [word for word in words if word not in found] == []
 
 
+def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}}')
+    printed = run("schemes", "--config", str(config))
+    assert (
+        printed
+        == """\
+setting                value
+──────────────────────────────────────────────────────────────
+model_type             qwen2_5_vl
+scheme                 mrope-transformers(tokens_per_second=4)
+rotary.head_dim        128
+rotary.theta           1000000.0
+rotary.axes            3
+rotary.allocation      sections
+rotary.pairing         half
+rotary.rotary_dim      128
+rotary.precision       exact
+rotary.mrope_section   (16, 24, 24)
+placeholders.image     151655
+placeholders.video     151656
+image_markers          (151652, 151653)
+start                  0
+spatial_merge_size     2
+temporal_merge_size    1
+patch_size             14
+"""
+    )
+    assert run("schemes", "--config", str(tmp_path)) == printed
+    config.write_text('{"model_type": "gemma3", "text_config": {}, "vision_config": {}}')
+    want = "layer_type: got None, want one of 'full_attention', 'sliding_attention'"
+    assert fail("schemes", "--config", str(config)) == (2, want)
+    assert "rotary.theta" in run("schemes", "--config", str(config), "--layer-type", "full_attention")
+
+
 @pytest.mark.parametrize("command", ["demo", "positions", "plot ids", "plot attention", "explain", "schemes"])
 def test_help_teaches_every_command(command: str) -> None:
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*command.split(), "--help")).split())
@@ -414,10 +450,9 @@ def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail("plot", "ids", "3", "-o", "ids.png")
     what = {"typer": "the command line", "matplotlib": "plots"}[missing]
-    said = f'{what}: {missing} is not installed, want pip install "multimodal-positions[{{}}]"'
-    assert (code, message) == (1, said.format("cli"))
+    assert (code, message) == (1, f"{what}: {missing} is not installed, want {pip_install('cli')}")
     if missing == "typer":
-        assert fail("serve") == (1, said.format("server"))
+        assert fail("serve") == (1, f"{what}: {missing} is not installed, want {pip_install('server')}")
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
@@ -433,7 +468,7 @@ def test_packages_that_want_another_protobuf_are_one_line(
     for name in ("mmpos.cli", "mmpos_server.options"):
         monkeypatch.setattr(importlib.import_module(name), "app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
-    said = 'Install what needs protobuf in one command, with pip install "multimodal-positions[server]"'
+    said = f"Install all packages that need protobuf in one command: {pip_install('server')}"
     assert capsys.readouterr().err == (
         f"{module}: error: Detected incompatible versions when loading health.proto. {said}\n"
     )

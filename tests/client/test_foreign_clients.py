@@ -105,11 +105,18 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
     assert summary["refusal"] == {"code": "INVALID_ARGUMENT", "message": "extents[1, 0]: got 0, want >= 1"}
 
 
-def page(server: str, without: str = "") -> str:
-    """Run the JavaScript of docs/protocol.md, after removing ``without`` from it, and return its output."""
+PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()
+
+
+def page(server: str, call: str = "Place", *edits: tuple[str, str]) -> str:
+    """Run the JavaScript of docs/protocol-clients.md with one of its calls, after edits, and return its output."""
     install()
-    blocks = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(), re.DOTALL)
-    code = "".join(blocks).replace("localhost:50051", server).replace(without, "")
+    load, expand, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = (block for block in calls if f".{call}(" in block)
+    code = load + expand + code
+    for old, new in (("localhost:50051", server), *edits):
+        assert old in code
+        code = code.replace(old, new)
     environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
     completed = subprocess.run(
         [f"{BIN}/node", "-e", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
@@ -122,7 +129,19 @@ def test_the_documented_client_expands_a_table(server: str) -> None:
 
 
 def test_the_loader_drops_a_field_without_the_documented_option(server: str) -> None:
-    assert page(server, without="keepCase: true, ") == "grid_thw: got shape (0, 3), want (1, 3)\n"
+    assert page(server, "Place", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
+
+
+def test_the_documented_client_builds_a_sequence_with_two_images(server: str) -> None:
+    (printed,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert page(server, "Build") == printed
+
+
+def test_large_answers_need_the_documented_limit(server: str) -> None:
+    ten = ("[{ parts }]", "Array(10).fill({ parts })")
+    assert len(page(server, "Build", ten).splitlines()) == 10
+    refusal = "RESOURCE_EXHAUSTED Received message larger than max"
+    assert page(server, "Build", ten, (", noLimit", "")).startswith(refusal)
 
 
 # buf curl.

@@ -326,7 +326,7 @@ def test_opentelemetry_is_not_imported_unless_spans_are_requested() -> None:
 def test_a_missing_package_is_reported_with_its_pip_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    want = 'want pip install "multimodal-positions[otel]"'
+    want = 'want pip install "multimodal-positions[otel]" (in a clone: pip install ".[otel]")'
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ImportError) as raised:
         configured()

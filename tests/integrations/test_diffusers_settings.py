@@ -130,7 +130,11 @@ def test_settings_are_read_from_a_folder_a_file_a_mapping_or_a_transformer(tmp_p
     [
         ({}, "config._class_name: got None, want the class name of a transformer"),
         ({"model_type": "qwen3_vl"}, "config._class_name: got None, want the class name of a transformer"),
-        (3, "config: got int, want a folder, a mapping or a diffusers transformer"),
+        (
+            "black-forest-labs/FLUX.1-dev",
+            "config: got the path 'black-forest-labs/FLUX.1-dev', which does not exist, want that of a config.json",
+        ),
+        (3, "config: got int, want the path of a config.json or of its folder, a mapping or a diffusers transformer"),
         (
             {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56]},
             "config.axes_dims_rope: got [16, 56], want 3 integers",
@@ -148,7 +152,7 @@ def test_settings_are_read_from_a_folder_a_file_a_mapping_or_a_transformer(tmp_p
             "config.patch_size: got [2], want rows and columns, or frames before them",
         ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_an_invalid_config_is_refused(config: object, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:

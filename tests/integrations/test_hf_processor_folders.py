@@ -34,7 +34,7 @@ def test_a_processor_can_be_created_from_a_folder(tmp_path: Path) -> None:
     assert_same(loaded(text=chats, padding=True, return_tensors="pt"), want, 0)
     with pytest.raises(InvalidInputError, match=r"^markers: got int, want Markers or its fields$"):
         MMPosProcessor.from_pretrained(tmp_path / "saved", markers=5)
-    images = MMPosProcessor.from_hf_config(str(tmp_path), return_positions=True, video_processor=None)
+    images = MMPosProcessor.from_hf_config(str(tmp_path / "config.json"), return_positions=True)
     assert "positions" in images(text="A")
 
 

@@ -46,8 +46,9 @@ def folder_of(tmp_path: Path, model: str, **files: dict[str, Any]) -> Path:
 def test_the_image_processor_of_a_folder_has_the_values_of_its_file(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL)
     want = mmpos.ImageProcessor(patch_size=16, spatial_merge_size=2, order="merged", **ARGUMENTS)
-    for path in (folder, str(folder)):
+    for path in (folder, str(folder), folder / "config.json", str(folder / "config.json")):
         assert from_hf_config(path).image_processor() == want
+        assert Rotary.from_hf_config(path) == from_hf_config(path).rotary
     assert from_hf_config(folder).image_processor(max_pixels=70000).max_pixels == 70000
 
 
@@ -205,11 +206,12 @@ def test_an_unsupported_image_processor_is_refused(tmp_path: Path, message: str)
 def test_invalid_json_is_reported_with_its_file_and_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
     path = folder_of(tmp_path, "qwen3_vl") / name
     path.write_bytes(text)
-    assert_refused(f"{path}{message}", lambda: from_hf_config(tmp_path))
+    for config in (tmp_path, tmp_path / "config.json"):
+        assert_refused(f"{path}{message}", partial(from_hf_config, config))
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     for read in (from_hf_config, Rotary.from_hf_config):
         message = f"{tmp_path}: got a folder without config.json, want the folder of a model"
         assert_refused(message, partial(read, tmp_path))
-        assert_refused("config: got str, want a config object, the mapping", partial(read, ""))
+        assert_refused("config: got str, want a config object, the path of a config.json", partial(read, ""))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import model_names
 import model_tables
 import numpy as np
 import pytest
@@ -62,11 +63,19 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
+def test_names_of_models_are_those_of_transformers() -> None:
+    assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
+    assert "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers` |" in model_tables.names()
+
+
 def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> None:
     for model in (name for name in MODEL_TYPES if settings_of(name).rotary.axes > 1):
         rotary = settings_of(model).rotary
         allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
         assert model_tables.rotation(model) == f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
+    rows = model_tables.names().splitlines()[2:]
+    listed = sorted(re.findall("`([^`]+)`", row.split(" | ")[2])[0] for row in rows)
+    assert listed == sorted({*MODEL_TYPES, *UNSUPPORTED_TYPES} - {"hunyuan_image_3_moe"})
     written = {name: re.findall("`([^`]+)`", write()) for name, write in model_tables.QUOTES.items()}
     rows = model_tables.supported().splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)

@@ -514,6 +514,16 @@ def test_the_error_for_an_odd_head_dim_names_the_fields_that_determine_it() -> N
     assert refused(omni) == f"config.thinker_config.text_config.{want}"
 
 
+def test_the_error_for_an_odd_number_of_rotated_channels_names_the_field() -> None:
+    glm = {"model_type": "glm4v_moe", "text_config": {}, "vision_config": {}}
+    with pytest.raises(InvalidInputError) as caught:
+        from_hf_config(glm)
+    assert str(caught.value) == (
+        "config.text_config.partial_rotary_factor: got 0.5, which rotates 21 channels of head_dim 42, "
+        "want an even number of channels"
+    )
+
+
 def test_an_unknown_model_type_requires_all_fields_that_its_class_may_set() -> None:
     config = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
     assert refused(config) == (
@@ -598,10 +608,8 @@ def test_a_missing_field_of_a_rope_type_is_named(rope: dict[str, Any], name: str
 @pytest.mark.parametrize(
     ("config", "got"),
     [
-        ("no/such", "'no/such', which is no folder"),
-        (Path("no/such"), "'no/such', which is no folder"),
-        (__file__, f"{__file__!r}, which is a file"),
-        (Path(__file__), f"{__file__!r}, which is a file"),
+        ("no/such", "'no/such', where there is neither a file nor a folder"),
+        (Path("no/such"), "'no/such', where there is neither a file nor a folder"),
         ("", "str"),
         (b"llama", "bytes"),
         (None, "NoneType"),
@@ -615,8 +623,9 @@ def test_anything_but_a_config_or_a_model_folder_is_refused(config: object, got:
         with pytest.raises(InvalidInputError) as caught:
             read(config)
         assert str(caught.value) == (
-            f"config: got {got}, want a config object, the mapping from a config.json, "
-            "json.loads(Path(...).read_text()), or the folder that contains it: nothing is downloaded"
+            f"config: got {got}, want a config object, the path of a config.json or of its folder, or its mapping. "
+            "Nothing is downloaded: for a model on the Hub, download its config.json, or look its model_type up in "
+            "docs/models-names.md"
         )
 
 

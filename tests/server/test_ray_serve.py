@@ -249,7 +249,7 @@ def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
-    want = 'want pip install "multimodal-positions[serve]"'
+    want = 'want pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
     assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
 
 

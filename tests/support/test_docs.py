@@ -2,9 +2,12 @@
 
 import contextlib
 import io
+import os
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,21 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
 ADDRESS = "localhost:50051"
+CLI_ONLY = [
+    *("README.md", "docs/index.md", "docs/start.md", "docs/models.md", "docs/positions.md", "docs/schemes.md"),
+    *("docs/sequences.md", "docs/tutorials/check.md", "docs/tutorials/scheme.md"),
+]
+"""Pages whose examples run after `make demo`, which installs the extra cli and no other."""
+WITHOUT_OTHER_EXTRAS = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("datasets", "google", "grpc", "pyarrow", "tokenizers", "torch", "torchvision"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -52,6 +70,17 @@ def test_a_python_block_prints_the_text_block_after_it(
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "example", "exec"), {"__name__": "example"})
     assert printed.getvalue() == (output or "")
+
+
+@pytest.mark.parametrize("page", CLI_ONLY)
+def test_examples_of_first_pages_need_no_extra_except_cli(page: str, tmp_path: Path) -> None:
+    codes = [match[3] for match in BLOCK.finditer((ROOT / page).read_text()) if match[1] == "python" and not match[2]]
+    assert codes
+    runs = [f"exec(compile({code!r}, 'example', 'exec'), {{'__name__': 'example'}})" for code in codes]
+    command = [sys.executable, "-c", "\n".join([WITHOUT_OTHER_EXTRAS, *runs])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() -> None:

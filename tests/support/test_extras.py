@@ -25,7 +25,8 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/
 def test_a_missing_package_raises_an_error_with_its_name_and_the_pip_command() -> None:
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         import_module("no_such_package")
-    assert str(raised.value) == 'ducks: no_such_package is not installed, want pip install "multimodal-positions[pond]"'
+    commands = 'pip install "multimodal-positions[pond]" (in a clone: pip install ".[pond]")'
+    assert str(raised.value) == f"ducks: no_such_package is not installed, want {commands}"
     assert raised.value.name == "no_such_package"
     assert type(raised.value) is ImportError
 

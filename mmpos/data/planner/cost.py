@@ -136,7 +136,7 @@ class Cost:
         Causal attention counts as half of full attention. Windowed attention layers of a vision tower are not counted.
 
         Args:
-            config: a config object, the mapping in a config.json, or the folder that contains it.
+            config: a config object, the mapping from its config.json, or the path of that file or its folder.
 
         Raises:
             InvalidInputError: a required size is missing.

@@ -116,8 +116,8 @@ def from_diffusers(config: object) -> TransformerSettings:
     """Read the scheme and the rotation of a diffusers transformer from its config.
 
     Args:
-        config: config.json or its folder, the mapping in it, or the transformer itself (or any object with a ``config``
-            whose class has the same name).
+        config: the mapping of its config.json, the path of that file or its folder, or the transformer itself (or any
+            object with a ``config`` and the name of its class).
 
     Raises:
         UnsupportedError: the class is unknown, or no scheme has its positions; the message gives the reason.
@@ -137,11 +137,17 @@ def from_diffusers(config: object) -> TransformerSettings:
 def _values(config: object) -> Mapping[str, Any]:
     if isinstance(config, str | PurePath):
         path = Path(config)
+        if not path.exists():
+            want = "that of a config.json or of its folder; nothing is downloaded: for a model on the Hub, download its"
+            raise InvalidInputError(
+                f"config: got the path {str(config)!r}, which does not exist, want {want} config.json"
+            )
         return read_json(path / "config.json" if path.is_dir() else path)
     if isinstance(config, Mapping):
         return config
     inside = getattr(config, "config", None)
     if not isinstance(inside, Mapping):
         got = type(config).__name__
-        raise InvalidInputError(f"config: got {got}, want a folder, a mapping or a diffusers transformer")
+        want = "the path of a config.json or of its folder, a mapping or a diffusers transformer"
+        raise InvalidInputError(f"config: got {got}, want {want}")
     return {"_class_name": type(config).__name__, **inside}

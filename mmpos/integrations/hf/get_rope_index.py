@@ -298,7 +298,8 @@ def rope_index(config: object) -> Function:
     valid input for which the method fails: adjacent images or frames without text between them.
 
     Args:
-        config: the complete config object of a model, the mapping from its config.json, or the folder with this file.
+        config: the complete config object of a model, the mapping from its config.json, or the path of that file or its
+            folder.
 
     Returns:
         A function with the parameters of the method, without self. It has no reference to the model, and no state.

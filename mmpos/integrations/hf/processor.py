@@ -30,6 +30,7 @@ from mmpos.integrations.hf.texts import (
 )
 from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, process_videos, with_frames
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
+from mmpos.integrations.models.from_config import config_folder
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
 from mmpos.schemes import RATIONAL_PARAMETERS, SCHEMES, Scheme, get_scheme
@@ -160,7 +161,7 @@ class MMPosProcessor(ProcessorMixin):
         chat_template.jinja, chat_template.json or processor_config.json in the folder, else from the tokenizer.
 
         Args:
-            config: config of the model, or the folder with it; see ``mmpos.from_hf_config``.
+            config: config of the model, or the path of its config.json or folder; see ``mmpos.from_hf_config``.
             tokenizer: tokenizer of the model; None loads it from the folder.
             images: None reads preprocessor_config.json in the folder.
             video_processor: None loads it from the folder if there is a supported one, and otherwise refuses videos.
@@ -178,7 +179,7 @@ class MMPosProcessor(ProcessorMixin):
         if frames is None:
             want = "a model whose config has temporal_patch_size"
             raise UnsupportedError(f"config: got {model.model_type!r}, want {want}")
-        folder = Path(config) if isinstance(config, str | PathLike) else None
+        folder = config_folder(config)
         if tokenizer is None:
             if folder is None:
                 raise InvalidInputError("tokenizer: got None with a config, want a tokenizer, or config as a folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from os.path import isdir
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from mmpos.segments.kinds import CLIP
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.support.checks import integer, one_of
 
-__all__ = ["audio_chunk", "from_hf_config", "thinker", "vision_scheme"]
+__all__ = ["audio_chunk", "config_folder", "from_hf_config", "thinker", "vision_scheme"]
 
 
 def from_hf_config(
@@ -41,9 +42,9 @@ def from_hf_config(
     """Read the scheme, token ids, merge size and rotations of a model from its config.
 
     Args:
-        config: the whole config object of a model, the mapping of its config.json, or the folder of config.json. From a
-            folder, preprocessor_config.json (or image_processor in processor_config.json) is also read, for
-            `image_processor`.
+        config: the whole config object of a model, the mapping of its config.json, or the path of that file or its
+            folder. From a path, preprocessor_config.json in the folder (or image_processor in processor_config.json)
+            is also read, for `image_processor`.
         engine: implementation whose ids of videos to use, if they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
             PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
             the last id of a video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL it also selects the
@@ -57,7 +58,7 @@ def from_hf_config(
             of the folder is missing or not JSON, and the message names the file.
     """
     one_of("engine", engine, ("transformers", "serving"))
-    whole = Fields.of(config)
+    whole, folder = Fields.of(config), config_folder(config)
     known = _model_type(whole)
     fields = thinker(whole)
     vision = fields.part("vision_config")
@@ -80,10 +81,17 @@ def from_hf_config(
         frames_apart=known.frames_apart,
         generates=known.generates,
         start=known.start,
-        image_file=ImageFile.from_folder(Path(config)) if isinstance(config, str | PurePath) else None,
+        image_file=None if folder is None else ImageFile.from_folder(folder),
         audio_chunk=audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
         **(settings if vision is None else settings | _encoder(fields, known, scheme, vision)),
     )
+
+
+def config_folder(config: object) -> Path | None:
+    """Return the folder of a config that is the path of a folder or of its config.json; None for other configs."""
+    if not isinstance(config, str | PurePath):
+        return None
+    return Path(config) if isdir(config) else Path(config).parent
 
 
 def thinker(whole: Fields) -> Fields:

@@ -386,7 +386,7 @@ def test_a_fused_kernel_that_drops_height_and_width() -> None:
     dropped = QWEN3_VL.turn(IDS[[0, 0, 0]]).astype(np.float32)
     found = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert found.token == 31  # the first patch whose column is not the frame's id
-    assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
+    assert found.cause == "axis 0 (frame) is used in place of every other axis"
     named = identify(dropped, QWEN3_VL.rotary, MEANT)
     assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
     assert named.first_wrong == 31
@@ -412,17 +412,17 @@ def ids_of(scheme: str, *documents: list[Text | Grid]) -> Floats:
     ("documents", "mistaken", "first", "cause"),
     [
         (TWO, lambda name, ids: np.hstack([ids[:, :46], ids_of(name, [Text(4), Grid(5, 8)])[:, :4], ids[:, 6:46]]),
-         (55, 50, 50), "all documents have the ids of the first one, whose sizes are not theirs"),
+         (55, 50, 50), "all documents have the ids of the first one, which has other sizes"),
         ([[Text(6), Grid(1, 600)]], lambda _, ids: bfloat16(ids), (263, 1, 263),
          "ids are cast to bfloat16 before they meet frequencies"),
         (ONE, lambda name, ids: ids_of(name, [Text(7), Grid(5, 8)])[:, :-1], (7, 6, 7),
-         "ids are made for one token of text more"),
+         "ids are computed for one text token more"),
         (ONE, lambda name, ids: np.hstack([ids[:, :6], ids_of(name, [Text(5), Grid(5, 8)])[:, 5:]]), (None, None, 6),
-         "ids are made for one token of text less"),
+         "ids are computed for one text token fewer"),
         (ONE, lambda name, ids: ids_of(name, [Text(6), Grid(8, 5)]), (11, 6, 11),
-         "height and width of grids are exchanged"),
+         "height and width of grids are swapped"),
         (ONE, lambda _, ids: ids[[0, 2, 1]], (7, 6, 7),
-         "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)"),
+         "axes are swapped: pairs of (frame, row, col) turn by (frame, col, row)"),
         (REFERENCES, lambda _, ids: ids + [[1], [0], [0]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (1, 0, 0)"),
         (REFERENCES, lambda _, ids: ids + [[0], [0], [8]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (0, 0, 8)"),
         (REFERENCES, lambda _, ids: ids + [[9], [0], [0]] * NUMBER, (46,) * 3,
@@ -469,7 +469,7 @@ def test_drafts_of_several_steps() -> None:
     keys = QWEN3_VL.turn(ids).astype(np.float32)
     found = check(read(keys, QWEN3_VL.rotary), segments, "mrope-qwen3")
     assert (found.token, found.explained, found.different_tokens) == (63, 6, 6)
-    assert found.cause == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    assert found.cause == "2 runs of tokens have ids that are 1 too large; the tokens between them are right"
     named = identify(keys, QWEN3_VL.rotary, place(segments, "mrope-qwen3"))
     assert named.cause == "no rotation that is known explains the keys"
     assert named.residual < 0.1  # six tokens of seventy are turned by one more
@@ -516,7 +516,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     "backwards": (Case(QWEN3_VL.rotary, QWEN3, -ladder(64, 5e6)), "pairs turn backwards"),
     "swapped": (
         Case(QWEN3_VL.rotary, np.array([0, 2, 1])[QWEN3], ladder(64, 5e6)),
-        "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)",
+        "axes are swapped: pairs of (frame, row, col) turn by (frame, col, row)",
     ),
     "missing": (
         Case(QWEN3_VL.rotary, np.array([0, -1, 2])[QWEN3], ladder(64, 5e6)),

@@ -127,7 +127,7 @@ def test_a_norm_after_heads_and_tokens_are_exchanged_is_served(width: int) -> No
 def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_mends_it() -> None:
     layer, _ = called(transformer := made("FluxTransformer2DModel"), TWO)
     found = verdict(transformer, layer, TWO)
-    assert found.cause == "all documents have the ids of the first one, whose sizes are not theirs"
+    assert found.cause == "all documents have the ids of the first one, which has other sizes"
     assert found.first_wrong == 46 + 11  # the sixth patch of the second image begins its second row
     layers = called(patch(transformer), TWO, positions=from_diffusers(transformer).place(TWO))
     assert all(verdict(transformer, one, TWO).equal for one in layers)
@@ -147,13 +147,13 @@ def laid_out_in_halves(rope: nn.Module) -> None:
         ("Flux", LONG, before(lambda ids: ids.bfloat16()), 6 + 257,
          "ids are cast to bfloat16 before they meet frequencies"),
         ("LongCatImage", ONE, before(lambda ids: ids + torch.tensor([0, 1, 1]) * (ids[:, :1] > 0)), 6,
-         "ids are made for one token of text more"),
+         "ids are computed for one text token more"),
         ("Flux", REFERENCES, before(lambda ids: ids + torch.tensor([1, 0, 0]) * (ids[:, :1] > 0)), 46,
          "references are shifted by (1, 0, 0)"),
         ("Flux", ONE, before(lambda ids: ids[:, [0, 2, 1]]), 7,
-         "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)"),
+         "axes are swapped: pairs of (frame, row, col) turn by (frame, col, row)"),
         ("Flux", ONE, before(lambda ids: torch.cat([ids[:6], torch.cartesian_prod(*map(torch.arange, (1, 8, 5)))])), 11,
-         "height and width of grids are exchanged"),
+         "height and width of grids are swapped"),
         ("Flux", ONE, laid_out_in_halves, 7,
          "the two channels of a pair turn apart: both angles of a pair lie in two halves, and pairs are 'adjacent'"),
     ],

@@ -201,7 +201,7 @@ def test_a_rotation_that_reads_one_position_per_token(
             keys, _ = engine.fresh(patch).serve(PROMPT, WIDE)
         found = engine.check(keys, [[Text(4), grid, Text(9)]])
         assert found.token == 5  # the first patch stands where its frame does
-        assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
+        assert found.cause == "axis 0 (frame) is used in place of every other axis"
         named = engine.identify(keys, [[Text(4), grid, Text(9)]])
         assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
 
@@ -238,7 +238,7 @@ def test_a_delta_that_is_lost_before_decoding(plain: Engine, monkeypatch: pytest
     keys, _ = plain.serve(PROMPT, WIDE)
     found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9)]])
     assert found.token == 85  # the first that was generated
-    assert found.cause == "from the first difference on ids are the token's index: the delta -66 is forgotten"
+    assert found.cause == "from the first difference on, ids are the token's index: the delta -66 is forgotten"
 
 
 def test_a_delta_of_the_request_before(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_prefix_hit_after_which_ids_begin_at_zero(plain: Engine, monkeypatch: 
     assert cached == 64
     found = plain.check(keys, [[Text(135)]])
     assert found.token == 64
-    assert found.cause == "ids are reset inside a document: they begin anew at this token"
+    assert found.cause == "ids are reset inside a document: they restart at this token"
 
 
 def test_a_chunk_that_takes_the_first_positions_of_its_prompt(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_a_chunk_that_takes_the_first_positions_of_its_prompt(plain: Engine, mon
         assert cached == 0
         found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]])
         assert found.token == CHUNK
-        assert found.cause == "from token 64 on ids are those of the document's beginning again"
+        assert found.cause == "from token 64 on, ids repeat those of the document's beginning"
 
 
 def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> None:
@@ -310,7 +310,7 @@ def test_drafts_one_place_too_far(drafting: Engine, monkeypatch: pytest.MonkeyPa
     keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
     found = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
     assert found.token == 63  # 62 is the token that was generated, which comes with drafts
-    assert found.cause == "3 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    assert found.cause == "3 runs of tokens have ids that are 1 too large; the tokens between them are right"
     assert found.explained == found.different_tokens == 8
 
 

@@ -54,12 +54,12 @@ def test_a_text_row_before_the_axes_is_compared_too() -> None:
             "documents[1], token 0, is token 0 of a run of text (segment 3): "
             "got 4, want 0 in the text row of mrope-qwen3.",
             "2 of 6 tokens differ, in 1 of 2 documents.",
-            "Cause: the text row counts through the pack, and documents that follow on are one to Transformers.",
+            "Cause: the text row is not reset at each document, so Transformers reads the pack as one document.",
             "To do: count the tokens of each document from 0, as position_ids(text_row=True) does.",
         ],
     )
     assert (
-        "repeats axis 0, and Transformers begins a new document" in check([[rows[0]], *([r] for r in rows)], *specs)[1]
+        "repeats axis 0, and Transformers starts a new document" in check([[rows[0]], *([r] for r in rows)], *specs)[1]
     )
     assert "Cause unknown" in check([[other], *([row] for row in rows)], *specs)[1]
     wrong = [[0, 1, 1, 2, 0, 1], *rows[1:]]
@@ -95,7 +95,7 @@ def test_padded_batches(side: Any) -> None:
     assert check(ids, *specs, "--padding", side)[0] == 0
     other = "left" if side == "right" else "right"
     code, words = check(ids, *specs, "--padding", other)
-    assert (code, words.splitlines()[2]) == (3, "Cause: ids are padded on the other side than the tokens.")
+    assert (code, words.splitlines()[2]) == (3, "Cause: position ids and token ids are padded on opposite sides.")
 
 
 def test_json_has_every_field_and_the_sentences() -> None:
@@ -113,12 +113,13 @@ def test_json_has_every_field_and_the_sentences() -> None:
         "axis": 0,
         "got": [1, 1],
         "want": ["3/2", 1],
-        "cause": "fractions are cut off, as .long() and .astype(int) do",
-        "remedy": "keep ids as float64, or as exact integers in the table; never .long() them",
+        "cause": "fractions are truncated, as by .long() or .astype(int)",
+        "remedy": "keep ids as float64, or as exact integers in the table; never call .long() on them",
         "explained": 2,
         "message": "documents[0], token 1, is row 0, column 0 of a grid of width 2 (segment 1): got (1, 1), want "
-        "(3/2, 1) in rope-tie-v2. 2 of 3 tokens differ, in 1 of 1 document. Cause: fractions are cut off, as .long() "
-        "and .astype(int) do. To do: keep ids as float64, or as exact integers in the table; never .long() them.",
+        "(3/2, 1) in rope-tie-v2. 2 of 3 tokens differ, in 1 of 1 document. Cause: fractions are truncated, as by "
+        ".long() or .astype(int). To do: keep ids as float64, or as exact integers in the table; never call .long() on "
+        "them.",
     }
     found = json.loads(check([0], "--spec", "1", "--json")[1])
     assert (found["equal"], found["want"], found["message"]) == (

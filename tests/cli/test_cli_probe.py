@@ -501,7 +501,7 @@ def test_sentences_do_not_contradict_each_other(run: Run, shape: tuple[int, int]
     np.save("keys.npy", keys)
     code, out, _ = run("keys.npy", "--ids", "ids.npy")
     assert code == 3
-    assert "axis 0 (frame) stands in place of axis 2 (col), which is dropped" in out
+    assert "axis 0 (frame) is used in place of axis 2 (col)" in out
     assert "rotation that was meant" not in out
 
 

@@ -84,7 +84,7 @@ def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
     assert diagnose(ids, SEGMENTS, Five()).equal
     came = ", ".join(f"axis {axis}" for axis in order)
     assert diagnose(ids[order], SEGMENTS, Five()).cause == (
-        f"axes are swapped: they stand in the order ({came}) and should be (axis 0, axis 1, axis 2, axis 3, axis 4)"
+        f"axes are swapped: got the order ({came}), want (axis 0, axis 1, axis 2, axis 3, axis 4)"
     )
 
 
@@ -105,7 +105,7 @@ def test_the_order_of_many_axes_takes_no_search_through_all_orders() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(1)]])
     cause = diagnose(place(segments, Sixteen()).dense()[::-1], segments, Sixteen()).cause
     assert cause is not None
-    assert cause.startswith("axes are swapped: they stand in the order (axis 15, axis 14, axis 13, ")
+    assert cause.startswith("axes are swapped: got the order (axis 15, axis 14, axis 13, ")
 
 
 def test_five_axes_are_told_and_drawn_by_number() -> None:

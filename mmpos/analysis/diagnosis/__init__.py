@@ -1,4 +1,4 @@
-"""Find what is wrong with the position ids of a pipeline, and since which token."""
+"""Diagnosis of position ids: where those of a pipeline first differ from a scheme, and which mistake explains it."""
 
 from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from mmpos.analysis.diagnosis.two_sides import Positions, same_positions

@@ -199,7 +199,7 @@ def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
             if list(order) != sorted(order):
                 came = ", ".join(names[a] for a in order)
                 exchanged = np.array([*order, STILL])[axis]
-                vectors[f"axes are exchanged: pairs of ({', '.join(names)}) turn by ({came})"] = exchanged
+                vectors[f"axes are swapped: pairs of ({', '.join(names)}) turn by ({came})"] = exchanged
     for a, name in enumerate(names):
         vectors[f"pairs of axis {a} ({name}) do not turn"] = np.where(axis == a, STILL, axis)
     for cause, vector in vectors.items():

@@ -138,7 +138,7 @@ class ExactIds:
 
 
 def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -> IntArray:
-    """Subtract fractions; return (3 · axes, n) integer parts modulo 2**32, numerators and denominators of remainders."""
+    """Return (3 · axes, n) differences of fractions: integer parts modulo 2**32, then remainders as fractions."""
     whole, rest = np.divmod(a, over_a)
     whole_b, rest_b = np.divmod(b, over_b)
     same = over_a == over_b

@@ -328,7 +328,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
             ["plot", "attention", "3,2x3", "--mrope-section", "1,x", "-o", "a.svg"],
             "--mrope-section: got '1,x', want numbers such as 16,24,24",
         ),
-        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want one to look from"),
+        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want at least one"),
         (["plot", "phase", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["plot", "attention", "2x3", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),

@@ -47,7 +47,7 @@ def config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
-OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+OTHER = "The keys do not belong to reference.npz: weights, heads or the order of channels differ."
 UNJUDGED = "The attention factor was not judged"
 
 
@@ -113,7 +113,7 @@ def test_keys_as_meant(run: Run) -> None:
         assert out.startswith("first: 48 of 48 ids read, at most ")
         assert "\nsecond: 48 of 48 ids read" in out
         assert "All 16 tokens of 1 document have the ids of" in out
-        assert "Ids are relative to token 0: what all have too much is not seen." in out
+        assert "Ids are relative to token 0: an offset of all ids cannot be seen." in out
 
 
 def test_padding_of_ids_is_left_out_by_the_lengths_of_rows(run: Run) -> None:
@@ -148,7 +148,7 @@ def test_a_layout_that_is_another_is_told_beside_the_number_of_tokens(count: int
     code, out, err = run("keys.npz", "--spec", SPEC)
     assert (code, out) == (2, "")
     assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({count}, 16, 128), {words}")
-    assert "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?" in err
+    assert "Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?" in err
 
 
 def test_a_terminal_shows_how_many_tokens_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_pairs_on_other_axes_are_named_with_the_first_token_they_turn_wrong(judg
     assert (code, layers["right"]["equal"], layers["right"]["first_wrong"]) == (3, True, None)
     assert (layers["mixed"]["equal"], layers["mixed"]["first_wrong"]) == (False, 4)
     said = str(layers["mixed"]["message"])
-    assert "The first token whose key is another is 4. Cause: pairs are allocated as 'sections'" in said
+    assert "The first token with a wrong key is 4. Cause: pairs are allocated as 'sections'" in said
     assert said.count("Cause") == 1, "the ids look like a dropped axis, through the rotation that was meant"
 
 
@@ -354,7 +354,7 @@ def test_a_reference_of_heads_that_were_turned_apart_is_theirs(run: Run) -> None
     save_reference(unturned())
     np.savez("keys.npz", layer0=shifted(0, 300))
     code, out, _ = run("keys.npz")
-    assert (code, UNJUDGED in out, OTHER in out, "Kv heads were not turned alike." in out) == (3, False, False, True)
+    assert (code, UNJUDGED in out, OTHER in out, "Kv heads are rotated differently." in out) == (3, False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_words(jud
     assert "documents[1], token 13, is token 2 of a run of text (segment 3)" in said
     assert "Counted over all rows, this is token 29." in said
     other = " ".join(layers["other"]["message"])
-    assert "The first token whose key is another is 20. Cause: all pairs turn by axis 0" in other
+    assert "The first token with a wrong key is 20. Cause: all pairs rotate by axis 0" in other
 
 
 def test_a_report_draws_the_tokens_of_each_layer(judged: Layers, folder: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest
     [
         (None, "config: got .*config.json: No such file or directory, want a config.json"),
         ("{", "config: got .*config.json, no valid JSON .*"),
-        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2', whose keys do not turn, want one with rotations"),
+        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embedding, want one with it"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_one_line(

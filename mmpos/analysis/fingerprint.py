@@ -1,4 +1,4 @@
-"""Fingerprints of positions, with which a trainer verifies that its positions are those of the rollout.
+"""Fingerprints of positions, with which a trainer verifies that it uses the positions of the rollout.
 
 The ids of a document have one canonical form, however they are stored: the ids of the first token, then the steps from
 each token to the next, run-length encoded. The ids can be recovered from the form, so two documents have the same form
@@ -139,14 +139,14 @@ class ExactIds:
 
 def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -> IntArray:
     """Return (3 · axes, n) differences of fractions: integer parts modulo 2**32, then remainders as fractions."""
-    whole, rest = np.divmod(a, over_a)
-    whole_b, rest_b = np.divmod(b, over_b)
+    integers, rest = np.divmod(a, over_a)
+    integers_b, rest_b = np.divmod(b, over_b)
     same = over_a == over_b
     over = np.where(same, over_a, over_a * over_b)  # below 2**62
     rest = np.where(same, rest - rest_b, rest * over_b - rest_b * over_a)
     carry, rest = np.divmod(rest, over)
     common = np.gcd(rest, over)
-    return np.concatenate([(whole - whole_b + carry).astype(np.int32), rest // common, over // common])
+    return np.concatenate([(integers - integers_b + carry).astype(np.int32), rest // common, over // common])
 
 
 def _form(axes: int, runs: Array) -> bytes:

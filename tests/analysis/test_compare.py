@@ -110,7 +110,7 @@ def test_separation_is_that_of_the_nearest_two_positions() -> None:
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
     assert separation["integer"] == separation["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
-    # The smallest is a difference of two sines; the bound is that of sines of angles up to 26.
+    # The smallest is a difference of two sines of angles up to 26, which determine the bound.
     error = cos_sin(0.1 * 256, 1, np.float64)
     assert separation["single-sinusoid"] == pytest.approx(min(sines) / max(sines), rel=2 * error / min(sines))
     assert (separation["binary"], separation["t5-buckets"], separation["nope"]) == (1, 0, 0)
@@ -201,7 +201,7 @@ def test_a_broken_property_has_a_counterexample(scheme: Scheme, name: str, reaso
 
 @dataclass(frozen=True)
 class Fine(Naive2D):
-    """naive-2d in fine and different units, whose common denominator exceeds 64 bits."""
+    """naive-2d in fine and different units, with a common denominator beyond 64 bits."""
 
     name: ClassVar[str] = "fine"
     fractional = True

@@ -23,7 +23,7 @@ from waiting import alive, eventually
 
 from mmpos.__main__ import main
 from mmpos.analysis.conformance import Case, Outcome, Tolerances, load_cases, run
-from mmpos.cli.conformance import Asked
+from mmpos.cli.conformance import PlacedRequest
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.schemes import SCHEMES, LatentScheme
@@ -47,7 +47,7 @@ def test_mmpos_answers_every_case_correctly(patterns: list[str]) -> None:
     tolerances = Tolerances(turned=3e-7)
     cases = load_cases(patterns)
     assert len(cases) > 50
-    answers = ((case, Asked(dict(case.request)).answer()) for case in cases)
+    answers = ((case, PlacedRequest(dict(case.request)).answer()) for case in cases)
     assert [(case.name, case.difference(answer, tolerances)) for case, answer in answers] == [
         (case.name, None) for case in cases
     ]
@@ -57,8 +57,8 @@ def test_float64_angles_match_every_decimal_of_every_rotation() -> None:
     cases = load_cases(["*-rotation"])
     assert len(cases) > 150
     for case in cases:
-        asked = Asked(dict(case.request))
-        rotary, ids = asked.rotary, asked.positions.dense()[:, case.request["tokens"]]
+        placed = PlacedRequest(dict(case.request))
+        rotary, ids = placed.rotary, placed.positions.dense()[:, case.request["tokens"]]
         angles = rotary.pair_ids(ids.astype(np.float64)).T * rotary.inv_freq_array
         rotations = {
             name: (rotary.attention_factor * function(angles)).tolist()
@@ -288,9 +288,9 @@ CASES = [Case(f"a/0/{n}-prefill", {"case": f"a/0/{n}-prefill", "n": n}, {"delta"
 LOOP = """
 import json, os, sys, time
 for line in sys.stdin:
-    asked = json.loads(line)
-    n = asked["n"]
-    answer = {"case": asked["case"], "delta": n}
+    request = json.loads(line)
+    n = request["n"]
+    answer = {"case": request["case"], "delta": n}
     {body}
     print(json.dumps(answer), flush=True)
 """
@@ -312,7 +312,7 @@ def test_a_program_with_correct_answers_passes() -> None:
     [
         ("if n == 2: answer['delta'] = 7", "delta: got 7, want 2"),
         ("if n == 2: del answer['delta']", "delta: missing, want 2"),
-        ("if n == 2: answer['case'] = 'b'", "got an answer with case '\"b\"', want that of the request"),
+        ("if n == 2: answer['case'] = 'b'", "got an answer with case '\"b\"', want 'a/0/2-prefill'"),
         ("if n == 2: answer = [1]", "got the line '[1]', want a JSON object; logs belong on standard error"),
         ("if n == 2: print('loading')", "got the line 'loading', want a JSON object; logs belong on standard error"),
         ("if n == 2: sys.exit(9)", "the program ended with exit code 9, want an answer"),
@@ -322,7 +322,7 @@ def test_a_program_with_correct_answers_passes() -> None:
         ("if n == 2: answer['delta'] = [2]", "delta: got [2], want the number 2"),
         (
             "if n == 1: print(json.dumps(answer))",
-            "got an answer with case '\"a/0/1-prefill\"', want that of the request",
+            "got an answer with case '\"a/0/1-prefill\"', want 'a/0/2-prefill'",
         ),
         ("if n == 2: print()", "got the line '', want a JSON object; logs belong on standard error"),
         (
@@ -331,7 +331,7 @@ def test_a_program_with_correct_answers_passes() -> None:
         ),
     ],
 )
-def test_one_wrong_answer_is_one_mismatch_and_the_other_cases_are_asked(body: str, message: str) -> None:
+def test_one_wrong_answer_is_one_mismatch_and_the_other_cases_are_sent(body: str, message: str) -> None:
     report = ran(body)
     assert list(map(str, report.findings)) == [f"a/0/2-prefill: {message}"]
     assert (report.same, report.not_asked, report.passed) == (4, 0, False)
@@ -388,10 +388,10 @@ def test_reasons_are_printable_lines() -> None:
 
 
 def test_declined_cases_are_no_mismatches_unless_all_are_declined() -> None:
-    report = ran("if n != 2: answer = {'case': asked['case'], 'unsupported': 'odd'}")
+    report = ran("if n != 2: answer = {'case': request['case'], 'unsupported': 'odd'}")
     assert (report.same, report.findings, report.passed) == (1, [], True)
     assert report.unsupported == {f"a/0/{n}-prefill": "odd" for n in (0, 1, 3, 4)}
-    assert not ran("answer = {'case': asked['case'], 'unsupported': 'all'}").passed
+    assert not ran("answer = {'case': request['case'], 'unsupported': 'all'}").passed
 
 
 def test_no_case_may_be_declined_with_require_all() -> None:
@@ -478,9 +478,9 @@ def answer_chunks_only(folder: Path, ids: list[list[int | str]]) -> str:
     """Return the command of a program that answers chunks with these ids and declines other cases."""
     script = folder / "mine.py"
     script.write_text(
-        "import json, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
-        f"    answer = {{'position_ids': {ids}}} if asked['ask'] == 'chunk' else {{'unsupported': 'not yet'}}\n"
-        "    print(json.dumps({'case': asked['case'], **answer}), flush=True)\n"
+        "import json, sys\nfor line in sys.stdin:\n    request = json.loads(line)\n"
+        f"    answer = {{'position_ids': {ids}}} if request['ask'] == 'chunk' else {{'unsupported': 'not yet'}}\n"
+        "    print(json.dumps({'case': request['case'], **answer}), flush=True)\n"
     )
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
 
@@ -511,11 +511,11 @@ def test_declined_cases_are_counted_and_named_with_require_all(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = answer_chunks_only(tmp_path, [[7, 8, 9, "37/4", "19/2"]])
-    asked = "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*"
+    arguments = "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*"
     summary = "2 cases: 1 the same, 1 unsupported.\n"
-    assert mmpos(capsys, *asked) == (0, f"unsupported: not yet\n{summary}", "")
-    assert mmpos(capsys, *asked, "--require-all") == (3, f"v2pe/0/2-prefill: unsupported: not yet\n{summary}", "")
-    code, out, _ = mmpos(capsys, *asked, "--require-all", "--json")
+    assert mmpos(capsys, *arguments) == (0, f"unsupported: not yet\n{summary}", "")
+    assert mmpos(capsys, *arguments, "--require-all") == (3, f"v2pe/0/2-prefill: unsupported: not yet\n{summary}", "")
+    code, out, _ = mmpos(capsys, *arguments, "--require-all", "--json")
     assert (code, json.loads(out)["passed"]) == (3, False)
 
 

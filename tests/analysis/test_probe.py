@@ -261,7 +261,7 @@ def test_fractions_are_never_read_as_integers() -> None:
         assert np.abs(recovered - ids)[reading.known].max(initial=0) < 1e-9
 
 
-def test_a_key_that_was_not_turned_makes_ids_absolute() -> None:
+def test_ids_are_absolute_with_an_unrotated_key_as_reference() -> None:
     case = CASES["interleaved"]
     ids = np.array([[5, 6, 7], [5, 9, 7]])
     key = case.rotate([[0], [0]])[0]

@@ -88,4 +88,4 @@ def test_a_model_of_text_takes_text_alone(tmp_path: Path, monkeypatch: Any, caps
     (example,) = SequenceShard("out/chat.parquet").examples()
     assert example.sequence.positions.axes == 1
     said = run(capsys, "--image-option", "max_tokens=8")
-    assert said == "mmpos: error: --config: got --image-option beside a model of text alone, want none\n"
+    assert said == "mmpos: error: --config: got a text-only model with --image-option, want a model with images\n"

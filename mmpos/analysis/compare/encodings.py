@@ -16,7 +16,7 @@ from mmpos.support.checks import IntArray, one_of
 
 Float64Array = npt.NDArray[np.float64]
 Known = AdditiveTable | AttentionBias | Rotation
-"""The kinds of encodings whose properties can be measured."""
+"""The kinds of encodings with measured properties."""
 
 
 def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
@@ -71,10 +71,9 @@ def unique(encoding: Known) -> PropertyValue:
     share, (p, q) = _nearest(encoding)
     if share > _TOLERANCE:
         return PropertyValue(True)
-    what = "keys {} and {} before a query have the same bias"
-    if not isinstance(encoding, AttentionBias):
-        what = "positions {} and {} have the same vector"
-    return PropertyValue(False, what.format(p, q))
+    if isinstance(encoding, AttentionBias):
+        return PropertyValue(False, f"keys {p} and {q} before a query have the same bias")
+    return PropertyValue(False, f"positions {p} and {q} have the same vector")
 
 
 def separation(encoding: Known) -> PropertyValue:

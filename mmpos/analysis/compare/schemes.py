@@ -88,14 +88,14 @@ def symmetric(scheme: Scheme) -> Failures:
     for before in (1, 3):
         documents = [around(scheme, grid, before) for grid in grids(scheme)]
         for start in STARTS:
-            for d, each in enumerate(placed(scheme, documents, start)):
-                patches = each.values[:, before:-1]
-                left = patches - each.values[:, before - 1 : before]
-                right = each.values[:, -1:] - patches[:, ::-1]
+            for d, document in enumerate(placed(scheme, documents, start)):
+                patches = document.values[:, before:-1]
+                left = patches - document.values[:, before - 1 : before]
+                right = document.values[:, -1:] - patches[:, ::-1]
                 patch = first_token(left != right)
                 if patch is not None:
-                    gaps = f"gaps {each.written(left[:, patch])} and {each.written(right[:, patch])}"
-                    yield d, f"{each.spec}: {gaps}" + (f" at patch {patch}" if patch else "")
+                    gaps = f"gaps {document.written(left[:, patch])} and {document.written(right[:, patch])}"
+                    yield d, f"{document.spec}: {gaps}" + (f" at patch {patch}" if patch else "")
 
 
 @of_grids
@@ -105,22 +105,22 @@ def unique(scheme: Scheme) -> Failures:
     for repeats in (1, 2):
         documents = [[*between, *[part for _ in range(repeats) for part in (grid, *between)]] for grid in grids(scheme)]
         for start in STARTS:
-            for d, each in enumerate(placed(scheme, documents, start)):
+            for d, document in enumerate(placed(scheme, documents, start)):
                 first: dict[tuple[int, ...], int] = {}
-                for token, position in enumerate(zip(*each.values.tolist(), strict=True)):
+                for token, position in enumerate(zip(*document.values.tolist(), strict=True)):
                     other = first.setdefault(position, token)
                     if other < token:
-                        yield d, f"{each.spec}: tokens {other} and {token} are both at {each.at(token)}"
+                        yield d, f"{document.spec}: tokens {other} and {token} are both at {document.at(token)}"
                         break
 
 
 @of_grids
 def integer(scheme: Scheme) -> Failures:
     """Check that every id is an integer."""
-    for d, each in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
-        token = first_token(each.values % each.denominator != 0)
+    for d, document in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
+        token = first_token(document.values % document.denominator != 0)
         if token is not None:
-            yield d, f"{each.spec}: token {token} is at {each.at(token)}"
+            yield d, f"{document.spec}: token {token} is at {document.at(token)}"
 
 
 @of_grids
@@ -157,9 +157,9 @@ def _moved(change: str, before: Sequence[PlacedDocument], after: Sequence[Placed
 @of_grids
 def delta_0(scheme: Scheme) -> Failures:
     """Check that generation continues at start plus the number of tokens: the decode delta is 0 after any grid."""
-    for d, each in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
-        if each.delta:
-            yield d, f"{each.spec}: delta {each.delta}"
+    for d, document in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
+        if document.delta:
+            yield d, f"{document.spec}: delta {document.delta}"
 
 
 @needing("resumable")
@@ -178,8 +178,7 @@ def ids_of_a_row(scheme: Scheme) -> PropertyValue:
 def growth(scheme: Scheme) -> PropertyValue:
     """Compute the exponent p with which the ids of an image grow: twice the side consumes 2^p times as many ids.
 
-    Measured from side 64 to side 128; for each, the image that consumes the most among those with sides up to 8
-    shorter.
+    Measured from side 64 to side 128; for each, the image with the most ids among images with sides up to 8 shorter.
     """
     families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in (64, 128))
     small, large = (max(1, _most_ids(scheme, images)) for images in families)
@@ -209,8 +208,8 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
     """Measure every property of schemes, with exact ids on a fixed family of documents.
 
     Args:
-        schemes: names, or objects, which may be your own; None measures every scheme of mmpos except those of models
-            that generate images, and the three-axis variants of schemes that take ``axes``.
+        schemes: names, or objects, which may be your own; None measures every scheme of mmpos except LatentScheme, for
+            models that generate images or videos, and the three-axis variants of schemes that take ``axes``.
 
     Raises:
         InvalidInputError: a scheme is unknown or repeated, or the list is empty.

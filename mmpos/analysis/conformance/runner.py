@@ -145,11 +145,11 @@ class _Program:
         if not isinstance(answer, dict):
             raise _NoAnswerError(f"got the line {_quoted(line)}, want a JSON object; logs belong on standard error")
         if answer.get("case") != case.name:
-            raise _NoAnswerError(f"got an answer with case {_quoted(answer.get('case'))}, want that of the request")
+            raise _NoAnswerError(f"got an answer with case {_quoted(answer.get('case'))}, want {case.name!r}")
         return answer
 
     def finish(self) -> str | None:
-        """Close the input of the program; return what it did wrong at its end, or None."""
+        """Close the input of the program; return an error message if it does not exit properly."""
         process = self._process
         if process is None:
             return None

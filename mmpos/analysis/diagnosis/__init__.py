@@ -1,4 +1,4 @@
-"""Diagnosis of position ids: where those of a pipeline first differ from a scheme, and which mistake explains it."""
+"""Diagnosis of position ids: the first difference between a pipeline and a scheme, and the mistake that explains it."""
 
 from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from mmpos.analysis.diagnosis.two_sides import Positions, same_positions

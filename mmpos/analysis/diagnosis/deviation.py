@@ -1,4 +1,4 @@
-"""The received ids next to those of a scheme, and the values from which mistakes are computed."""
+"""The received ids and the ids of a scheme, and the values from which mistakes are computed."""
 
 from __future__ import annotations
 

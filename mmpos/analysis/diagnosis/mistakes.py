@@ -77,7 +77,7 @@ def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
 
 
 def other_advance(right: Scheme, ids: Callable[[Scheme, Grids], IntArray | None]) -> Scheme:
-    """Change only how many ids grids consume, and thereby what follows them; None keeps the count of the scheme."""
+    """Change the number of ids that grids consume, which moves only the tokens after them; None keeps the number."""
 
     def advance(grids: Grids) -> IntArray:
         count, unit = ids(right, grids), right.unit(grids)
@@ -370,8 +370,8 @@ def shifted_references(case: Deviation) -> Iterator[Guess]:
     moved = (case.got - case.want)[:, case.first, None]
     written = ", ".join(f"{ids:g}" for ids in moved[:, 0])
     yield Guess(f"references are shifted by ({written})", case.want + moved * (number > 0))
-    each = moved / number[case.first]
-    yield Guess(f"references are shifted by their number times ({written})", case.want + each * number)
+    per_number = moved / number[case.first]
+    yield Guess(f"references are shifted by their number times ({written})", case.want + per_number * number)
 
 
 _MERGES = (2, 3, 4)
@@ -436,7 +436,7 @@ def unmerged(case: Deviation) -> Iterator[Guess]:
         return
     for side, strides in product(_MERGES, (False, True)):
         affected = "strides and ids after a grid" if strides else "ids after a grid"
-        words = f"spatial merging is forgotten: {affected} are those of {side}x{side} times the patches"
+        words = f"spatial merging is forgotten: {affected} are for {side}x{side} times the patches"
         yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, strides)))
 
 

@@ -135,7 +135,7 @@ def _read(name: str, side: Positions) -> _Side:
 
 
 def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:
-    """Diagnose the first document whose number of tokens differs."""
+    """Diagnose the first document with a different number of tokens."""
     first = int((got.lengths != want.lengths).argmax())
     most = np.maximum(got.lengths, want.lengths)
     document, index = ragged_arange(most)

@@ -82,8 +82,8 @@ class Family:
         video: the text of a video in a prompt; empty if videos are not supported.
         tokens: the text of each token, by the attribute of the tokenizer. The config has its id in the field with the
             same name and the suffix ``_id`` or ``_index``.
-        beside: tokens without an id in the config: their text, and the offset of their id from that of the image token
-            in released models.
+        relative: tokens without an id in the config: their text, and the offset of their id from the image token's in
+            released models.
         aliases: further attribute names for entries of ``tokens``.
     """
 
@@ -91,7 +91,7 @@ class Family:
     image: str
     video: str
     tokens: Mapping[str, str]
-    beside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    relative: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -218,7 +218,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
     with needed_for("write_checkpoint", extra="hf"):
         import torch
         import transformers  # noqa: F401
-    values, beside = _read(config)
+    values, source = _read(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"folder: got {folder}, which has files, want a new or empty folder")
     model_type = values["model_type"]
@@ -239,8 +239,8 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
             reason = f"the small model does not run ({type(error).__name__}: {error})"
             raise UnsupportedError(f"config.model_type {model_type!r}: {reason}") from error
         _save(folder, model, processor, references)
-    if beside is not None:
-        _copy_files(beside, folder)
+    if source is not None:
+        _copy_files(source, folder)
     return folder
 
 
@@ -256,11 +256,11 @@ def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt
         processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
 
 
-def _copy_files(beside: Path, folder: Path) -> None:
+def _copy_files(source: Path, folder: Path) -> None:
     """Replace the generated tokenizer and preprocessor files with those of a model."""
-    names = {name for name in FILES if (beside / name).is_file()}
+    names = {name for name in FILES if (source / name).is_file()}
     for name in names:
-        shutil.copyfile(beside / name, folder / name)
+        shutil.copyfile(source / name, folder / name)
     if "preprocessor_config.json" in names and "processor_config.json" not in names:
         (folder / "processor_config.json").unlink(missing_ok=True)  # it would override preprocessor_config.json
 
@@ -268,19 +268,19 @@ def _copy_files(beside: Path, folder: Path) -> None:
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
     """Read a config, and return it with its folder, if it has one."""
     if isinstance(config, Mapping):
-        values, beside = dict(config), None
+        values, source = dict(config), None
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            values, beside = json.loads(path.read_bytes()), path.parent
+            values, source = json.loads(path.read_bytes()), path.parent
         except OSError as error:
             raise InvalidInputError(f"config: got {path}: {error.strerror}, want a config.json") from None
         except ValueError as error:
             raise InvalidInputError(f"config: got {path}, which is not valid JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise InvalidInputError("config requires model_type, as in the config.json of a model")
-    return values, beside
+    return values, source
 
 
 @contextmanager
@@ -568,7 +568,7 @@ def _tokenizer(config: Any, family: Family) -> Any:
                 raise InvalidInputError(f"config.{name}: got {token}, want < {text.vocab_size}, the vocab_size")
             if isinstance(token, int):
                 special[attribute] = word, token
-    for attribute, (word, offset) in family.beside.items():
+    for attribute, (word, offset) in family.relative.items():
         if "image_token" in special and special["image_token"][1] + offset >= 0:
             special[attribute] = word, special["image_token"][1] + offset
     for attribute, other in family.aliases.items():

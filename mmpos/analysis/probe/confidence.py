@@ -29,7 +29,7 @@ FINE = 64
 """Denominator that must be distinguishable if the denominators of some fractions could not be found."""
 
 HIDDEN = 2.5
-"""Scatter about integers, relative to what noise explains, above which ids may be fractions."""
+"""Scatter about integers, relative to the expected noise, above which ids may be fractions."""
 
 PRESUMED = 8
 """Weight, in tokens, of the prior for the noise of pairs, by which short pairs have more noise."""
@@ -106,9 +106,9 @@ def read(
     """Read the positions by which keys were rotated.
 
     All tokens must have the same hidden state, so that their keys are rotations of one vector; ``write_checkpoint``
-    writes such models. Pair j of a token then differs from that of the reference by the angle inv_freq[j] · (difference
-    of ids on the axis of j). The pairs of an axis together give this difference exactly, if they separate it from all
-    others within ±262,144 at the noise that the lengths of the keys show.
+    writes such models. Pair j of a token then differs from pair j of the reference by the angle
+    inv_freq[j] · (difference of ids on the axis of j). The pairs of an axis together give this difference exactly, if
+    they separate it from all others within ±262,144 at the noise that the lengths of the keys show.
 
     >>> import numpy as np
     >>> rotary = Rotary(8, axes=1)

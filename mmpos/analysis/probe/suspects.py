@@ -53,7 +53,7 @@ class Suspect:
 
 @lru_cache(maxsize=8)  # layers and heads share a rotation, and the suspects' exact frequencies are slow to compute
 def suspects(meant: Rotary, with_ids: bool) -> tuple[Suspect, ...]:
-    """Return the known wrong rotations; those that other ids could explain as well, only if ids are known."""
+    """Return the known wrong rotations; without known ids, only rotations that other ids cannot explain."""
     return tuple(_suspects(meant, with_ids))
 
 
@@ -94,7 +94,7 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
             others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
             for other in others:
                 cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, but none is intended"
-                yield from if_valid(cause, "do not scale frequencies, as in the config", meant, scaling=other)
+                yield from if_valid(cause, "do not scale frequencies: the config has no scaling", meant, scaling=other)
         return
     if isinstance(mine, tuple):
         yield from if_valid("the scalings of all axes are missing", remedy, meant, scaling=None)

@@ -87,7 +87,7 @@ class Traces:
 
     @property
     def _right(self) -> Flags:
-        """(tokens,) the tokens from which noise is estimated: those with the right factor, if the scale is right."""
+        """(tokens,) whether a token is used to estimate noise: all, or tokens with the right factor if most have it."""
         if self.scale != self.factor:
             return np.ones_like(self.alike)
         return np.asarray((np.abs(self.length - 1) <= FACTOR).all(axis=0))
@@ -124,7 +124,7 @@ class Traces:
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
 
     def _other_factor(self, driven: list[int], rounding: float) -> Flags:
-        """Return (tokens,) whether a token's pairs are all longer or shorter than those of most, or than intended."""
+        """Return (tokens,) whether the pairs of a token are all longer or shorter than usual, or than intended."""
         weights = [self.axes[axis].ladder.weights for axis in driven]
         shares = np.concatenate(weights) / np.concatenate(weights).sum()
         length = np.average(self.length[driven], axis=0, weights=[pairs.sum() for pairs in weights])

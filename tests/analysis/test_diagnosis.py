@@ -746,9 +746,11 @@ def test_documents_must_be_a_table_and_a_position_table_takes_no_scheme() -> Non
     with pytest.raises(InvalidInputError, match="documents: got list, want a SegmentTable or a PositionTable"):
         mmpos.diagnose([0], [[mmpos.Text(1)]])  # type: ignore[arg-type]
     placed = mmpos.place(table("1"))
-    for name, value in (("scheme", "mrope"), ("start", 1), ("start", [0])):
+    options: list[dict[str, Any]] = [{"scheme": "mrope"}, {"start": 1}, {"start": [0]}]
+    for option in options:
+        (name,) = option
         with pytest.raises(InvalidInputError, match=f"{name} cannot be combined with a PositionTable"):
-            mmpos.diagnose([0], placed, **{name: value})
+            mmpos.diagnose([0], placed, **option)
 
 
 def test_a_table_of_ids_has_a_run_of_text_wherever_ids_increase_by_one() -> None:

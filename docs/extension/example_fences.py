@@ -1,4 +1,4 @@
-"""A Markdown extension for the pages and docstrings of mmpos: examples become blocks of code."""
+"""Markdown extension that turns the examples in pages and docstrings of mmpos into code blocks."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class Examples(Preprocessor):
     """Fence doctests, and remove `no-run` from the fences of pages."""
 
     def run(self, lines: list[str]) -> list[str]:
-        """Return the lines that pymdownx.superfences understands."""
+        """Return the lines in the form that pymdownx.superfences expects."""
         return list(self._fenced(lines))
 
     @staticmethod
@@ -35,7 +35,7 @@ class Examples(Preprocessor):
 
 
 class ExamplesExtension(Extension):
-    """Register Examples before the fences are read."""
+    """Extension that registers Examples before the fences are parsed."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         """Add the preprocessor."""

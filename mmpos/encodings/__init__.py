@@ -1,11 +1,11 @@
-"""Encodings of positions for whoever studies or compares them: one idea per class, each tested in attention.
+"""Position encodings for study and comparison: one idea per class, each tested in attention.
 
 Shapes used throughout:
 
     positions      (...,) integers or floats; (n,) queries and (m,) keys; (axes, n) for rotations
     table          (..., dim) float64, added to embeddings
     bias           (num_heads, n, m) float64, added to scores
-    x              (n, head_dim) queries or keys of one head; (n, heads, head_dim) where heads have axes of their own
+    x              (n, head_dim) queries or keys of one head; (n, heads, head_dim) if axes differ between heads
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
         )
     }
 )
-"""Every encoding by its name; called without arguments, one for 48 channels in four heads."""
+"""Every encoding class by name. Without arguments, each builds an encoding for 48 channels in four heads."""
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names("mmpos.encodings", {"SelfAttention": "attention"}, extra="all", what="attention")

@@ -1,4 +1,4 @@
-"""Attention that takes any encoding: a table before it, a bias in it, or a rotation of its q and k."""
+"""Self-attention with any position encoding: an additive table, a bias of the scores, or a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Attention of tokens at given positions: softmax(q·k/√d + bias)·v between two linear maps without constants.
+    """Attention of tokens at fixed positions: softmax(q·k/√d + bias)·v between two linear layers without bias.
 
-    A table is added to x, a bias to the scores, a rotation turns q and k. What is learned of an encoding is the
-    parameter ``encoding.weights``; everything else about positions is in buffers, which no checkpoint holds.
+    A table is added to x, a bias to the scores; a rotation rotates q and k. A learned encoding trains the parameter
+    ``encoding.weights``. Everything else about positions is in non-persistent buffers, which no checkpoint holds.
 
     Args:
         dim: channels of x.
-        num_heads: heads, which divide dim.
-        encoding: an Encoding whose dim, num_heads or head_dim fits.
-        positions: (seq,) of the tokens, or (axes, seq) for a rotation.
-        causal: whether a token sees only itself and those before it.
+        num_heads: number of heads, a divisor of dim.
+        encoding: an Encoding whose dim, num_heads or head_dim matches.
+        positions: (seq,) positions of the tokens, or (axes, seq) for a rotation.
+        causal: whether a token attends only to itself and earlier tokens.
 
     Raises:
-        InvalidInputError: the encoding does not fit, or has no such positions.
+        InvalidInputError: the encoding does not match dim and num_heads, or does not accept the positions.
     """
 
     hidden: Tensor | None
-    """(seq, seq) whether a key is hidden from a query, if the block is causal."""
+    """(seq, seq) True where a query may not attend to a key; None without a causal mask."""
 
     def __init__(
         self, dim: int, num_heads: int, encoding: Encoding, positions: npt.ArrayLike, *, causal: bool = False
@@ -61,19 +61,19 @@ class SelfAttention(nn.Module):
         self._hide()
 
     def place(self, positions: npt.ArrayLike) -> None:
-        """Move to other positions, of as many tokens or of another number.
+        """Replace the positions; the number of tokens may change.
 
         Args:
-            positions: (seq,), or (axes, seq) for a rotation; x then has seq tokens.
+            positions: (seq,), or (axes, seq) for a rotation. From then on x has seq tokens.
         """
         self.encoding.place(positions)
         self._hide()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend: every token takes from those that it sees.
+        """Compute the attention.
 
         Args:
-            x: (batch, seq, dim) embeddings, in the dtype of the parameters.
+            x: (batch, seq, dim) embeddings with the dtype of the parameters.
 
         Returns:
             (batch, seq, dim), new.
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
             want = f"(batch, {self.encoding.seq}, {self.qkv.in_features})"
             raise InvalidInputError(f"x: got shape {tuple(x.shape)}, want {want}")
         q, k, v = self.qkv(self.encoding.add(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        q, k = self.encoding.turn(q, k)
+        q, k = self.encoding.rotate(q, k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask())
         return self.out(seen.transpose(1, 2).flatten(2))
@@ -100,14 +100,14 @@ class SelfAttention(nn.Module):
 
 
 class _PositionedEncoding(nn.Module):
-    """An encoding at positions that changes nothing; each kind overrides the method of its own place in attention."""
+    """An encoding at fixed positions. This base class changes nothing; each subclass overrides add, rotate or bias."""
 
     weights: nn.Parameter | None
-    """Weights that are learned."""
+    """Learned weights, or None."""
     index: Tensor
-    """The rows of the weights that are used, int64."""
+    """int64 rows of the weights to use."""
     values: Tensor
-    """Numbers of an encoding that is not learned: float, or the bits of float64 positions as int64."""
+    """Values of an encoding without weights: floats, or the bits of float64 positions as int64."""
 
     def __init__(self, encoding: Any, positions: npt.ArrayLike) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _PositionedEncoding(nn.Module):
         self.place(positions)
 
     def place(self, positions: npt.ArrayLike) -> None:
-        """Make the buffers for positions, in the dtype and on the device of those that are there."""
+        """Compute the buffers for new positions, keeping their dtype and device."""
         array = host_array("positions", positions)
         if array.ndim != 1 and not isinstance(self.encoding, Rotation):
             raise InvalidInputError(f"positions: got shape {array.shape}, want (seq,)")
@@ -129,7 +129,7 @@ class _PositionedEncoding(nn.Module):
         try:
             self.fill()
         except InvalidInputError:
-            self.positions = before  # those that the buffers are of
+            self.positions = before  # the buffers still belong to these
             raise
 
     @property
@@ -138,24 +138,24 @@ class _PositionedEncoding(nn.Module):
         return self.positions.shape[-1]
 
     def fill(self) -> None:
-        """Make the buffers."""
+        """Compute the buffers."""
         raise NotImplementedError
 
     def add(self, x: Tensor) -> Tensor:
-        """Add the table to (batch, seq, dim) embeddings."""
+        """Add the table to embeddings of shape (batch, seq, dim)."""
         return x
 
-    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn (batch, seq, heads, head_dim) q and k."""
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k of shape (batch, seq, heads, head_dim)."""
         return q, k
 
     def bias(self) -> Tensor | None:
-        """Return the (heads, seq, seq) bias of scores, if there is one."""
+        """Return the (heads, seq, seq) bias of the scores, or None."""
         return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _PositionedEncoding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.fill()  # anew, since a table that was float32 does not become exact in float64
+        self.fill()  # recomputed, since a cast from float32 to float64 would keep the float32 rounding
         return self
 
 
@@ -183,21 +183,21 @@ class _Bias(_PositionedEncoding):
 
 class _Rotation(_PositionedEncoding):
     def fill(self) -> None:
-        self.encoding.angles(self.positions)  # refuses what is not positions of these axes
+        self.encoding.angles(self.positions)  # raises unless the shape matches the axes
         ids = real_positions("positions", self.positions)
         bits = torch.from_numpy(ids).expand(self.encoding.axes, -1).contiguous().view(torch.int64)
-        self.values = bits.to(self.values.device)  # casts of a model touch floats only
+        self.values = bits.to(self.values.device)  # int64, since casting a model changes only floats
 
-    def turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if q.dtype == torch.float64:
-            return self._turn_float64(q), self._turn_float64(k)
+            return self._rotate_float64(q), self._rotate_float64(k)
         batched = self.values.view(torch.float64)[:, None].expand(-1, len(q), -1)
         turned, keys = apply_rotary(q, k, batched, self.encoding.rotary, layout="bshd")
         assert keys is not None
         return turned, keys
 
-    def _turn_float64(self, x: Tensor) -> Tensor:
-        """Turn as ``Rotation.rotate`` does, under autograd: checks of gradients see float32 phases of apply_rotary."""
+    def _rotate_float64(self, x: Tensor) -> Tensor:
+        """Rotate in float64 under autograd, for gradient checks; apply_rotary computes its phases in float32."""
         angles = torch.from_numpy(self.encoding.angles(self.positions)).to(x.device)
         angles = angles if angles.dim() == 3 else angles[:, None]
         cos, sin = (f(angles) * self.encoding.rotary.attention_factor for f in (torch.cos, torch.sin))
@@ -208,7 +208,7 @@ class _Rotation(_PositionedEncoding):
 
 
 def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_heads: int) -> _PositionedEncoding:
-    """Make the module of an encoding at positions, if it fits a block of this many channels and heads."""
+    """Build the module of an encoding; raise an error unless it matches the channels and heads of the block."""
     if isinstance(encoding, AdditiveTable):
         return _fitting(_Table, "dim", encoding.dim, dim)(encoding, positions)
     if isinstance(encoding, AttentionBias):

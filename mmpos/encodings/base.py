@@ -1,4 +1,4 @@
-"""Kinds of encodings: a table beside the embeddings, a bias of the scores, or a rotation of q and k; learned or not."""
+"""Base classes of encodings: an additive table, a bias of the scores, or a rotation of q and k; learned or not."""
 
 from __future__ import annotations
 
@@ -18,110 +18,110 @@ __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "LearnedBias", "Learned
 
 
 DIM, NUM_HEADS, HEAD_DIM = 48, 4, 12
-"""A block of attention that every encoding fits by default: a head's channels are pairs for one, two or three axes."""
+"""Default sizes of every encoding. A head's channels form pairs for one, two or three axes."""
 
 MAX_CHANNELS = MAX_HEAD_DIM
-"""Most channels, or heads, of an encoding that has no weights."""
+"""Largest number of channels or heads of an encoding without weights."""
 
 
-_HALF = 2**62  # the difference of two positions below it is an int64
+_HALF = 2**62  # the difference of two positions within ±2⁶² fits in int64
 _INT64_MAX = 2**63 - 1
 
 STANDARD_DEVIATION = 0.02
-"""Of weights that are drawn, as BERT's."""
+"""Standard deviation of randomly drawn weights, as in BERT."""
 
 
 class Encoding(ABC):
-    """A way for attention to know positions; one of the three kinds below."""
+    """Base class of position encodings; see its three subclasses below."""
 
     name: ClassVar[str]
 
 
 class AdditiveTable(Encoding):
-    """An encoding by vectors that are added to the embeddings, or stand beside them."""
+    """An encoding whose vectors are added to the embeddings."""
 
     dim: int
-    """Channels of a vector."""
+    """Number of channels."""
 
     @abstractmethod
     def table(self, positions: npt.ArrayLike) -> Float64Array:
-        """Look up or compute the vectors of positions.
+        """Return the vectors of positions.
 
         Args:
-            positions: integers, or floats where the encoding knows fractions, of any shape (...).
+            positions: integers of any shape (...), or floats if the encoding accepts fractions.
 
         Returns:
             (..., dim) float64, new.
 
         Raises:
-            InvalidInputError: a position that the encoding does not have, with its index.
+            InvalidInputError: the encoding does not accept a position; the message gives its index.
         """
 
 
 class AttentionBias(Encoding):
-    """An encoding by numbers that are added to the scores q·k/√d of attention."""
+    """An encoding whose values are added to the attention scores q·k/√d."""
 
     num_heads: int
-    """Heads, each with a bias of its own."""
+    """Number of heads; each has its own bias."""
 
     @abstractmethod
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
-        """Compute the bias of the scores of every query with every key.
+        """Compute the bias of the score of every query with every key.
 
         Args:
-            query_positions: (n,).
-            key_positions: (m,).
+            query_positions: (n,) positions of the queries.
+            key_positions: (m,) positions of the keys.
 
         Returns:
             (num_heads, n, m) float64, new.
 
         Raises:
-            InvalidInputError: queries or keys that are no positions.
+            InvalidInputError: the positions have the wrong shape, type or range.
         """
 
 
 class Rotation(Encoding):
-    """An encoding that turns pairs of channels of q and k by angles proportional to positions.
+    """An encoding that rotates channel pairs of q and k by angles proportional to the positions.
 
-    Pair j turns by [[cos, −sin], [sin, cos]] (*corrected*: a source prints its transpose for RoPE).
-    Frequencies, axes and pairs of channels are those of ``rotary``.
+    Pair j is multiplied by [[cos, −sin], [sin, cos]] (*corrected*: a source prints the transpose for RoPE).
+    ``rotary`` defines the frequencies, axes and channel pairs.
     """
 
     def __post_init__(self) -> None:
-        _ = self.rotary  # refuses what does not fit
+        _ = self.rotary  # raises if a parameter is wrong
 
     @property
     @abstractmethod
     def rotary(self) -> Rotary:
-        """The rotation, as ``mmpos.rotary.apply_rotary`` takes it."""
+        """The rotation as an argument of ``mmpos.rotary.apply_rotary``."""
 
     @property
     def axes(self) -> int:
-        """Position axes."""
+        """Number of position axes."""
         return self.rotary.axes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a query or a key: (head_dim,), or (heads, head_dim) where heads have axes of their own."""
+        """Shape of a query or a key: (head_dim,), or (heads, head_dim) if axes differ between heads."""
         heads = self.rotary.own_heads
         return (heads, self.rotary.head_dim) if heads else (self.rotary.head_dim,)
 
     @property
     def pair_channels(self) -> tuple[IntArray, IntArray]:
-        """(pairs,) first and (pairs,) second channel of every pair."""
+        """(pairs,) first channels and (pairs,) second channels of the pairs."""
         pair = np.arange(self.rotary.num_pairs)
         if self.rotary.pairing == "adjacent":
             return 2 * pair, 2 * pair + 1
         return pair, pair + pair.size
 
     def angles(self, positions: npt.ArrayLike) -> Float64Array:
-        """Compute the angles by which pairs turn.
+        """Compute the rotation angles of the pairs.
 
         Args:
-            positions: (axes, n), or (n,) where all axes have the same.
+            positions: (axes, n), or (n,) to use the same positions on all axes.
 
         Returns:
-            (n, pairs) float64 rad, or (n, heads, pairs) where heads have axes of their own; new.
+            (n, pairs) float64 rad, or (n, heads, pairs) if axes differ between heads; new.
         """
         ids = real_positions("positions", positions)
         if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != self.axes):
@@ -130,14 +130,15 @@ class Rotation(Encoding):
         return np.moveaxis(self.rotary.pair_ids(per_axis), -1, 0) * self.rotary.inv_freq_array
 
     def rotate(self, x: npt.ArrayLike, positions: npt.ArrayLike) -> Float64Array:
-        """Turn queries or keys.
+        """Rotate queries or keys.
 
         Args:
-            x: (n, head_dim), or (n, heads, head_dim) where heads have axes of their own; channels past rotary_dim stay.
-            positions: (axes, n), or (n,) where all axes have the same.
+            x: (n, head_dim), or (n, heads, head_dim) if axes differ between heads; channels from rotary_dim on are not
+                rotated.
+            positions: (axes, n), or (n,) to use the same positions on all axes.
 
         Returns:
-            float64 of the shape of x, new.
+            float64 with the shape of x, new.
         """
         angles = self.angles(positions)
         turned, want = real_positions("x", x, angles.ndim), (len(angles), *self.shape)
@@ -151,7 +152,7 @@ class Rotation(Encoding):
 
 
 class LearnedTable(AdditiveTable):
-    """A table whose rows are weights."""
+    """An additive table with learned rows."""
 
     weights: Float64Array
     """(rows, dim), read-only."""
@@ -161,14 +162,14 @@ class LearnedTable(AdditiveTable):
 
     @abstractmethod
     def index(self, positions: npt.ArrayLike) -> IntArray:
-        """Return the (...) row of every position."""
+        """Return the row of every position, with the shape of positions."""
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
         return self.weights[self.index(positions)]
 
 
 class LearnedBias(AttentionBias):
-    """A bias whose numbers are weights, one column per head."""
+    """A bias with learned rows and one column per head."""
 
     weights: Float64Array
     """(rows, num_heads), read-only."""
@@ -178,19 +179,19 @@ class LearnedBias(AttentionBias):
 
     @abstractmethod
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
-        """Return the (n, m) row of every query (n,) with every key (m,)."""
+        """Return the row of every query with every key, (n, m)."""
 
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
         return np.ascontiguousarray(np.moveaxis(self.weights[self.index(query_positions, key_positions)], -1, 0))
 
 
 def draw(rows: int, columns: int, seed: int) -> Float64Array:
-    """Draw (rows, columns) normal numbers, like the weights of an untrained model."""
+    """Draw normally distributed weights of shape (rows, columns), as for an untrained model."""
     return np.random.default_rng(integer("seed", seed, minimum=0)).normal(0, STANDARD_DEVIATION, (rows, columns))
 
 
 def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
-    """Keep a read-only copy of the weights, and the number of their columns under its name."""
+    """Store a read-only copy of the weights, and their number of columns as the attribute ``columns``."""
     array = host_array("weights", weights)
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
         want = f"finite numbers of shape (rows, {columns})"
@@ -202,7 +203,7 @@ def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
 
 
 def real_positions(name: str, value: object, ndim: int | None = None) -> Float64Array:
-    """Check finite numbers of any shape, or of ``ndim`` dimensions, and return a new float64 array."""
+    """Check that an array, of ``ndim`` dimensions unless None, holds finite numbers; return a new float64 array."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iuf" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers or floats")
@@ -212,7 +213,7 @@ def real_positions(name: str, value: object, ndim: int | None = None) -> Float64
 
 
 def distances(query_positions: object, key_positions: object) -> IntArray:
-    """Compute (n, m) int64 j − i of every key (m,) from every query (n,), whole numbers within ±2⁶²."""
+    """Compute j − i of every key j (m,) and query i (n,), integers within ±2⁶², as (n, m) int64."""
     queries = whole_positions("query_positions", query_positions, 1, minimum=-_HALF, below=_HALF)
     return whole_positions("key_positions", key_positions, 1, minimum=-_HALF, below=_HALF) - queries[:, None]
 
@@ -220,7 +221,7 @@ def distances(query_positions: object, key_positions: object) -> IntArray:
 def whole_positions(
     name: str, value: object, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
-    """Check integers of any shape, or of ``ndim`` dimensions, minimum <= p < below, and return a new int64 array."""
+    """Check integers p of ``ndim`` dimensions (None: any) with minimum <= p < below; return a new int64 array."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")
@@ -241,7 +242,7 @@ def _shaped(name: str, value: object, ndim: int | None) -> Array:
 
 
 def _refuse(name: str, values: Array, wrong: npt.NDArray[np.bool_], want: str) -> None:
-    """Raise for the first position that is wrong, with its index in the name."""
+    """Raise an error for the first wrong position, with its index in the name."""
     if not wrong.any():
         return
     at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))

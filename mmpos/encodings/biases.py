@@ -1,4 +1,4 @@
-"""Biases of the scores: by distances that are clipped, in buckets or as they are, and none at all."""
+"""Biases of the attention scores by distance: clipped, in buckets, linear, or none."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ CLIPPED_AT = 16
 class ClippedRelative(LearnedBias):
     """The bias of query i and key j is row clip(j − i, −K, K) + K of 2K + 1 rows: constant beyond ±K.
 
-    Shaw's rows are vectors a that stand beside keys, q·(k + a). As here, one number for each head and row, it is the
-    form of T5 and of Swin.
+    Shaw adds a vector a to each key, q·(k + a). One number per head and row, as here, is the form of T5 and Swin.
 
     Source: "Self-attention with relative position representations" (Shaw et al., 2018).
 
@@ -43,7 +42,7 @@ class ClippedRelative(LearnedBias):
     [[0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]]
 
     Args:
-        weights: (2K + 1, num_heads); drawn for K = 16 by default.
+        weights: (2K + 1, num_heads); drawn at random for K = 16 by default.
     """
 
     weights: Float64Array = field(default_factory=lambda: draw(2 * CLIPPED_AT + 1, NUM_HEADS, 0), repr=False)
@@ -57,19 +56,19 @@ class ClippedRelative(LearnedBias):
 
     @classmethod
     def drawn(cls, max_distance: int = CLIPPED_AT, num_heads: int = NUM_HEADS, seed: int = 0) -> ClippedRelative:
-        """Draw the table of an untrained model.
+        """Draw the weights of an untrained model.
 
         Args:
             max_distance: K.
-            num_heads: heads.
-            seed: of the random numbers.
+            num_heads: number of heads.
+            seed: seed of the random numbers.
         """
         rows = 2 * integer("max_distance", max_distance, minimum=0) + 1
         return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed))
 
     @property
     def max_distance(self) -> int:
-        """K, beyond which distances are one."""
+        """K, the distance from which on the bias is constant."""
         return len(self.weights) // 2
 
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
@@ -84,11 +83,11 @@ NUM_BUCKETS, MAX_DISTANCE = 32, 128
 class T5Buckets(LearnedBias):
     """The bias of query i and key j is the row of the bucket of j − i.
 
-    n buckets serve one direction, e = ⌊n/2⌋ of them a distance each. A distance d >= e is in bucket
-    e + ⌊(n − e)·log(d/e) / log(M/e)⌋, at most n − 1, where M is max_distance. Causal: later keys are in bucket 0.
-    Bidirectional: half of the buckets for keys before the query or at it, the other half for later ones.
+    Each direction has n buckets, of which the first e = ⌊n/2⌋ hold one distance each. A distance d >= e is in bucket
+    e + ⌊(n − e)·log(d/e) / log(M/e)⌋, at most n − 1, where M is max_distance. Causal: all later keys are in bucket 0.
+    Bidirectional: half of the buckets serve keys at or before the query, the other half later keys.
 
-    The floor is exact, since d reaches bucket e + b as soon as d^(n−e) >= M^b·e^(n−e−b), in integers; published
+    The floor is computed exactly, in integers: d is in bucket e + b or higher if d^(n−e) >= M^b·e^(n−e−b). Published
     code rounds float32 logarithms.
 
     Source: "Exploring the limits of transfer learning" (Raffel et al., 2020), and its code in Mesh TensorFlow.
@@ -99,9 +98,9 @@ class T5Buckets(LearnedBias):
     [8, 9, 10, 14, 15, 24, 31]
 
     Args:
-        weights: (buckets, num_heads); drawn for 32 buckets by default.
-        max_distance: M, from which on all distances are in the last bucket.
-        bidirectional: whether keys may be after queries.
+        weights: (buckets, num_heads); drawn at random for 32 buckets by default.
+        max_distance: M; distances from M on are in the last bucket.
+        bidirectional: whether keys after the query have buckets of their own.
     """
 
     weights: Float64Array = field(default_factory=lambda: draw(NUM_BUCKETS, NUM_HEADS, 0), repr=False)
@@ -128,14 +127,14 @@ class T5Buckets(LearnedBias):
         num_heads: int = NUM_HEADS,
         seed: int = 0,
     ) -> T5Buckets:
-        """Draw the table of an untrained model.
+        """Draw the weights of an untrained model.
 
         Args:
-            num_buckets: of both directions together.
+            num_buckets: number of buckets, both directions together.
             max_distance: M.
-            bidirectional: whether keys may be after queries.
-            num_heads: heads.
-            seed: of the random numbers.
+            bidirectional: whether keys after the query have buckets of their own.
+            num_heads: number of heads.
+            seed: seed of the random numbers.
         """
         rows = integer("num_buckets", num_buckets, minimum=2)
         return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed), max_distance, bidirectional)
@@ -146,7 +145,7 @@ class T5Buckets(LearnedBias):
 
     @cached_property
     def first_distances(self) -> IntArray:
-        """(n,) smallest distance of every bucket of one direction; read-only."""
+        """(n,) smallest distance in each bucket of one direction; read-only."""
         exact = self._per_direction // 2
         steps = self._per_direction - exact
 
@@ -159,7 +158,7 @@ class T5Buckets(LearnedBias):
         return distances
 
     def bucket(self, relative: npt.ArrayLike) -> IntArray:
-        """(...) bucket of every distance j − i of a key from its query."""
+        """Return the bucket of every distance j − i of a key j from a query i, with the shape of relative."""
         ahead = whole_positions("relative", relative, minimum=-(2**63) + 1)
         distance = np.abs(ahead) if self.bidirectional else np.maximum(-ahead, 0)
         bucket = np.searchsorted(self.first_distances, distance, side="right") - 1
@@ -173,8 +172,8 @@ class T5Buckets(LearnedBias):
 class Alibi(AttentionBias):
     """The bias of query i and key j is −m_h·|i − j|, with slopes m_h = 2^(−8h/H) for heads h = 1 … H.
 
-    Where H is no power of two, the slopes of the greatest one P below it come first, then every other slope of 2P,
-    as in the code of the paper. The paper is causal, j <= i; for later keys this is its authors' symmetric form.
+    If H is not a power of two, the slopes of the largest power P < H come first, followed by every other slope of 2P,
+    as in the paper's code. The paper is causal, j <= i; for later keys this is the symmetric form of its authors.
 
     Source: "Train short, test long" (Press et al., 2022).
 
@@ -213,15 +212,14 @@ def _geometric(num_heads: int) -> Float64Array:
 class NoPE(AttentionBias):
     """A bias of zero.
 
-    Without a mask, attention then is permutation-equivariant: positions are unknown. With a causal one y_n is the mean
-    over n values, which is not the same for every n; one layer still cannot tell in which order the keys before
-    it stand.
+    Without a mask, attention is permutation-equivariant and knows no positions. With a causal mask y_n is a mean over n
+    values, whose variance depends on n; a single layer still cannot tell the order of the keys before a query.
 
     Source: kexue.fm 10347; "Transformer language models without positional encodings still learn positional
     information" (Haviv et al., 2022).
 
     Args:
-        num_heads: heads.
+        num_heads: number of heads.
     """
 
     num_heads: int = NUM_HEADS
@@ -236,11 +234,11 @@ class NoPE(AttentionBias):
 
 
 def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
-    """E[y_n²] = σ²/n of a component of uniform causal attention over n values: where NoPE keeps the position.
+    """Compute E[y_n²] = σ²/n of a component of uniform causal attention over n values, how NoPE encodes the position.
 
-    It holds for values that are independent, of mean 0 and variance σ², under uniform attention: at most a model
-    before training. It is one number, and neighbours hardly differ in it when n is large. It proves no more: a reader
-    of the source normalised it away and trained as well.
+    The formula holds for independent values of mean 0 and variance σ² under uniform attention, that is, at best before
+    training. Neighbouring positions hardly differ in it when n is large, and a reader of the source normalised it away
+    without loss in training.
 
     Source: kexue.fm 10347; "Latent positional information is in the self-attention variance" (Chi et al., 2023).
 
@@ -248,7 +246,7 @@ def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
     [2.25, 0.5625, 0.140625, 0.03515625]
 
     Args:
-        n: (...) tokens that are seen, the query's own included; >= 1.
+        n: (...) number of tokens attended to, including the query's own; >= 1.
         sigma2: variance of a component of the values.
 
     Returns:

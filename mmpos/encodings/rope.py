@@ -1,4 +1,4 @@
-"""Rotary position embedding of one axis, of two and of more, by head, and with pairs that stand still."""
+"""Rotary position embedding with one, two or more axes, with one axis per head, and with unrotated pairs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["HoPE", "MHRope", "PRope", "Rope1D", "Rope1DAdjacent", "Rope2D", "Rop
 
 @dataclass(frozen=True)
 class Rope1D(Rotation):
-    """Channels (j, j + d/2) of q and k turn by p·θ_j, θ_j = theta^(−2j/d), as in NeoX, Llama and Qwen.
+    """Rotate channels (j, j + d/2) of q and k by p·θ_j, θ_j = theta^(−2j/d), as in NeoX, Llama and Qwen.
 
-    R_mᵀR_n = R_{n−m}: scores see only distances, norms stay, and the same c added to all positions changes nothing.
+    R_mᵀR_n = R_{n−m}: scores depend only on distances, norms are preserved, and adding the same c to all positions
+    changes nothing.
 
-    *Corrected*: one source rotates the embedding once, before the network. q and k of every layer turn
-    instead: W_q R_p x is not R_p W_q x, so scores of its layer know absolute positions. Its table of shape
-    (seq, 1, dim/2) must also be (1, seq, dim/2): with a batch it broadcasts along the batch index, or does not fit.
+    *Corrected*: one source rotates the embedding once, before the network, instead of q and k in every layer. But
+    W_q R_p x is not R_p W_q x, so its scores depend on absolute positions. Its table has shape (seq, 1, dim/2), which
+    with a batch broadcasts along the batch index or fails; the right shape is (1, seq, dim/2).
 
     Source: RoFormer (Su et al., 2021); the order of channels is that of GPT-NeoX.
 
@@ -44,7 +45,7 @@ class Rope1D(Rotation):
 
 @dataclass(frozen=True)
 class Rope1DAdjacent(Rotation):
-    """As ``Rope1D`` with channels (2j, 2j + 1) as pair j, as in RoFormer and GPT-J: a permutation of channels apart.
+    """``Rope1D`` with channels (2j, 2j + 1) as pair j, as in RoFormer and GPT-J: the same up to the order of channels.
 
     Source: RoFormer (Su et al., 2021).
 
@@ -67,9 +68,9 @@ class Rope1DAdjacent(Rotation):
 
 @dataclass(frozen=True)
 class Rope2D(Rotation):
-    """The first half of the channels turns by the row and the second by the column, each as RoPE-1D of d/2 channels.
+    """Rotate half of the channels by the row and the other half by the column, each as RoPE-1D of d/2 channels.
 
-    Both axes have the same frequencies theta^(−4j/d). Turning one pair by both would mix their distances.
+    Both axes have the same frequencies theta^(−4j/d). Rotating one pair by both ids would mix the two distances.
 
     Source: kexue.fm 8397 and 10040; "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -92,7 +93,7 @@ class Rope2D(Rotation):
 
 @dataclass(frozen=True)
 class RopeND(Rotation):
-    """As ``Rope2D`` with n axes: n equal parts of the channels, each as RoPE-1D of d/n channels.
+    """``Rope2D`` with n axes: n equal parts of the channels, each as RoPE-1D of d/n channels.
 
     Source: kexue.fm 8397; "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -101,7 +102,7 @@ class RopeND(Rotation):
 
     Args:
         head_dim: channels of a head; a multiple of 2·num_axes.
-        num_axes: n, the axes.
+        num_axes: number of axes n.
         theta: base of the frequencies.
     """
 
@@ -117,10 +118,10 @@ class RopeND(Rotation):
 
 @dataclass(frozen=True)
 class PRope(Rotation):
-    """As ``Rope1D``, but pairs from ⌊p·d/2⌋ on do not turn; the others keep their frequencies.
+    """``Rope1D`` that does not rotate pairs from ⌊p·d/2⌋ on; the others keep their frequencies.
 
-    That is not ``partial_rotary_factor``, which shortens the ladder: for d = 16 and p = 1/4 it is [1, 0.3162, 0, …]
-    here and [1, 0.01] there.
+    This differs from ``partial_rotary_factor``, which also changes the frequencies: for d = 16 and p = 1/4 they are
+    [1, 0.3162, 0, …] here and [1, 0.01] there.
 
     Source: "Round and round we go!" (Barbero et al., 2024).
 
@@ -129,7 +130,7 @@ class PRope(Rotation):
 
     Args:
         head_dim: channels of a head; even.
-        p: the share of pairs that turn, 0 to 1.
+        p: share of rotated pairs, 0 to 1.
         theta: base of the frequencies.
     """
 
@@ -145,11 +146,11 @@ class PRope(Rotation):
 
 @dataclass(frozen=True)
 class HoPE(Rotation):
-    """As ``Rope1D``, but pairs turn by rows and columns in turn, and the slowest ones, those of time, not at all.
+    """``Rope1D`` whose pairs alternate between rows and columns; the slowest pairs, those of time, are not rotated.
 
-    However slow a pair is, in a context that is long enough it turns past a quarter, and what is alike scores less by
-    it than what is not. A pair of frequency zero never does. Time is then known by rows and columns alone, which move
-    along with it in the position ids of the source.
+    In a long enough context even the slowest pair rotates past a quarter turn, and then similar tokens score lower than
+    dissimilar ones. A pair of frequency zero never does. Time is encoded only by rows and columns, which grow with it
+    in the position ids of the source.
 
     Source: "HoPE: Hybrid of Position Embedding" (Li et al., 2025, arXiv 2505.20444): 48 of 64 pairs turn.
 
@@ -158,7 +159,7 @@ class HoPE(Rotation):
 
     Args:
         head_dim: channels of a head; even.
-        still: pairs that do not turn, the slowest ones.
+        still: number of unrotated pairs, the slowest ones.
         theta: base of the frequencies.
     """
 
@@ -176,10 +177,10 @@ class HoPE(Rotation):
 
 @dataclass(frozen=True)
 class MHRope(Rotation):
-    """As ``Rope1D`` in every head, by one axis each: time, row or column has all frequencies in some heads.
+    """``Rope1D`` in every head, by one axis per head: each axis has all frequencies in some heads.
 
-    Where axes share the pairs of a head, each has some of the frequencies. Here no head knows two axes, and what they
-    say together is left to the layers. q heads that share a kv head turn as that.
+    If axes share the pairs of a head, each has only some of the frequencies. Here a head has a single axis, and later
+    layers combine the axes. Query heads that share a key head have its axis.
 
     Source: "Revisiting Multimodal Positional Encoding" (Huang et al., 2025, arXiv 2510.23095): 2, 3 and 3 of 8 heads.
 
@@ -188,7 +189,7 @@ class MHRope(Rotation):
 
     Args:
         head_dim: channels of a head; even.
-        head_axes: the axis of each head; 0 is time.
+        head_axes: axis of each head; 0 is time.
         theta: base of the frequencies.
     """
 

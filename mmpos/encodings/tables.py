@@ -1,4 +1,4 @@
-"""Tables beside the embeddings: from the position itself to sines of many frequencies, and one that is learned."""
+"""Additive tables: the position itself, its bits, sinusoids, and a learned table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Binary", "Integer", "LearnedAbsolute", "Normalised", "SingleSinusoid
 class Integer(AdditiveTable):
     """PE(p) = p in every channel, for p = 0 … T−1.
 
-    Unique, and p + k is one step of k away, but unbounded: soon larger than any embedding.
+    Values are unique, and p + k is always k away from p, but they are unbounded and soon larger than any embedding.
 
-    *Corrected*: one source counts 0 … L, which is one position more than a sequence of L tokens has.
+    *Corrected*: one source counts 0 … L, one position more than a sequence of L tokens has.
 
     Source: the first attempt of "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -48,16 +48,16 @@ class Integer(AdditiveTable):
 class Normalised(AdditiveTable):
     """PE(p) = p / (T − 1) in every channel, in [0, 1]; a sequence of one token has 0.
 
-    The same position has another vector in a longer sequence, and neighbours come ever closer.
+    The vector of a position depends on the length of the sequence, and neighbours are closer in a longer one.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), the second of the ideas that it drops.
+    Source: "详解Transformer中的Positional Encoding" (2021), the second idea that it rejects.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
 
     Args:
         dim: channels.
-        length: T; None for one more than the largest position on the last axis of those asked for.
+        length: T; None for 1 + the largest position along the last axis of positions.
     """
 
     dim: int = DIM
@@ -83,10 +83,10 @@ MAX_BITS = 63
 class Binary(AdditiveTable):
     """Channel i is bit i of p, (p >> i) & 1, the least significant first.
 
-    Unique below 2^dim, but neighbours jump: 7 and 8 differ in four bits.
+    Values are unique below 2^dim, but neighbours can be far apart: 7 and 8 differ in four bits.
 
     *Corrected*: bit i toggles every 2^i positions and has the period 2^(i+1), so the most significant of n bits
-    toggles, and does not cycle, every 2^(n−1).
+    toggles every 2^(n−1) positions; that is not its period.
 
     Source: "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -112,10 +112,10 @@ class Binary(AdditiveTable):
 class SingleSinusoid(AdditiveTable):
     """PE(p) = sin(ωp) in every channel.
 
-    *Corrected*: with small ω neighbours are nearly equal, at most ω apart, and with large ω far positions collide;
-    the original has the two the other way round.
+    *Corrected*: with a small ω neighbours are nearly equal, at most ω apart; with a large ω distant positions collide.
+    The original says the reverse.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), the step before many frequencies.
+    Source: "详解Transformer中的Positional Encoding" (2021), its step before several frequencies.
 
     >>> SingleSinusoid(dim=1, omega=1.0).table([0, 1]).round(6).ravel().tolist()
     [0.0, 0.841471]
@@ -143,10 +143,10 @@ class Sinusoidal(AdditiveTable):
 
     PE(p + k) = M_k PE(p) with an orthogonal M_k, see ``shift``; PE(p)·PE(q) = Σ cos ω_k(p − q).
 
-    *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512), one source multiplies. No two
-    whole positions share a vector: pair 0 alone would need p − q to be a multiple of 2π. So positions 1 and 513
-    differ, and the 63,000 "unique positions" of another are only the period 2π·10⁴ that the slowest pair
-    comes close to.
+    *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512); one source multiplies. No two
+    integer positions share a vector, since for pair 0 alone p − q would have to be a multiple of 2π. So positions 1
+    and 513 differ, and the 63,000 "unique positions" of another source are just the approximate period 2π·10⁴ of the
+    slowest pair.
 
     Source: "Attention is all you need" (Vaswani et al., 2017).
 
@@ -164,11 +164,11 @@ class Sinusoidal(AdditiveTable):
 
     def __post_init__(self) -> None:
         even("dim", self.dim, maximum=MAX_CHANNELS)
-        _ = self.frequencies  # refuses a theta that is none
+        _ = self.frequencies  # raises if theta is wrong
 
     @cached_property
     def frequencies(self) -> Float64Array:
-        """(dim/2,) ω_k in rad per position: those of RoPE; read-only."""
+        """(dim/2,) ω_k in rad per position, as in RoPE; read-only."""
         return Rotary(self.dim, self.theta, axes=1).inv_freq_array
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
@@ -176,7 +176,7 @@ class Sinusoidal(AdditiveTable):
         return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(*angles.shape[:-1], self.dim)
 
     def shift(self, k: float) -> Float64Array:
-        """(dim, dim) M_k with M_k PE(p) = PE(p + k): blocks [[cos ωk, sin ωk], [−sin ωk, cos ωk]]."""
+        """Return M_k (dim, dim) with M_k PE(p) = PE(p + k): blocks [[cos ωk, sin ωk], [−sin ωk, cos ωk]]."""
         angles = finite("k", k) * self.frequencies
         sine, cosine = 2 * np.arange(self.dim // 2), 2 * np.arange(self.dim // 2) + 1
         matrix = np.zeros((self.dim, self.dim))
@@ -190,7 +190,7 @@ LENGTH = 512
 
 @dataclass(frozen=True, eq=False)
 class LearnedAbsolute(LearnedTable):
-    """PE(p) is row p of a table of L_max rows, as in BERT; p >= L_max is an error, since there is no row to guess.
+    """PE(p) is row p of a table of L_max rows, as in BERT; a position p >= L_max is an error.
 
     Source: "Convolutional sequence to sequence learning" (Gehring et al., 2017); BERT (Devlin et al., 2018).
 
@@ -198,7 +198,7 @@ class LearnedAbsolute(LearnedTable):
     [[1.0, 2.0], [0.5, 0.0]]
 
     Args:
-        weights: (L_max, dim) the table; drawn for 512 positions by default.
+        weights: (L_max, dim) the table; drawn at random for 512 positions by default.
     """
 
     weights: Float64Array = field(default_factory=lambda: draw(LENGTH, DIM, 0), repr=False)
@@ -207,18 +207,18 @@ class LearnedAbsolute(LearnedTable):
 
     @classmethod
     def drawn(cls, length: int = LENGTH, dim: int = DIM, seed: int = 0) -> LearnedAbsolute:
-        """Draw the table of an untrained model.
+        """Draw the weights of an untrained model.
 
         Args:
             length: L_max.
             dim: channels.
-            seed: of the random numbers.
+            seed: seed of the random numbers.
         """
         return cls(draw(integer("length", length, minimum=1), integer("dim", dim, minimum=1), seed))
 
     @property
     def length(self) -> int:
-        """L_max, the number of positions that there are."""
+        """L_max, the number of positions."""
         return len(self.weights)
 
     def index(self, positions: npt.ArrayLike) -> IntArray:

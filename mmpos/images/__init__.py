@@ -1,4 +1,4 @@
-"""Images as patches: decoded, resized and cut for a vision encoder, with grids known from the size alone."""
+"""Image processing: decode, resize and cut images into patches; grids follow from the image size alone."""
 
 from mmpos.images.decode import ImageSize
 from mmpos.images.processor import ImageProcessor, ProcessedImage

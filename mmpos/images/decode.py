@@ -1,7 +1,7 @@
-"""Open and decode images: files, their bytes, Pillow images, arrays and tensors to samples, and samples to RGB pixels.
+"""Open images (files, bytes, Pillow images, arrays and tensors), decode them to samples, and convert these to RGB.
 
-Pillow opens files, so that sizes cost no pixels. Pillow and torchvision decode and resize. Each is imported when first
-needed.
+Pillow opens files, so a size is read without decoding pixels. Pillow and torchvision decode and resize. Each is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
 BACKENDS = ("torchvision", "pillow")
 
 MOST_READS = 2**14
-"""Reads of a file up to its pixels: Pillow reads each segment, chunk or block in Python, and files need dozens."""
+"""Largest number of reads before the pixels: Pillow reads each segment, chunk or block in Python; files have dozens."""
 
 MOST_SCANS = 100
-"""Scans of a JPEG; encoders write ten or so, and each goes over all pixels again."""
+"""Largest number of scans of a JPEG. Encoders write about ten; a decoder passes over all pixels for each."""
 
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 
@@ -95,30 +95,31 @@ class ImageSize:
 
 
 class Source(Protocol):
-    """An image that is open, but not decoded."""
+    """An opened image that is not decoded yet."""
 
     @property
     def size(self) -> ImageSize:
-        """The size after orientation."""
+        """Size after EXIF orientation."""
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
-        """Read the upright samples (h, w, 1 | 3 | 4), uint8 or uint16 and maybe a view, and their content hash.
+        """Return the upright samples (h, w, 1 | 3 | 4) as uint8 or uint16, possibly a view, and the content hash.
 
         Args:
             backend: one of BACKENDS.
-            least: (height, width) that the samples must cover, where a JPEG may be decoded to fewer; None for all.
+            least: (height, width) that the samples must cover if a JPEG is decoded at a reduced size; None decodes at
+                full size.
         """
 
 
 def read_data_url(name: str, url: str) -> bytes:
-    """Decode a data: URL of an image as RFC 2397 has it: percent-encoded, and base64 if it says so.
+    """Decode a data: URL of an image (RFC 2397), percent-encoded or base64.
 
     Args:
-        name: of the image, for errors.
-        url: begins with data: in letters of either case.
+        name: name of the image, for errors.
+        url: URL that begins with "data:", in upper or lower case.
 
     Raises:
-        InvalidInputError: the URL is broken or of something else.
+        InvalidInputError: the URL is malformed or not of an image.
     """
     head, comma, payload = url[5:].partition(",")
     media, *parameters = head.split(";")
@@ -140,11 +141,11 @@ def read_data_url(name: str, url: str) -> bytes:
 
 @contextmanager
 def open_source(image: object) -> Iterator[Source]:
-    """Open an image, reading and checking its header only.
+    """Open an image; read and check only its header.
 
     Raises:
-        InvalidInputError: not an image, or one that cannot be read.
-        LimitExceededError: a file of more than MOST_READS pieces, or of more pixels than Pillow opens.
+        InvalidInputError: the argument is not an image, or cannot be read.
+        LimitExceededError: a file has more than MOST_READS pieces, or more pixels than Pillow accepts.
     """
     if isinstance(image, bytes | bytearray | memoryview):
         data = bytes(image)
@@ -165,10 +166,10 @@ def open_source(image: object) -> Iterator[Source]:
 
 
 class _Reader:
-    """A file for Pillow that refuses to be read in very many pieces.
+    """A file for Pillow that limits the number of reads.
 
     Args:
-        file: read by Pillow.
+        file: file to read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -176,19 +177,19 @@ class _Reader:
         self._left = MOST_READS
 
     def read(self, size: int = -1) -> bytes:
-        """Read bytes; files have few segments, chunks and blocks, and attacks millions."""
+        """Read bytes. Ordinary files have few segments, chunks or blocks; attacks have millions."""
         self._left -= 1
         if self._left < 0:
             raise LimitExceededError(f"image: got a file of over {MOST_READS} segments, chunks or blocks, want fewer")
         return self._read(size)
 
     def allow(self, pixels: int) -> None:
-        """Allow the reads for this number of pixel bytes: encoders write chunks of 8 KiB, in three reads each."""
+        """Allow the reads for this number of bytes of pixels: encoders write chunks of 8 KiB, with three reads each."""
         self._left += pixels // 1024
 
 
 def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
-    """Open a file up to its pixels; data gives all of its bytes."""
+    """Open a file up to its pixels; ``data`` returns all of its bytes."""
     reader, image_module = _Reader(file), pillow()
     with guarded("file"):
         try:
@@ -203,14 +204,14 @@ def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An image file that is open.
+    """An opened image file.
 
     Args:
-        image: opened by Pillow.
-        reader: of the file.
-        data: gives all bytes of the file.
-        header: bytes of the file before those of the pixels, as far as Pillow has read.
-        orientation: EXIF's 1 to 8.
+        image: image as opened by Pillow.
+        reader: reader of the file.
+        data: function that returns all bytes of the file.
+        header: number of bytes that Pillow has read, those before the pixels.
+        orientation: EXIF orientation, 1 to 8.
     """
 
     image: ImageFile
@@ -227,11 +228,13 @@ class _File:
         data, image = self.data(), self.image
         whole = image.size
         self.reader.allow(len(data))
-        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG with others behind it
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by others
         if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
             raise LimitExceededError(f"image: got a JPEG of {scans} scans, want <= {MOST_SCANS}")
         if is_jpeg and least is not None:
-            image.draft(None, least if self.orientation >= 5 else least[::-1])  # by 2, 4 or 8, and not below it
+            image.draft(
+                None, least if self.orientation >= 5 else least[::-1]
+            )  # reduces by 2, 4 or 8, not below this size
         width, height = image.size
         with guarded(f"{image.format} file"):
             if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB") and image.size == whole:
@@ -245,7 +248,7 @@ class _File:
         return _orient(array, self.orientation), hashlib.sha256(data).hexdigest()
 
     def _count_scans(self, data: bytes) -> int:
-        """Count the scans of a JPEG; most have one, of all components."""
+        """Count the scans of a JPEG; most have a single scan with all components."""
         bands = len(self.image.getbands())
         start = b"\xff\xda" + (6 + 2 * bands).to_bytes(2) + bytes([bands])
         if "progressive" not in self.image.info and data.startswith(start, max(0, self.header - 8 - 2 * bands)):
@@ -254,7 +257,7 @@ class _File:
 
 
 def _fit_transparency(image: ImageFile, *, depth: int) -> None:
-    """Bring the transparent level or colour of a PNG to 8 bits, as Pillow brings the samples, but not this."""
+    """Convert the transparent level or colour of a PNG to 8 bits; Pillow converts only the samples."""
     key = image.info.get("transparency")
     if image.mode == "L" and isinstance(key, int):
         image.info["transparency"] = key * 255 // (2**depth - 1)
@@ -300,23 +303,23 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
 
 
 def _orientation(image: Image) -> int:
-    """Read EXIF's orientation, 1 to 8; 1 where there is none or it is damaged, as the pixels are fine anyway."""
-    if "exif" not in image.info:  # Pillow would decode a PNG to see whether it follows
+    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, since the pixels are still good."""
+    if "exif" not in image.info:  # Pillow would decode a whole PNG to look for it
         return 1
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # Pillow raises errors of many types over damage
+    except Exception:  # Pillow raises errors of many types for damaged data
         return 1
     return int(orientation) if orientation in range(1, 9) else 1
 
 
 def _upright(size: tuple[int, int], orientation: int) -> ImageSize:
-    """Give the size after orientation of an image of (width, height)."""
+    """Return the size after orientation of an image with size (width, height)."""
     return ImageSize(*size) if orientation >= 5 else ImageSize(*size[::-1])
 
 
 def _orient(pixels: Array, orientation: int) -> Array:
-    """Turn pixels (h, w, c) upright, as a view: 5 to 8 swap the sides, the rest mirrors them."""
+    """Return pixels (h, w, c) upright, as a view: 5 to 8 swap the axes, and the others mirror them."""
     if orientation >= 5:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -328,10 +331,10 @@ def _orient(pixels: Array, orientation: int) -> Array:
 
 @contextmanager
 def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file; where it cannot be opened or read on, the error names the path."""
+    """Open a file; errors of opening and reading name the path."""
     try:
         if "\0" in os.fsdecode(path):
-            raise OSError("no path holds a null byte")
+            raise OSError("a path cannot contain a null byte")
         with open(path, "rb") as file:
             yield file
     except OSError as error:
@@ -339,15 +342,17 @@ def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def is_of(module: str, name: str, image: object) -> bool:
-    """Check whether image is a module.name, without importing the module: a caller who has one has imported it."""
+    """Return whether image is an instance of module.name, without importing the module."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(image, kind)
 
 
 def _from_torch(tensor: Tensor) -> Samples:
-    """Turn a tensor into an array, channels last, with the same memory."""
+    """Return a tensor as an array with channels last that shares its memory."""
     if tensor.device.type != "cpu" or str(tensor.layout) != "torch.strided":
-        raise InvalidInputError(f"image: got a tensor on {tensor.device}, {tensor.layout}, want it dense on the host")
+        raise InvalidInputError(
+            f"image: got a tensor on {tensor.device}, {tensor.layout}, want a dense tensor on the host"
+        )
     if str(tensor.dtype) != "torch.uint8":
         raise InvalidInputError(f"image: got a tensor of {tensor.dtype}, want torch.uint8")
     array = _checked(tensor.numpy(), (np.uint8,), channels_last=False)
@@ -366,9 +371,9 @@ def _checked(array: Array, dtypes: tuple[type[np.generic], ...], *, channels_las
 
 
 def samples(image: Image) -> Samples:
-    """Read the samples of a Pillow image: uint16 of 16-bit gray, RGBA where some may be transparent, else RGB."""
+    """Return the samples of a Pillow image: uint16 for 16-bit gray, RGBA if it may have transparency, otherwise RGB."""
     if image.mode.startswith("I;16"):
-        gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow itself would clip it to 255
+        gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow would clip it to 255
         key = image.info.get("transparency")
         if key is None:
             return gray
@@ -376,7 +381,7 @@ def samples(image: Image) -> Samples:
     if image.mode in ("I", "F"):
         raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
     mode = "RGBA" if image.has_transparency_data else "RGB"
-    image.load()  # which may change the size, as of icons
+    image.load()  # may change the size, for example of icons
     array = np.empty((image.height, image.width, len(mode)), np.uint8)
     for rows in _strips(image.height, image.width):
         whole = rows.stop - rows.start == image.height
@@ -386,10 +391,10 @@ def samples(image: Image) -> Samples:
 
 
 def to_rgb(array: Samples, background: tuple[int, ...]) -> Pixels:
-    """Turn samples into RGB pixels (h, w, 3): rounded to 8 bits, over the background by alpha, gray repeated.
+    """Convert samples to RGB pixels (h, w, 3): round to 8 bits, blend alpha with the background, repeat gray.
 
     Returns:
-        A new array, or a view where nothing is to be computed.
+        A new array, or a view if nothing needs computing.
     """
     height, width, channels = array.shape
     if array.dtype == np.uint8 and channels != 4:
@@ -408,14 +413,14 @@ def to_rgb(array: Samples, background: tuple[int, ...]) -> Pixels:
 
 
 def _strips(height: int, width: int) -> Iterator[slice]:
-    """Yield the rows of an image in strips, so that temporaries stay in the cache."""
+    """Yield the rows of an image in strips, so that temporary arrays stay in the cache."""
     step = max(1, _STRIP_PIXELS // width)
     return (slice(top, min(top + step, height)) for top in range(0, height, step))
 
 
 @cache
 def pillow() -> ModuleType:
-    """Import PIL.Image, with the plugins of all formats that are read."""
+    """Import PIL.Image with the plugins of all supported formats."""
     with needed_for("images", extra="pillow"):
         from PIL import Image, WebPImagePlugin  # noqa: F401 (registers WebP; Pillow itself would import every format)
     return Image
@@ -432,24 +437,24 @@ def torchvision() -> tuple[ModuleType, ModuleType]:
 
 
 def decode_jpeg(data: bytes) -> Pixels:
-    """Decode a gray or RGB JPEG to pixels (h, w, 3) by torchvision, without EXIF orientation."""
+    """Decode a gray or RGB JPEG to pixels (h, w, 3) with torchvision, ignoring EXIF orientation."""
     torch, _ = torchvision()
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, as torch warns of read-only bytes
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, since torch warns about read-only bytes
     # The operator behind torchvision.io.decode_jpeg, which warns of its deprecation from 0.29 on; 3 is RGB.
     planes = torch.ops.image.decode_jpeg(encoded, 3, False)
-    pixels: Pixels = planes.permute(1, 2, 0).numpy()  # its strides are those of rows of RGB: no copy
+    pixels: Pixels = planes.permute(1, 2, 0).numpy()  # already stored as rows of RGB, so no copy
     return pixels
 
 
 def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
-    """Resize pixels (h, w, 3), bicubic with antialiasing; gives the same array where the size is right."""
+    """Resize pixels (h, w, 3), bicubic with antialiasing; return the same array if the size is right."""
     if pixels.shape[:2] == (height, width):
         return pixels
     if backend == "pillow":
         image = pillow().fromarray(np.ascontiguousarray(pixels))
         return np.asarray(image.resize((width, height), pillow().Resampling.BICUBIC))
     torch, functional = torchvision()
-    # torch refuses negative strides and warns of read-only memory.
+    # torch refuses negative strides and warns about read-only memory.
     tensor = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
     bicubic = functional.InterpolationMode.BICUBIC
     resized: Pixels = functional.resize(tensor, [height, width], bicubic, antialias=True).permute(1, 2, 0).numpy()
@@ -458,9 +463,9 @@ def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Turn errors of any decoder in this block into errors of mmpos.
+    """Convert errors of a decoder in this block to errors of mmpos.
 
-    Any exception is the file's fault: decoders raise OSError, SyntaxError, ValueError, struct.error and more over it.
+    Every exception means a damaged file: decoders raise OSError, SyntaxError, ValueError, struct.error and others.
     """
     try:
         yield
@@ -468,5 +473,5 @@ def guarded(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, pillow().DecompressionBombError | pillow().DecompressionBombWarning):
-            raise LimitExceededError(f"image: got a {what} over Pillow's own limit ({error})") from error
+            raise LimitExceededError(f"image: got a {what} above Pillow's own limit ({error})") from error
         raise InvalidInputError(f"image: got a truncated or corrupt {what}, want a whole one ({error})") from error

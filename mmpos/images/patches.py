@@ -1,4 +1,4 @@
-"""Cut pixels into patches and normalise them for a vision encoder: in C where it was built, or the same in numpy."""
+"""Cut pixels into patches and normalise them for a vision encoder, in C or, with the same result, in numpy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "va
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""Factors and summands of samples, one number per colour each."""
+"""Factors and summands of the normalisation, one number per colour each."""
 
 
 def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:
-    """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3); float32 by factors and summands if there are any.
+    """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3): uint8, or normalised float32.
 
-    One copy is made, straight from the pixels, whatever their strides.
+    The only copy is made straight from the pixels, whatever their strides.
     """
     height, width, channels = pixels.shape
     shape = (height * width // patch**2, patch, patch, channels)
@@ -48,7 +48,7 @@ def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, 
 
 
 def levels(scale: npt.NDArray[np.float32], shift: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Compute what each level of each colour becomes: (3, 256)."""
+    """Compute the normalised value of each level of each colour, (3, 256)."""
     return np.arange(256, dtype=np.float32) * scale[:, None] + shift[:, None]
 
 
@@ -61,17 +61,17 @@ def cut(
     frames: int,
     out: Array,
 ) -> bool:
-    """Fill out in C with patches, their levels looked up in the table; False where C does not take them."""
+    """Fill ``out`` with patches in C, with levels looked up in the table; return False if C cannot."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
 
 
 def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array, shift: Array) -> Array | Tensor:
-    """Normalise patches (n, patch, patch, 3) to (n, 3 * frames * patch * patch) float32, times scale plus shift.
+    """Normalise patches (n, patch, patch, 3) to float32 (n, 3 * frames * patch * patch), as x * scale + shift.
 
-    Torch tensors give torch tensors, and are worked on where they lie.
+    A torch tensor gives a torch tensor on the same device.
     """
-    loaded = sys.modules.get("torch")  # who has a tensor has imported it
+    loaded = sys.modules.get("torch")  # a caller with a tensor has imported it
     if not isinstance(patches, np.ndarray if loaded is None else (np.ndarray, loaded.Tensor)):
         raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
     if str(patches.dtype).removeprefix("torch.") != "uint8":
@@ -90,7 +90,7 @@ def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array,
 def values_of_pixels(
     pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
 ) -> npt.NDArray[np.float32]:
-    """Cut and normalise pixels (h, w, 3) into what pixel_values gives, with no patches in between."""
+    """Cut and normalise pixels (h, w, 3) as pixel_values does, without intermediate patches."""
     height, width, colours = pixels.shape
     values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
     if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
@@ -101,7 +101,7 @@ def values_of_pixels(
 def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
     count, side, _, colours = patches.shape
     values = np.empty((count, colours * frames * side * side), np.float32)
-    # Patches below one another are an image of one column.
+    # Patches stacked in one column form an image.
     if not cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(*normalise), frames, values):
         _in_numpy(patches, frames, normalise, values)
     return values
@@ -115,7 +115,7 @@ def _in_numpy(patches: Array, frames: int, normalise: Factors, out: npt.NDArray[
 
 
 def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:
-    """Normalise patches by torch, on the device of the tensor."""
+    """Normalise patches with torch, on the device of the tensor."""
     import torch
 
     factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))

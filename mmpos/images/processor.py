@@ -1,4 +1,4 @@
-"""ImageProcessor: from any image to the patches of a vision encoder and the grid they fill."""
+"""ImageProcessor: convert any image to the patches of a vision encoder and their grid."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ __all__ = ["ImageProcessor", "ProcessedImage"]
 
 Patches = TypeVar("Patches", Array, "Tensor")
 
-# Mean and standard deviation of the images that OpenAI's CLIP was trained on, which Qwen-VL and others took over.
+# Mean and standard deviation of the training images of OpenAI's CLIP, which Qwen-VL and others use.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
-    """An image as patches, as `ImageProcessor.process` gives it.
+    """Result of `ImageProcessor.process`.
 
     Args:
-        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller, or what `pixel_values`
-            gives; None of an ImageSize.
-        grid: the tokens after merging; patches are spatial_merge_size**2 times as many.
-        size: (height, width) in pixels after resizing; None where only the grid was given.
-        source_size: the size before resizing, after orientation; None where only the grid was given.
-        content_hash: SHA-256, in hex, of the file for paths and bytes, so that both agree; for pixels, of a header
-            (dtype and shape, channels last; for Pillow mode, size, orientation, palette, transparency) and the
-            pixels' bytes. Equal pixels from a file and from an array differ. None of an ImageSize.
+        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller, or the result of
+            `pixel_values`; None for an ImageSize.
+        grid: grid of tokens after merging; each token has spatial_merge_size**2 patches.
+        size: (height, width) in pixels after resizing; None if only the grid is known.
+        source_size: size after orientation and before resizing; None if only the grid is known.
+        content_hash: SHA-256 in hex. For paths and bytes it is that of the file, so both agree. For pixels it covers a
+            header (dtype and shape with channels last; for Pillow images mode, size, orientation, palette and
+            transparency) and the bytes of the pixels, so equal pixels from a file and from an array have different
+            hashes. None for an ImageSize.
     """
 
     patches: Array | None
@@ -52,31 +53,32 @@ class ProcessedImage:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Decodes, resizes and cuts images; knows their grids from the size alone.
+    """Decode, resize and cut images into patches; compute their grids from the size alone.
 
     An image is a pathlib.Path or the bytes of a JPEG, PNG, WebP or GIF (first frame), a Pillow image, a numpy array
     (h, w) or (h, w, 1 | 3 | 4) of uint8 or uint16, a torch tensor (h, w) or (1 | 3 | 4, h, w) of uint8 on the host,
     or an `ImageSize`. EXIF orientation is applied to the first three.
 
     Args:
-        backend: "torchvision" (fast) or "pillow"; pixels differ by a few levels between them.
+        backend: "torchvision" (fast) or "pillow"; their pixels differ by a few levels.
         patch_size: side of a patch in pixels.
-        spatial_merge_size: patches on a side of the square that becomes one token.
-        min_pixels: what images of fewer pixels are scaled up to; one that is scaled down to max_pixels may end below.
-        max_pixels: most pixels after resizing.
-        max_tokens: most tokens after merging; None for no limit but max_pixels.
-        order: "raster" for patches row by row, "merged" for the patches of a token side by side, as Qwen-VL wants.
+        spatial_merge_size: side, in patches, of the square that becomes one token.
+        min_pixels: images with fewer pixels are scaled up to this number. An image scaled down to max_pixels may end
+            below it.
+        max_pixels: largest number of pixels after resizing.
+        max_tokens: largest number of tokens after merging; None for no limit but max_pixels.
+        order: "raster" for patches row by row; "merged" for the patches of each token in sequence, as in Qwen-VL.
         dtype: "uint8", or "float32" for (x / 255 - mean) / std.
-        mean: of red, green and blue, as parts of 1.
-        std: of red, green and blue, as parts of 1.
-        background: what shows through transparent pixels: red, green and blue, 0 to 255.
-        max_source_pixels: most pixels of an image before resizing; more is refused before memory is spent. Pillow has a
-            limit of its own for files: it warns beyond PIL.Image.MAX_IMAGE_PIXELS, and refuses from twice as many on.
-        max_aspect_ratio: most times that the long side may be as long as the short one, before resizing.
-        small_images: how a side shorter than a token grows to one: alone, as in "qwen-vl"; or with the other side by
-            one factor, rounded down in "glm-v" and to the nearest pixel in "paddleocr-vl".
-        scaled_decoding: whether a JPEG is decoded at a half, a quarter or an eighth of its size where that covers its
-            size after resizing: faster, and pixels differ by a few levels.
+        mean: mean of red, green and blue, 0 to 1.
+        std: standard deviation of red, green and blue, 0 to 1.
+        background: colour behind transparent pixels: red, green and blue, 0 to 255.
+        max_source_pixels: largest number of pixels before resizing; larger images are refused before memory is used.
+            Pillow has its own limit for files: it warns above PIL.Image.MAX_IMAGE_PIXELS and refuses twice as many.
+        max_aspect_ratio: largest ratio of the long side to the short side before resizing.
+        small_images: how a side shorter than a token is enlarged: alone in "qwen-vl"; together with the other side in
+            "glm-v", rounded down, and in "paddleocr-vl", rounded to the nearest pixel.
+        scaled_decoding: whether to decode a JPEG at a half, a quarter or an eighth of its size if that covers its size
+            after resizing. This is faster, and pixels differ by a few levels.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -128,10 +130,10 @@ class ImageProcessor:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Compute the size of an image after resizing, from its size alone.
 
-        Both sides are the nearest multiples of patch_size * spatial_merge_size; where that leaves the range from
-        min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to the inside of it. This is
-        ``smart_resize`` of Qwen-VL in Transformers, but where that leaves the maximum, or no row: the maximum holds
-        here, and a side is one token at least.
+        Both sides become the nearest multiples of patch_size * spatial_merge_size. If the result is outside the range
+        from min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to stay inside. This is
+        ``smart_resize`` of Qwen-VL in Transformers, except that the maximum always holds and a side always has at least
+        one token.
 
         Args:
             height: rows of pixels.
@@ -141,15 +143,15 @@ class ImageProcessor:
             (height, width) in pixels.
 
         Raises:
-            InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
+            InvalidInputError: a side is below 1, or the aspect ratio is above max_aspect_ratio.
         """
         return self._in_pixels(self.grid(height, width))
 
     def grid(self, height: int, width: int) -> Grid:
-        """Compute the grid of tokens, after merging, of an image of this size: no pixel is needed.
+        """Compute the grid of tokens after merging from the size of an image.
 
         Source: ``smart_resize`` of Qwen2-VL, GLM-4V and PaddleOCR-VL in Transformers, operation by operation, so that
-        floats round alike. Only sizes that it leaves over the maximum, or without a row, are others.
+        floats round in the same way. Results differ only if the original exceeds the maximum or gives no row.
 
         Args:
             height: rows of pixels.
@@ -159,7 +161,7 @@ class ImageProcessor:
             The grid of `process` for any image of this size.
 
         Raises:
-            InvalidInputError: a side is below 1, or one is over max_aspect_ratio times the other.
+            InvalidInputError: a side is below 1, or the aspect ratio is above max_aspect_ratio.
         """
         factor = self.patch_size * self.spatial_merge_size
         source = ImageSize(height, width)
@@ -177,11 +179,11 @@ class ImageProcessor:
         if rows * columns * area > max_pixels:
             scale = math.sqrt(height * width / max_pixels)
             rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
-        most = max_pixels // area  # for the one row of an image so thin that it has rounded to none
+        most = max_pixels // area  # for a thin image whose only row was rounded to none
         return Grid(min(max(1, rows), most), min(max(1, columns), most))
 
     def _enlarged(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Scale both sides of an image that has one shorter than a token, where small_images says so."""
+        """Scale both sides of an image with a side shorter than a token, unless small_images is "qwen-vl"."""
         if min(height, width) >= factor or self.small_images == "qwen-vl":
             return height, width
         if self.small_images == "glm-v":
@@ -194,7 +196,7 @@ class ImageProcessor:
         return height, width
 
     def inspect(self, image: object) -> ImageSize:
-        """Read the size of an image after EXIF orientation from its header: no pixel is decoded.
+        """Read the size of an image, after EXIF orientation, from its header without decoding pixels.
 
         Args:
             image: any image, see the class.
@@ -203,8 +205,9 @@ class ImageProcessor:
             Its height and width in pixels.
 
         Raises:
-            InvalidInputError: not an image, not readable, without pixels, or too thin.
-            LimitExceededError: more than max_source_pixels, or a file of very many segments, chunks or blocks.
+            InvalidInputError: the argument is not an image, or is unreadable, without pixels, or too thin.
+            LimitExceededError: the image has more than max_source_pixels, or its file too many segments, chunks or
+                blocks.
         """
         if isinstance(image, ImageSize):
             size = image
@@ -219,15 +222,16 @@ class ImageProcessor:
 
         Args:
             image: any image, see the class; it is not changed.
-            temporal_patch_size: frames in a patch; the patches are then what `pixel_values` makes of those of uint8,
-                without these on the way. None leaves them as they are.
+            temporal_patch_size: number of frames in a patch; the patches are then the result of `pixel_values`,
+                computed without an intermediate uint8 array. None returns plain patches.
 
         Returns:
-            New patches, and None for them of an `ImageSize`; the grid is `grid(*inspect(image))`.
+            New patches, or None in their place for an `ImageSize`; the grid is `grid(*inspect(image))`.
 
         Raises:
-            InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: as in `inspect`, or a JPEG of more than 100 scans.
+            InvalidInputError: the argument is not an image, or is unreadable, without pixels, too thin, truncated or
+                corrupt.
+            LimitExceededError: as in `inspect`, or a JPEG has more than 100 scans.
             ImportError: the backend is not installed.
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
@@ -245,43 +249,44 @@ class ImageProcessor:
         return ProcessedImage(patches, grid, fitted, size, content_hash)
 
     def pixels(self, image: object) -> npt.NDArray[np.uint8]:
-        """Decode an image to its upright pixels (h, w, 3), with the limits of `process` and the size that it has.
+        """Decode an image to upright pixels (h, w, 3) without resizing, with the limits of `process`.
 
         Args:
             image: any image but an `ImageSize`, see the class; it is not changed.
 
         Raises:
-            InvalidInputError: not an image, not readable, without pixels, too thin, truncated or corrupt.
-            LimitExceededError: as in `inspect`, or a JPEG of more than 100 scans.
+            InvalidInputError: the argument is not an image, or is unreadable, without pixels, too thin, truncated or
+                corrupt.
+            LimitExceededError: as in `inspect`, or a JPEG has more than 100 scans.
         """
         return to_rgb(self._read(image)[0], self.background)
 
     def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
-        """Normalise patches for vision encoders of Transformers; with order="merged", equal to its Qwen-VL processors.
+        """Normalise patches for vision encoders of Transformers; with order="merged" as its Qwen-VL processors do.
 
         Args:
-            patches: (n, patch_size, patch_size, 3) uint8, a numpy array or a torch tensor on any device: a byte per
-                value is less to move than four times temporal_patch_size of them.
-            temporal_patch_size: frames in a patch; the image is repeated that many times.
+            patches: (n, patch_size, patch_size, 3) uint8, a numpy array, or a torch tensor on any device. Moving
+                uint8 patches to a device takes 1 / (4 * temporal_patch_size) of the bytes of the result.
+            temporal_patch_size: number of frames in a patch; the image is repeated for each.
 
         Returns:
-            New (n, 3 * temporal_patch_size * patch_size**2) float32, of the same library and device: for each
-            colour, for each frame, (x / 255 - mean) / std row by row.
+            New float32 (n, 3 * temporal_patch_size * patch_size**2) in the same library and on the same device:
+            (x / 255 - mean) / std by colour, then by frame, then row by row.
 
         Raises:
-            InvalidInputError: patches have another type or shape.
+            InvalidInputError: patches have the wrong type or shape.
         """
         frames = integer("temporal_patch_size", temporal_patch_size, minimum=1)
         return cast(Patches, pixel_values(patches, self.patch_size, frames, *self._factors))
 
     @property
     def _factors(self) -> Factors:
-        """(x / 255 - mean) / std as one factor and one summand."""
+        """(x / 255 - mean) / std as a factor and a summand per colour."""
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
     def _read(self, image: object, scaled: bool = False) -> tuple[Array, ImageSize, Grid, str]:
-        """Read the upright samples of an image, its size, grid and content hash; what decoded it is freed."""
+        """Return the upright samples, size, grid and content hash of an image, and free its decoder."""
         with open_source(image) as source:
             size = source.size
             grid = self._admitted_grid(size)
@@ -289,20 +294,20 @@ class ImageProcessor:
             return samples, size, grid, content_hash
 
     def _admitted_grid(self, size: ImageSize) -> Grid:
-        """Compute the grid of an image, and refuse the size of one that may not be decoded."""
+        """Compute the grid of an image; raise an error if it is too large to decode."""
         if size.height * size.width > self.max_source_pixels:
             got = f"{size.height} x {size.width} = {size.height * size.width} pixels"
             raise LimitExceededError(f"image: got {got}, want <= {self.max_source_pixels} (max_source_pixels)")
         return self.grid(size.height, size.width)
 
     def _in_pixels(self, grid: Grid) -> tuple[int, int]:
-        """Compute the height and width in pixels of an image that fills a grid."""
+        """Compute the height and width in pixels of a grid."""
         factor = self.patch_size * self.spatial_merge_size
         return grid.height * factor, grid.width * factor
 
 
 def _three(name: str, values: object, *, above: float = -math.inf) -> list[Real]:
-    """Check three finite numbers, one per colour."""
+    """Check that values are three finite numbers, one per colour."""
     numbers = list(values) if isinstance(values, Iterable) else []
     reals = [number for number in numbers if isinstance(number, Real) and above < float(number) < math.inf]
     if not len(numbers) == len(reals) == 3:

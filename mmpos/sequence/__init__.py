@@ -1,4 +1,4 @@
-"""Text, images and videos as one sequence of tokens, with its segments and patches."""
+"""Build a sequence of tokens, with segments and patches, from text, images and videos."""
 
 from mmpos.sequence.builder import InterleavedSequence, Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import ByteTokenizer

@@ -1,4 +1,4 @@
-"""SequenceBuilder, which turns interleaved parts into input_ids with [IMG] patches [/IMG], segments and positions."""
+"""SequenceBuilder: turn interleaved parts into input_ids with [IMG] patches [/IMG], segments and positions."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ MAX_CUTS = 10_000
 """Maximum number of markers that a text may spell and the tokenizer would recognise."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
-"""Types of images that any thread may read: files and arrays."""
+"""Image types that any thread may read: files and arrays."""
 
 
 class MarkerIds(NamedTuple):
-    """Ids of Markers; None for absent ones."""
+    """Ids of Markers; None for an absent marker."""
 
     begin: int | None
     end: int | None
@@ -82,13 +82,13 @@ class MarkerIds(NamedTuple):
         return Placeholders(self.patch, self.video, self.audio, rows)
 
     def around(self, segment: Grid | Audio | Clip) -> tuple[int, int]:
-        """Count the markers before and after a segment; a clip includes its own."""
+        """Count the markers before and after a segment; the segment of a clip already includes its markers."""
         if isinstance(segment, Clip):
             return 0, 0
         return self.audio_margins if isinstance(segment, Audio) else self.margins
 
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
-        """Write the tokens of a segment with its markers; in a clip, audio tokens are still written as patches."""
+        """Return the token ids of a segment with its markers; audio tokens of a clip have the patch id for now."""
         if isinstance(segment, Audio):
             assert self.audio is not None, "checked with the part"
             return _between(self.audio_begin, self.audio, segment.length, self.audio_end)
@@ -115,8 +115,8 @@ class MarkerIds(NamedTuple):
 
         Args:
             input_ids: (tokens,), changed in place.
-            image_spans: (images, 2) first token of each image's patches and one past the last, separators included.
-            separators: (separators,) the tokens that end rows.
+            image_spans: (images, 2) first patch token of each image and one past the last, row separators included.
+            separators: (separators,) indices of the row separators.
         """
         for token_id, tokens in (
             (self.begin, image_spans[:, 0] - 1),
@@ -149,9 +149,9 @@ class Markers:
     Args:
         begin: token before the patches of an image, or None.
         end: token after the patches of an image and after its last row marker, or None.
-        patch: token for each patch in input_ids; its embedding goes there.
-        row: token after the patches of every row, for models that generate patch by patch or read rows of any length;
-            None where rows follow each other. With it every image has row separators.
+        patch: token for each patch in input_ids, to be replaced by its embedding.
+        row: token after the patches of every row, for models that generate patch by patch or read rows of any length.
+            If set, every image has row separators; None for no separators.
         last_row: token after the last row instead of row; None uses row.
         video: token for each patch of a Clip and of a Grid with several frames; None uses patch.
         audio: token for each audio token; None if the builder does not support audio.
@@ -173,7 +173,7 @@ class Markers:
         """Look up the id of each marker.
 
         Raises:
-            InvalidInputError: a name is not one token of the tokenizer, or two markers share an id.
+            InvalidInputError: a name is not a single token of the tokenizer, or two markers share an id.
         """
         if self.last_row is not None and self.row is None:
             raise InvalidInputError("markers.last_row requires markers.row")
@@ -193,20 +193,21 @@ class Markers:
             return None
         token_id = tokenizer.token_to_id(marker) if isinstance(marker, str) else marker
         if token_id is None:
-            raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token that is one id of the tokenizer")
+            raise InvalidInputError(f"markers.{name}: got {marker!r}, want a token with a single id in the tokenizer")
         return integer(f"markers.{name}", token_id, minimum=0, maximum=INT32_MAX)
 
 
 @dataclass(frozen=True)
 class SequenceBuilder:
-    """Builder of sequences from parts: str, token ids, images of any kind that ImageProcessor accepts, Videos, audio.
+    """Builder of sequences from parts: str, token ids, images of any type that ImageProcessor accepts, Videos, audio.
 
-    A list, tuple or one-dimensional integer array is token ids; an ImageSize or a Grid is an image known only by its
-    size; a Video is its frames, each an image after its time in text; an Audio is a number of audio tokens, and a Clip
-    is a video merged with its audio in the order of the scheme, both of ``mmpos.segments``. Text that spells a marker
-    given by name stays text: where the tokenizer would make the marker of it, it is encoded in two pieces, cut inside
-    the marker. Every text part is encoded by itself, so a tokenizer that puts something before each text (a space, as
-    SentencePiece does) puts it before each part.
+    A list, tuple or one-dimensional integer array is token ids. An ImageSize or a Grid is an image of which only the
+    size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and Clip are classes
+    of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of the scheme.
+
+    Text that spells the name of a marker stays text: if the tokenizer would encode it as the marker, it is encoded in
+    two pieces, split inside the name. Every text part is encoded separately, so a tokenizer that adds something before
+    each text (SentencePiece adds a space) adds it before each part.
 
     >>> builder = SequenceBuilder()
     >>> builder.build(["a", Grid(1, 2), "b"]).input_ids.tolist()
@@ -215,9 +216,9 @@ class SequenceBuilder:
     Args:
         tokenizer: a tokenizers or transformers object, or anything with encode and decode.
         images: processor that turns images into patches; optional if every image is a Grid.
-        scheme: a name from mmpos.SCHEMES or a scheme object.
-        markers: the special tokens of images and audio; with Markers(row=…) every image has row separators.
-        start: id of the first token.
+        scheme: name from mmpos.SCHEMES, or a Scheme.
+        markers: special tokens of images and audio; with Markers(row=…) every image has row separators.
+        start: position id of the first token.
     """
 
     tokenizer: Any = field(default_factory=ByteTokenizer)
@@ -243,12 +244,12 @@ class SequenceBuilder:
         """Build the sequence of these parts, in order.
 
         Raises:
-            InvalidInputError: a part is of no known kind, or an image is broken; the message names
-                ``parts[i]``, of a Video ``parts[i].frames[k]``.
-            UnsupportedError: the scheme takes no row separators, frames or clips, and there are some; the builder has
-                no ImageProcessor or no Markers for a part; or a part is a Thumbnail or a Tile, into which no
-                ImageProcessor cuts a picture.
-            LimitExceededError: an image or an id is beyond its limit.
+            InvalidInputError: a part has an unknown type, or an image is damaged; the message names ``parts[i]``, or
+                ``parts[i].frames[k]`` for a Video.
+            UnsupportedError: the scheme does not define row separators, frames or clips that the parts contain; the
+                builder lacks an ImageProcessor or Markers for a part; or a part is a Thumbnail or a Tile, which no
+                ImageProcessor makes.
+            LimitExceededError: an image or an id exceeds its limit.
         """
         return self._build(parts, {})
 
@@ -259,12 +260,12 @@ class SequenceBuilder:
 
         Args:
             documents: parts of each document.
-            threads: number of threads that decode files and arrays, at most one per image; None is one per core, 1 the
-                calling thread, which encodes texts meanwhile. It also handles Pillow images, which threads must not
-                share.
+            threads: number of threads that decode files and arrays, at most one per image; None for one per core, 1 for
+                the calling thread only. The calling thread encodes texts meanwhile, and decodes Pillow images, which
+                threads must not share.
 
         Raises:
-            MmposError: as ``build``, of the first document that has a fault; the message names
+            MmposError: as in ``build``, for the first document with an error; the message names
                 ``documents[d].parts[i]``.
         """
         if not isinstance(documents, list | tuple):
@@ -279,7 +280,7 @@ class SequenceBuilder:
         ]
         ahead: list[dict[int, Future[ProcessedImage]]] = [{} for _ in documents]
         with ThreadPoolExecutor(most, "mmpos-images") as pool:
-            # Pools accept no work after the main thread has ended.
+            # A pool accepts no work after the main thread has ended.
             if self.images is not None and min(most, len(images)) > 1 and threading.main_thread().is_alive():
                 for d, n, image in images:
                     ahead[d][n] = pool.submit(self.images.process, image)
@@ -310,7 +311,7 @@ class SequenceBuilder:
                     contents.add(part)
                 else:
                     assert self.images is not None
-                    with naming(name):  # popped, so that patches are held once
+                    with naming(name):  # pop, so that patches are not held twice
                         image = ahead.pop(n).result() if n in ahead else self.images.process(part)
                     contents.add(image.grid, image)
         return contents.sequence(self.scheme, self.start)
@@ -329,11 +330,11 @@ class SequenceBuilder:
         """Check that the builder has the ImageProcessor and the Markers that a kind of part needs.
 
         Args:
-            name: of the part, in errors.
-            part: of a document.
+            name: name of the part, for errors.
+            part: part of a document.
 
         Raises:
-            UnsupportedError: it lacks one.
+            UnsupportedError: one is missing.
         """
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
@@ -373,11 +374,11 @@ class SequenceBuilder:
         markers = (getattr(self.markers, field.name) for field in fields(self.markers))
         names = [marker for marker in markers if isinstance(marker, str)]
         done = 0
-        # Searched at every character, since occurrences may overlap.
+        # Search at every character, since occurrences may overlap.
         matches = re.finditer("(?=" + "|".join(map(re.escape, names)) + ")", text) if names else ()
         for count, match in enumerate(matches):
             if count == MAX_CUTS:
-                raise LimitExceededError(f"{name}: got a text that spells markers over {MAX_CUTS} times, want fewer")
+                raise LimitExceededError(f"{name}: got text that spells markers more than {MAX_CUTS} times, want fewer")
             yield text[done : match.start() + 1]
             done = match.start() + 1
         if done < len(text):
@@ -385,7 +386,7 @@ class SequenceBuilder:
 
 
 def is_ids(part: object) -> bool:
-    """Return whether a part is token ids."""
+    """Return whether a part consists of token ids."""
     return isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview))
 
 
@@ -403,18 +404,18 @@ class InterleavedSequence:
     """Text, images and audio as one sequence of tokens for a model.
 
     Args:
-        input_ids: (tokens,) int64; patches and tokens of audio are the ids of their markers.
+        input_ids: (tokens,) int64; patches and audio tokens have the ids of their markers.
         token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches, 3 for audio.
         segments: segment table of the sequence, one document.
         positions: position table of the sequence.
-        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None when
-            the images are known only by size.
-        grid_thw: (images, 3) int64 frames, height, width after merging; a clip is an image here.
-        image_spans: (images, 2) int64 first token of each image's patches and one past the last, row separators
-            included, the one after the last row too; of a clip what is between the markers of its video.
-        image_hashes: content hash of each image; None where only the size is known.
-        part_offsets: (parts + 1,) int64 first token of each part, an image's markers included, then the total; a
-            Video is one part.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None if only their sizes
+            are known.
+        grid_thw: (images, 3) int64 frames, height, width after merging; a clip counts as an image.
+        image_spans: (images, 2) int64 first patch token of each image and one past the last, including all row
+            separators; for a clip, the tokens between the markers of its video.
+        image_hashes: content hash of each image; None if only its size is known.
+        part_offsets: (parts + 1,) int64 first token of each part, markers included, then the number of tokens; a Video
+            is one part.
         image_margins: number of markers before and after the patches of each image in image_spans.
         audio_margins: number of markers before and after the tokens of each run in audio_spans.
     """
@@ -433,7 +434,7 @@ class InterleavedSequence:
 
     @property
     def audio_spans(self) -> IntArray:
-        """(audios, 2) int64 first token of each run of audio and one past the last, those in clips not counted."""
+        """(audios, 2) int64 first token of each run of audio and one past the last, without the audio of clips."""
         (audio,) = (self.segments.kind == AUDIO).nonzero()
         lengths = self.segments.lengths
         stops = lengths.cumsum()
@@ -441,14 +442,14 @@ class InterleavedSequence:
 
     @property
     def marked_spans(self) -> IntArray:
-        """(images + audios, 2) int64 first token of each image or audio, ascending, and one past, markers included.
+        """(images + audios, 2) int64 first token of each image or run of audio and one past the last, markers included.
 
-        A thumbnail and its tiles are one image here, up to the last token that belongs to them.
+        The spans are in ascending order. A thumbnail and its tiles are one image, up to their last token.
         """
         before, after = self.image_margins
         images = self.image_spans + np.array([-before, after])
         kind = self.segments.kind
-        if kind.max(initial=0) < AUDIO:  # fast path, since packers call this often
+        if kind.max(initial=0) < AUDIO:  # fast path: packers call this often
             return images
         lengths = self.segments.lengths
         stops = lengths.cumsum()
@@ -468,7 +469,7 @@ class InterleavedSequence:
             (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()
             if index.size:
                 return f"{name} {index[0]}"
-        raise AssertionError("every marked span is of an image or of audio")
+        raise AssertionError("every marked span belongs to an image or to audio")
 
     def block_keys(
         self,
@@ -479,18 +480,18 @@ class InterleavedSequence:
         salt: str | bytes = b"",
         known: Sequence[bytes] = (),
     ) -> list[bytes]:
-        """Hash a key for each full block of tokens, to share keys and values by; see ``mmpos.block_keys``.
+        """Compute a key for each full block of tokens, for sharing cached keys and values; see ``mmpos.block_keys``.
 
         Args:
-            block_size: tokens of a block.
-            generated: token ids after those of the sequence.
-            audio_hashes: of the content of each run of audio, which comes without; those in clips not counted.
-            salt: tells caches apart that must not share blocks: of models, adapters or tenants.
+            block_size: tokens per block.
+            generated: token ids that follow the sequence.
+            audio_hashes: hash of the content of each run of audio outside clips.
+            salt: separates caches that must not share blocks, for example of models, adapters or tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:
-            InvalidInputError: an image is known only by its size, as every clip is; or other numbers of audio_hashes.
-            UnsupportedError: tokens were generated, and the scheme has no next position.
+            InvalidInputError: an image has no content hash, as every clip, or the number of audio_hashes is wrong.
+            UnsupportedError: there are generated tokens, but the scheme has no next position.
         """
         if None in self.image_hashes:
             i = self.image_hashes.index(None)
@@ -532,11 +533,11 @@ class _Contents:
 
     Args:
         markers: ids of the tokens around and inside images and audio.
-        pieces: every plain part, text as token ids, the rest as its segment.
-        parts: first piece of each part, of which a Video is one.
-        document: text, with markers, grids, audio and clips.
-        images: those of grids and clips, in order; None where only the size is known.
-        text: tokens since the last grid, audio or clip.
+        pieces: plain parts, text as token ids and all others as segments.
+        parts: index of the first piece of each part; a Video is one part.
+        document: segments: text including markers, grids, audio and clips.
+        images: images of the grids and clips, in order; None if only the size is known.
+        text: number of text tokens since the last grid, audio or clip.
     """
 
     markers: MarkerIds
@@ -547,7 +548,7 @@ class _Contents:
     text: int = 0
 
     def add(self, piece: IntArray | Grid | Audio | Clip, image: ProcessedImage | None = None) -> None:
-        """Add text as token ids, or a segment, of an image that may be known."""
+        """Add token ids of text, or a segment with its image if that is known."""
         if isinstance(piece, np.ndarray):
             self.pieces.append(piece)
             self.text += piece.size
@@ -569,7 +570,7 @@ class _Contents:
         segments = SegmentTable.from_documents([document])
         patches = join_patches("parts", self.images)
         positions, markers = place(segments, scheme, start), self.markers
-        # Only after the limit checks, since the arrays may not fit into memory.
+        # After the limit checks, since the arrays might not fit into memory.
         pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
         input_ids, offsets = np.concatenate(pieces), [0, *accumulate(piece.size for piece in pieces)]
         spans, grids = [], []
@@ -578,11 +579,11 @@ class _Contents:
                 before, after = (1, 1) if isinstance(piece, Clip) else markers.margins
                 spans.append((begin + before, stop - after))
                 grids.append((piece.frames, piece.height, piece.width))
-        if CLIP in segments.kind:  # whose scheme knows how patches and audio take turns
+        if CLIP in segments.kind:  # the scheme defines how patches and audio alternate
             assert markers.audio is not None, "checked with the clip"
             types = positions.token_types(segments)
             input_ids[types == AUDIO_TOKEN] = markers.audio
-        else:  # texts hold none of these ids
+        else:  # text contains none of these ids
             types = (input_ids == markers.patch).view(np.uint8)
             if markers.video is not None:
                 types[input_ids == markers.video] = PATCH
@@ -607,12 +608,12 @@ def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | 
     """Concatenate the patches of images, without a copy for a single image; return None if only sizes are known.
 
     Args:
-        name: of the images, for errors.
-        images: all with pixels, or all without; None is one without.
+        name: name of the images, for errors.
+        images: images, all with pixels or all without; None is an image without pixels.
     """
     pixels = [image.patches for image in images if image is not None and image.patches is not None]
     if pixels and len(pixels) < len(images):
-        raise InvalidInputError(f"{name}: got images with and without pixels, want all of one sort")
+        raise InvalidInputError(f"{name}: got images with and without pixels, want all with or all without")
     if len(pixels) == 1:
         return pixels[0]
     return np.concatenate(pixels) if pixels else None

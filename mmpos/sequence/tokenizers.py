@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface, and a byte-level one that needs no vocabulary."""
+"""A small common interface for tokenizers, and a byte-level tokenizer without a vocabulary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ByteTokenizer", "Tokenizer", "adapt"]
 
 
 class _Codec(Protocol):
-    """The methods that every tokenizer has."""
+    """Methods of every tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode the text alone: nothing added in front or behind."""
+        """Encode the text without adding special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text."""
@@ -30,7 +30,7 @@ class Tokenizer(_Codec, Protocol):
     """The methods of a tokenizer that SequenceBuilder calls."""
 
     def token_to_id(self, token: str) -> int | None:
-        """Look up the id of a special token; None if there is none."""
+        """Return the id of a special token, or None if the tokenizer has no such token."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ByteTokenizer:
     [195, 169]
 
     Args:
-        special_tokens: their names; the first has id 256.
+        special_tokens: names of the special tokens, with ids from 256.
     """
 
     special_tokens: tuple[str, ...] = ("[IMG]", "[/IMG]", "[PATCH]")
@@ -51,11 +51,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_array(self, text: str) -> IntArray:
-        """Encode the text to its bytes as an array, without an object for each."""
+        """Encode the text to its bytes as an array, without creating Python integers."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text; special tokens by their names, broken UTF-8 as replacement characters."""
+        """Decode ids to text: special tokens to their names, invalid UTF-8 to replacement characters."""
         pieces = bytearray()
         for token in ids:
             token = integer("ids", token, minimum=0, maximum=255 + len(self.special_tokens))
@@ -63,24 +63,24 @@ class ByteTokenizer:
         return pieces.decode(errors="replace")
 
     def token_to_id(self, token: str) -> int | None:
-        """Look up a special token: 256 and its index."""
+        """Return the id of a special token, 256 plus its index, or None."""
         return 256 + self.special_tokens.index(token) if token in self.special_tokens else None
 
 
 @dataclass(frozen=True)
 class _HuggingFaceAdapter:
-    """A tokenizer of either library of Hugging Face.
+    """A tokenizer of the tokenizers or transformers library.
 
-    A tokenizer may be set to cut or to pad whatever it encodes: by its tokenizer.json, by its owner, or by the last
-    call of its owner (of transformers). The texts of a sequence stay whole: while the tokenizer is set so, they are
-    encoded by a copy without, taken when it is first needed, and the owner's tokenizer stays as it is.
+    Its tokenizer.json, its owner, or (in transformers) the last call of its owner may enable truncation or padding.
+    Texts of a sequence must stay whole: while either is enabled, a copy without both encodes them. The copy is made
+    when first needed, and the owner's tokenizer is not changed.
     """
 
     inner: Any
 
     @property
     def _whole(self) -> Any:
-        """Get the tokenizer that encodes: the caller's, unless it cuts or pads."""
+        """The caller's tokenizer, or the copy if the caller's truncates or pads."""
         backend = _backend(self.inner)
         settings = (getattr(backend, name, None) for name in ("truncation", "padding"))
         return self.inner if all(setting is None for setting in settings) else self._copy
@@ -89,9 +89,9 @@ class _HuggingFaceAdapter:
     def _copy(self) -> Any:
         try:
             own = copy.deepcopy(self.inner)
-        except Exception as error:  # the extension's plain Exception, of steps written in Python
-            want = "one without (no_truncation(), no_padding()), or one that can be copied"
-            raise InvalidInputError(f"tokenizer: got one with truncation or padding, want {want} ({error})") from error
+        except Exception as error:  # a plain Exception of the extension, for components written in Python
+            want = "neither (no_truncation(), no_padding()), or a tokenizer that can be copied"
+            raise InvalidInputError(f"tokenizer: got truncation or padding, want {want} ({error})") from error
         _backend(own).no_truncation()
         _backend(own).no_padding()
         return own
@@ -125,14 +125,14 @@ class _TransformersAdapter(_HuggingFaceAdapter):
 
     def token_to_id(self, token: str) -> int | None:
         token_id: int | None = self.inner.convert_tokens_to_ids(token)
-        # Unknown names come back as the id of the unknown token.
+        # The library returns the id of the unknown token for unknown names.
         known = token_id is not None and self.inner.convert_ids_to_tokens(token_id) == token
         return token_id if known else None
 
 
 @dataclass(frozen=True)
 class _PlainAdapter:
-    """Any object with encode and decode; a special token is a text that encodes to one id."""
+    """Any object with encode and decode; text that encodes to a single id is a special token."""
 
     inner: _Codec
 
@@ -148,15 +148,15 @@ class _PlainAdapter:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Get the tokenizer of tokenizers inside a fast one of transformers, which cuts and pads."""
+    """Return the tokenizer that truncates and pads: that of the tokenizers library in a fast one of transformers."""
     return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 
 def adapt(tokenizer: Any) -> Tokenizer:
-    """Adapt a tokenizers or transformers object, or anything with encode and decode, to the interface.
+    """Adapt a tokenizers or transformers object, or any object with encode and decode, to the interface.
 
     Raises:
-        InvalidInputError: the object has no encode and decode.
+        InvalidInputError: the object lacks encode or decode.
     """
     if isinstance(tokenizer, ByteTokenizer | _TokenizersAdapter | _TransformersAdapter | _PlainAdapter):
         return tokenizer

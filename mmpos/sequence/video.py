@@ -1,4 +1,4 @@
-"""Video: frames with times, and the plain parts that it becomes: timestamp, frame, timestamp, frame and so on."""
+"""Video: frames with times, expanded to the plain parts timestamp, frame, timestamp, frame and so on."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ __all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "plain_parts", "refuse_cro
 
 
 QWEN3_VL = "<{seconds:.1f} seconds>"
-"""Format of Qwen3-VL for the time of a frame."""
+"""Timestamp format of Qwen3-VL."""
 
 Timestamp = str | Callable[[Fraction], str]
-"""A format whose one field is seconds, or a callable from seconds to text."""
+"""A format with the single field seconds, or a function from seconds to text."""
 
 _SPEC = re.compile(r"0?\d{0,2}\.(\d{1,2})f", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Video:
-    """Frames and their times: each is an image of its own, with its time as text before it.
+    """A part for SequenceBuilder: frames with times, each an image preceded by its time as text.
 
-    A part for SequenceBuilder. What comes after a frame changes no id before it, under every scheme. There is one
-    grid per frame: models that merge frames in pairs (temporal_patch_size=2) get one frame per pair, at the mean
-    of its two times, from a caller who merges them.
+    Under every scheme, the ids before a frame do not depend on later frames. Each frame has its own grid. For models
+    that merge frames in pairs (temporal_patch_size=2), merge them first and pass one frame per pair, at the mean of its
+    two times.
 
     >>> Video([Grid(2, 3), Grid(2, 3)], seconds_per_frame=0.5).timestamps
     ('<0.0 seconds>', '<0.5 seconds>')
 
     Args:
-        frames: images of any sort that the ImageProcessor takes, or Grids of one frame; or one array of (frames,
-            height, width, channels), or tensor of (frames, channels, height, width).
-        times: seconds of each frame from the beginning, at least 0 and never decreasing: Fractions, integers, or
-            floats, which are taken as the nearest fraction with a denominator up to 1,000,000.
-        seconds_per_frame: instead of times: frame k is at k · seconds_per_frame, exactly.
-        timestamp: the text before a frame: a format with the field seconds, rounded from the exact time with halves to
-            even, or a callable from a Fraction to text. The default is that of Qwen3-VL.
+        frames: images of any type that ImageProcessor accepts, or Grids of one frame; or one array (frames, height,
+            width, channels) or tensor (frames, channels, height, width).
+        times: time of each frame in seconds, at least 0 and never decreasing. A float becomes the nearest fraction with
+            a denominator up to 1,000,000.
+        seconds_per_frame: interval instead of times: frame k is exactly at k · seconds_per_frame.
+        timestamp: text before a frame: a format with the field seconds, rounded from the exact time with halves to
+            even, or a function from a Fraction to text. The default is the format of Qwen3-VL.
 
     Raises:
-        InvalidInputError: no frames, one that is no image, or times that do not fit them; the message names
+        InvalidInputError: there are no frames, a frame is not an image, or the times do not fit; the message names
             ``Video.frames[k]`` or ``Video.times[k]``.
     """
 
@@ -78,11 +78,11 @@ class Video:
 
 
 class Plain(NamedTuple):
-    """A part that is no video.
+    """A part after videos are expanded.
 
     Args:
-        part_index: of the part that it is, or is of, among those that build takes.
-        name: for errors.
+        part_index: index of the original part in the argument of build.
+        name: name for errors.
         part: text, token ids, audio, a clip or an image.
     """
 
@@ -92,7 +92,7 @@ class Plain(NamedTuple):
 
 
 def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
-    """Yield the parts one by one, every video as text, image, text, image …."""
+    """Yield the parts, with every video expanded to text, image, text, image and so on."""
     for i, part in enumerate(parts):
         if not isinstance(part, Video):
             yield Plain(i, f"parts[{i}]", part)
@@ -103,7 +103,7 @@ def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
 
 
 def refuse_crop(name: str, part: object) -> None:
-    """Raise for a thumbnail or a tile, which no builder makes: none cuts pictures as their models do."""
+    """Raise an error for a thumbnail or a tile: no builder cuts pictures as the models with tiles do."""
     if isinstance(part, Thumbnail | Tile):
         raise UnsupportedError(
             f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
@@ -120,7 +120,7 @@ def _frames(frames: object) -> tuple[object, ...]:
         raise InvalidInputError(f"Video.frames: got {type(frames).__name__}, want a list of images")
     images = tuple(frames)
     if not images:
-        raise InvalidInputError("Video.frames: got none, want at least one")
+        raise InvalidInputError("Video.frames: got no frames, want at least one")
     for k, frame in enumerate(images):
         flat = not isinstance(frame, memoryview) and getattr(frame, "ndim", 2) < 2
         if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip | Thumbnail | Tile):
@@ -142,29 +142,29 @@ def _times(times: Any, count: int) -> tuple[Fraction, ...]:
         exact = fraction(f"Video.times[{k}]", time)
         if exact < 0:
             raise InvalidInputError(f"Video.times[{k}]: got {written(time)}, want >= 0")
-        if exact > INT32_MAX:  # 68 years: a number of something else
+        if exact > INT32_MAX:  # 68 years: the number must have another meaning
             raise LimitExceededError(f"Video.times[{k}]: got {written(time)}, want <= {INT32_MAX} seconds")
         if seconds and exact < seconds[-1]:
             got, before = written(time), written(seconds[-1])
-            raise InvalidInputError(f"Video.times[{k}]: got {got}, want >= {before}, that of the frame before")
+            raise InvalidInputError(f"Video.times[{k}]: got {got}, want >= {before}, the time of the previous frame")
         seconds.append(exact)
     return tuple(seconds)
 
 
 def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tuple[str, ...]:
-    """Write each time as text.
+    """Format each time as text.
 
     >>> timestamps("timestamp", "<{seconds:.1f} seconds>", [Fraction(1, 3), Fraction(5, 4)])
     ('<0.3 seconds>', '<1.2 seconds>')
 
     Args:
-        name: of the timestamp, for errors.
-        timestamp: a format such as "<{seconds:.1f} seconds>", "{seconds:05.2f} s" or "", or a callable. The digits of
-            a format are those of the rational itself, halves rounded to even; no binary float is on the way.
+        name: name of the timestamp, for errors.
+        timestamp: format such as "<{seconds:.1f} seconds>", "{seconds:05.2f} s" or "", or a function. The digits are
+            rounded directly from the exact rational, halves to even.
         times: exact seconds.
 
     Raises:
-        InvalidInputError: a format with other fields or other than a number of decimals; a callable that gives no text.
+        InvalidInputError: a format has another field or another format type, or the function does not return text.
     """
     write = _format(name, timestamp) if isinstance(timestamp, str) else timestamp
     if not callable(write):
@@ -172,12 +172,12 @@ def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tu
     texts = tuple(write(time) for time in times)
     for text in texts:
         if not isinstance(text, str):
-            raise InvalidInputError(f"{name}: got a callable that gives {text!r}, want text")
+            raise InvalidInputError(f"{name}: got a callable that returns {text!r}, want text")
     return texts
 
 
 def _format(name: str, template: str) -> Callable[[Fraction], str]:
-    """Check a format and make the function that applies it."""
+    """Check a format and return the function that applies it."""
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as error:

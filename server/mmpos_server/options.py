@@ -34,10 +34,10 @@ def serve(**flags: Any) -> None:
     if options.otel:
         # Report a missing package once instead of once per worker.
         import_module("mmpos_server.tracing")
-    if options.workers == 1:
-        serve_here(options)
-    else:
-        supervise(options)
+    if options.workers > 1:
+        supervise(options)  # then as any program: multiprocessing removes its folder
+        return
+    serve_here(options)
     leave()
 
 

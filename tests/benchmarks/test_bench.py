@@ -16,6 +16,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.legend import Legend
 from record import QUOTING, filled_in
 from rich.console import Console
 from typer.testing import CliRunner
@@ -25,6 +27,7 @@ from mmpos.__main__ import main
 from mmpos.cli import app
 from mmpos.support.checks import IntArray
 from mmpos_bench.command import print_report
+from mmpos_bench.figure import WIDTH, plot_report
 from mmpos_bench.machine import Machine, stamp
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed, from_json, to_json, to_markdown
@@ -209,11 +212,12 @@ def test_a_suite_runs_only_what_is_asked_and_says_what_it_does() -> None:
         run("nonsense")
 
 
-def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
-    figures = tmp_path / "found.json"
+def test_the_command_prints_tables_and_writes_json_and_a_figure(tmp_path: Path) -> None:
+    figures, figure = tmp_path / "figures.json", tmp_path / "figure.pdf"
     asked = ["bench", "positions", "--quick", "--only", "int32: d"]
-    done = CliRunner().invoke(app, [*asked, "--json", str(figures)], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*asked, "--json", str(figures), "--plot", str(figure)], catch_exceptions=False)
     assert done.exit_code == 0
+    assert figure.read_bytes().startswith(b"%PDF")
     (report,) = from_json(figures.read_text())
     assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
     lines = done.stdout.splitlines()
@@ -249,8 +253,32 @@ def test_an_interrupted_command_writes_the_cases_that_were_done(
 
 def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
-    with pytest.raises(InvalidInputError, match="--json: got '/no/such/x', want a file in a folder"):
-        CliRunner().invoke(app, ["bench", "positions", "--json", "/no/such/x"], catch_exceptions=False)
+    for option in ("--json", "--plot"):
+        with pytest.raises(
+            InvalidInputError, match=f"{option}: got '/no/such/x.pdf', want a file in an existing folder"
+        ):
+            CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.pdf"], catch_exceptions=False)
+    with pytest.raises(InvalidInputError, match=r"--plot: got 'x\.txt', want a file ending"):
+        CliRunner().invoke(app, ["bench", "positions", "--plot", "x.txt"], catch_exceptions=False)
+
+
+def test_a_figure_is_one_column_wide_and_shows_every_time_but_those_of_parts() -> None:
+    figure = plot_report(REPORT)
+    assert figure.get_size_inches()[0] == WIDTH
+    panels = figure.get_axes()
+    assert [axes.get_title(loc="left") for axes in panels] == ["ids", "others"]
+    drawn = {}
+    for bars in panels[0].containers:
+        assert isinstance(bars, ErrorbarContainer)
+        line, _, (spread,) = bars.lines
+        drawn[bars.get_label()] = [*np.asarray(line.get_xdata()), *spread.get_segments()[0][:, 0]]
+    assert drawn.keys() == {"fill", "mmpos", "loop"}
+    assert drawn["mmpos"] == pytest.approx([3e-6, 1.5e-6, 6e-6])
+    assert [text.get_text() for text in panels[0].texts] == ["a: one"]
+    texts = [text for legend in figure.findobj(Legend) for text in legend.get_texts()]
+    assert {text.get_fontsize() for text in texts} == {6}
+    with pytest.raises(InvalidInputError, match="report: got no measurement"):
+        plot_report(replace(REPORT, measurements=()))
 
 
 def test_less_than_the_limit_is_put_in_words() -> None:

@@ -16,7 +16,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Literal
 
 import pyarrow as pa
 import pytest
@@ -342,23 +342,43 @@ def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, 
         shards([str(folder / "c.tar"), str(folder / "none.tar")])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
-    kind: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["local", "ray"])
+def engine(
+    request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Literal["local", "ray"]]:
+    """Each engine, with workers that can use the server of S3."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
         monkeypatch.setenv(name, value)
-    make_bucket(server, f"corpus-{kind}")
-    data = (_small_tar if kind == "tar" else _small_table)(20_000)
+    if request.param == "local":
+        yield "local"
+        return
+    ray = pytest.importorskip("ray")
+    ray.shutdown()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield "ray"
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
+    kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
+) -> None:
+    bucket, records = f"corpus-{kind}-{engine}", 4_000
+    make_bucket(server, bucket)
+    data = (_small_tar if kind == "tar" else _small_table)(records)
     builder = SequenceBuilder(images=ImageProcessor(max_tokens=4))
     outputs = {}
-    for folder in (store_path("folder", tmp_path), store_path("folder", f"s3://corpus-{kind}")):
+    here = store_path("folder", tmp_path)
+    there = store_path("folder", f"s3://{bucket}")
+    engines: dict[StorePath, Literal["local", "ray"]] = {here: "local", there: engine}
+    for folder, by in engines.items():
         (folder / f"corpus.{kind}").write_bytes(data)
-        summary = write_sequences(
-            shards(str(folder / f"corpus.{kind}")), folder / "ready", Preprocess(Pairs(), builder), on_error="skip"
-        )
-        assert (summary.counts.documents, summary.counts.skipped) == (19_800, 200)
+        readers, preprocess = shards(str(folder / f"corpus.{kind}")), Preprocess(Pairs(), builder)
+        summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=by)
+        assert (summary.counts.documents, summary.counts.skipped) == (99 * records // 100, records // 100)
         files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
         rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
         lines = [
@@ -367,12 +387,11 @@ def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
             if name.endswith("jsonl")
             for line in file.splitlines()
         ]
-        assert [line["index"] for line in lines] == list(range(7, 20_000, 100))
+        assert [line["index"] for line in lines] == list(range(7, records, 100))
         assert all("image" in line["error"] for line in lines)
         reasons = [line["error"].replace(str(folder), "") for line in lines]
         outputs[folder] = {name: table.replace_schema_metadata() for name, table in rows.items()}, reasons
-    here, there = outputs.values()
-    assert here == there
+    assert outputs[here] == outputs[there]
 
 
 def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:

@@ -136,7 +136,7 @@ def test_gradients_through_rotations_are_turned_back(name: str, dtype: torch.dty
     random, positions = np.random.default_rng(0), np.array([5, 900, -7])
     heads = encoding.shape[0] if len(encoding.shape) == 2 else 1
     q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, heads, 12))).to(dtype) for _ in range(3))
-    turned = block(encoding, positions, dtype).encoding.turn(q.requires_grad_(), k.requires_grad_())
+    turned = block(encoding, positions, dtype).encoding.rotate(q.requires_grad_(), k.requires_grad_())
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x[0].reshape(3, *encoding.shape)
@@ -208,7 +208,7 @@ def test_a_rotation_of_ones_own_is_turned_as_by_apply_rotary(dtype: torch.dtype)
     assert Scaled().rotary.attention_factor > 1.1
     expected = apply_rotary(q.float(), None, torch.from_numpy(positions), Scaled().rotary)[0]
     assert_within(Scaled().rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
-    turned, _ = block(Scaled(), positions, dtype).encoding.turn(q[None].to(dtype), q[None].to(dtype))
+    turned, _ = block(Scaled(), positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
     assert_within(turned[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
 
 

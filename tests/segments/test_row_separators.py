@@ -231,7 +231,7 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
     [
         (Markers(last_row=258), r"markers\.last_row requires markers\.row"),
         (Markers(begin=256, end=None, patch=256), r"markers: got ids 256 and 256, want 2 different ids"),
-        (Markers(patch=None), r"markers\.patch: got None, want a token that is one id of the tokenizer"),  # type: ignore[arg-type]
+        (Markers(patch=None), r"markers\.patch: got None, want a token with a single id in the tokenizer"),  # type: ignore[arg-type]
     ],
 )
 def test_markers_that_do_not_fit_each_other_are_refused(markers: Markers, message: str) -> None:

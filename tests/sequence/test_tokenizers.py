@@ -128,7 +128,7 @@ def test_a_limited_tokenizer_that_cannot_be_copied_is_refused() -> None:
     tokenizer = adapt(inner)
     assert tokenizer.encode("an old dog") == [0, 1, 2]
     inner.enable_truncation(2)
-    with pytest.raises(InvalidInputError, match=r"^tokenizer: got one with truncation or padding, want one without"):
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got truncation or padding, want neither"):
         tokenizer.encode("an old dog")
 
 

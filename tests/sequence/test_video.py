@@ -154,7 +154,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: Video([GRID], times=[0], seconds_per_frame=1),
         "Video: want either times or seconds_per_frame, got both",
     ),
-    (lambda: Video([], times=[]), "Video.frames: got none, want at least one"),
+    (lambda: Video([], times=[]), "Video.frames: got no frames, want at least one"),
     (lambda: Video(b"photo", times=[0]), "Video.frames: got bytes, want a list of images"),
     (lambda: Video(GRID, times=[0]), "Video.frames: got Grid, want a list of images"),  # type: ignore[arg-type]
     (
@@ -177,7 +177,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Video([GRID], times=3), "Video.times: got 3, want a list of seconds"),  # type: ignore[arg-type]
     (
         lambda: Video([GRID] * 3, times=[0, 2.5, 2]),
-        "Video.times[2]: got 2, want >= 5/2, that of the frame before",
+        "Video.times[2]: got 2, want >= 5/2, the time of the previous frame",
     ),
     (lambda: Video([GRID], times=[-0.5]), "Video.times[0]: got -0.5, want >= 0"),
     (lambda: Video([GRID], times=[None]), "Video.times[0]: got None, want a number of seconds"),  # type: ignore[list-item]
@@ -210,7 +210,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Video([GRID], times=[0], timestamp=float),  # type: ignore[arg-type]
-        "Video.timestamp: got a callable that gives 0.0, want text",
+        "Video.timestamp: got a callable that returns 0.0, want text",
     ),
 ]
 

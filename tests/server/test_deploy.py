@@ -239,7 +239,7 @@ def test_the_proxy_refuses_calls_of_an_address_that_asks_too_much_but_no_probe(s
         try:
             for _ in range(40):
                 assert client.place(segments).num_tokens == 3
-            with pytest.raises(ServiceOverloadedError, match="got more calls of one address than it takes"):
+            with pytest.raises(ServiceOverloadedError, match="too many calls from one address"):
                 all(client.place(segments) for _ in range(40))
             assert client.healthy()
         finally:

@@ -163,7 +163,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ),
         (
             "[profiles.a.markers]\nbegin = '<img>'\n",
-            "profiles.a.markers.begin: got '<img>', want a token that is one id of the tokenizer",
+            "profiles.a.markers.begin: got '<img>', want a token with a single id in the tokenizer",
         ),
         (
             "[profiles.a.images]\nbackend = 'opencv'\n",

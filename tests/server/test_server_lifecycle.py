@@ -247,8 +247,12 @@ def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: St
     assert refused("--port", port, "--workers", "2") == said
 
 
-def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refused: Refused) -> None:
-    metrics = free_port()
+def test_workers_share_a_port_and_one_that_dies_is_replaced(
+    start: Start, refused: Refused, tmp_path: Path, torchless: dict[str, str]
+) -> None:
+    metrics, temporary = free_port(), tmp_path / "t"
+    temporary.mkdir()
+    torchless["TMPDIR"] = str(temporary)
     server = start("--workers", "2", "--metrics-port", str(metrics))
     assert refused("--port", server.port).startswith(f"port: {server.port} is in use")
     workers = server.workers
@@ -275,6 +279,7 @@ def test_workers_share_a_port_and_one_that_dies_is_replaced(start: Start, refuse
     died = [line for line in lines if line["event"] == "worker died"]
     assert [(line["exit_code"], line["level"]) for line in died] == [(-9, "error")]
     assert sum(line["event"] == "stopped" for line in lines) == 2
+    assert list(temporary.iterdir()) == []
 
 
 IMPATIENT = """

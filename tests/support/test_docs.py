@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
 ADDRESS = "localhost:50051"
-LONG = {"compare.md", "data-engines.md"}  # made by `make tables`, or about to be split
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -137,7 +136,7 @@ def test_the_site_leads_to_every_page_and_pages_are_short_and_link_to_each_other
     pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")}
     assert sorted(_leaves(site["nav"])) == sorted(pages)
     for page in folder.rglob("*.md"):
-        assert page.stat().st_size <= 12 * 1024 or page.name in LONG, page.name
+        assert page.stat().st_size <= 12 * 1024, page.name
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert folder in (page.parent / link).resolve().parents, (page.name, link)
 

@@ -33,17 +33,21 @@ _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
 _MARKERS = "osD^vPX"
 
 
-def picture_path(path: str | PathLike[str] | None) -> Path | None:
+def picture_path(path: str | PathLike[str] | None, name: str = "path") -> Path | None:
     """Check the path of a plot; None writes no file.
+
+    Args:
+        path: the path.
+        name: name of the argument, for errors.
 
     Raises:
         InvalidInputError: the path is a URL, or its suffix is not .png, .svg or .pdf.
     """
     if path is None:
         return None
-    target = local_path("path", path)
+    target = local_path(name, path)
     if target.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidInputError(f"path: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
+        raise InvalidInputError(f"{name}: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     return target
 
 

@@ -1,10 +1,10 @@
-/* Whether arrays are those of a placed table, as mmpos/positions/table_rows.py says it, which words what is wrong. */
+/* Check the arrays of a placed table. mmpos/positions/table_rows.py has the same checks, with error messages. */
 
 #include <math.h>
 
 #include "table.h"
 
-/* Whether a segment that ends before this token is sound, and its ids are surely within int32. */
+/* Return whether a segment that ends before token `end` is valid and its ids are certain to be within int32. */
 static int segment_is_sound(const Matrix *table, int64_t s, int64_t end, int fractional) {
     int64_t length = end - entry(table, OFFSET, s), skip = entry(table, SKIP, s), height = entry(table, HEIGHT, s),
             width = entry(table, WIDTH, s), denominator = entry(table, DENOMINATOR, s);
@@ -40,7 +40,7 @@ static int document_is_sound(const Matrix *table, const Matrix *documents, int64
                                    fabs((double)delta) <= MAX_NUMERATOR;
 }
 
-/* placed(table, documents, tokens, fractional) -> bool, whether these are surely the arrays of a placed table. */
+/* placed(table, documents, tokens, fractional) -> bool: True if these are certainly the arrays of a placed table. */
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix table, documents;
@@ -49,7 +49,7 @@ PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count)
         return NULL;
     }
     int64_t tokens = PyLong_AsLongLong(args[2]);
-    if (tokens == -1 && PyErr_Occurred()) { /* beyond int64 */
+    if (tokens == -1 && PyErr_Occurred()) { /* outside int64 */
         PyErr_Clear();
     }
     buffers.count = 0;

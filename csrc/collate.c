@@ -1,4 +1,4 @@
-/* Examples collated into the arrays of a batch, packed in one row or padded to rows of one length; and tables joined. */
+/* Collate examples into the arrays of a batch, packed in one row or padded to rows of equal length; join tables. */
 
 #include <stdlib.h>
 
@@ -6,7 +6,7 @@
 
 enum { PATCH = 1, AUDIO_TOKEN = 3, IGNORE_INDEX = -100 }; /* see mmpos/segments/kinds.py and mmpos/data/examples.py */
 
-/* Names of what is read: of an example, of its sequence, and of the positions there. */
+/* Names of the attributes to read: of an example, its sequence, and the positions of the sequence. */
 enum {
     SEQUENCE,
     LABELS,
@@ -24,7 +24,7 @@ enum {
     NAMES
 };
 
-/* A document, and its columns in the batch: from `first` on, padding included, its tokens from `start` on. */
+/* A document and its columns in the batch: from `first` with padding; its tokens begin at `start`. */
 typedef struct {
     Buffers buffers;
     Vector input_ids, labels;
@@ -33,24 +33,24 @@ typedef struct {
     int64_t tokens, first, start, stop;
 } Document;
 
-/* First tokens of runs, and one past the last of each. */
+/* First token of each run and one past its last. */
 typedef struct {
     int64_t *edges;
     int64_t count, room;
 } Runs;
 
-/* The examples, how they are laid out, and how large the arrays are. */
+/* The examples, their layout, and the sizes of the arrays. */
 typedef struct {
     Document *documents;
     int64_t count, tokens, segments, images;
-    int64_t rest; /* padding behind the last document, which is one more */
+    int64_t rest; /* padding after the last document, which counts as a document */
     int64_t pad_token_id;
     Runs patches, audio;
-    PyObject *scheme;                      /* of the first */
-    int alike, fractional, pixels, padded; /* alike: one scheme for all */
+    PyObject *scheme;                      /* of the first example */
+    int alike, fractional, pixels, padded; /* alike: all have one scheme */
 } Batch;
 
-/* The arrays that are made, in order; their buffers are held until all is written. */
+/* The arrays of the result, in order; their buffers are held until all are filled. */
 enum { COLUMNS, HEADER, IDS, TRAINED, TEXT_IDS, CU_SEQLENS, MASK, THW, IMAGES, FEATURES, AUDIOS, HEARD, ARRAYS };
 
 typedef struct {
@@ -59,7 +59,7 @@ typedef struct {
     char *data[ARRAYS];
 } Arrays;
 
-/* Make room for as many documents as the batch has, which are not there for want of memory. */
+/* Allocate the documents of the batch; NULL if memory runs out. */
 static void new_documents(Batch *batch) {
     batch->documents = malloc((size_t)batch->count * sizeof *batch->documents);
     for (int64_t i = 0; batch->documents != NULL && i < batch->count; i++) {
@@ -83,7 +83,7 @@ static PyObject *attribute(PyObject *object, PyObject *name) {
 static int take_ids(Document *document, PyObject *owner, PyObject *name, Vector *vector) {
     PyObject *value = attribute(owner, name);
     int fits = value != NULL && take_vector(&document->buffers, value, 'q', 0, vector);
-    Py_XDECREF(value); /* the buffer holds it */
+    Py_XDECREF(value); /* the buffer holds a reference */
     return fits;
 }
 
@@ -102,7 +102,7 @@ static int take_types(Document *document, PyObject *sequence, PyObject *name) {
     return buffer != NULL && buffer->len == document->tokens;
 }
 
-/* Whether images begin one after another inside of the document. */
+/* Return whether the images begin in ascending order within the document. */
 static int ascend(const Matrix *spans, int64_t tokens) {
     if (spans->rows > tokens) {
         return 0;
@@ -115,7 +115,7 @@ static int ascend(const Matrix *spans, int64_t tokens) {
     return 1;
 }
 
-/* Take the arrays of a table, and its tokens, which are at least as many as its segments; names: of the three. */
+/* Read the arrays of a table and its number of tokens, at least its number of segments; names: of these three. */
 static int take_table(Document *document, PyObject *positions, PyObject *const *names, int64_t *tokens) {
     const Matrix *table = &document->table;
     PyObject *count = attribute(positions, names[2]);
@@ -127,7 +127,7 @@ static int take_table(Document *document, PyObject *positions, PyObject *const *
            within(table->columns, 0, *tokens) && within(table->rows, AXES + 4, AXES + 4 * MAX_AXES);
 }
 
-/* Take the positions of one document. */
+/* Read the positions of one document. */
 static int take_positions(Document *document, PyObject *positions, PyObject *const *names) {
     const Matrix *header = &document->header;
     int64_t tokens;
@@ -136,7 +136,7 @@ static int take_positions(Document *document, PyObject *positions, PyObject *con
            entry(header, FIRST_TOKEN, 0) == 0;
 }
 
-/* Look whether positions are of the scheme of those before, and whether they are fractions. */
+/* Check that the scheme of positions is that of the previous ones, and whether they are fractional. */
 static int take_scheme(Batch *batch, PyObject *positions, PyObject *const *names) {
     PyObject *scheme = attribute(positions, names[SCHEME]), *fractional = attribute(positions, names[FRACTIONAL]);
     int fits = scheme != NULL && PyUnicode_Check(scheme) && fractional != NULL && PyBool_Check(fractional);
@@ -170,7 +170,7 @@ static int take_document(Batch *batch, Document *document, PyObject *example, Py
     return fits;
 }
 
-/* Take the examples of a list; 0 if one does not fit the others. */
+/* Read the examples of a list; return 0 if one does not match the others. */
 static int take_documents(Batch *batch, PyObject *examples, PyObject *const *names) {
     for (int64_t i = 0; i < batch->count; i++) {
         PyObject *example = PySequence_GetItem(examples, i);
@@ -185,7 +185,7 @@ static int take_documents(Batch *batch, PyObject *examples, PyObject *const *nam
     return 1;
 }
 
-/* Say where documents stand; 0 if they do not fit the length, or all tokens not int32. */
+/* Lay out the documents; return 0 if one exceeds the length, or the number of tokens int32. */
 static int lay_out(Batch *batch, int64_t multiple, int64_t length, int left) {
     int64_t longest = 0;
     for (int64_t i = 0; i < batch->count; i++) {
@@ -196,7 +196,7 @@ static int lay_out(Batch *batch, int64_t multiple, int64_t length, int left) {
         int64_t tokens = document->tokens, least = batch->padded ? longest : tokens;
         int64_t room = batch->padded && length ? length : (least + multiple - 1) / multiple * multiple;
         document->first = batch->tokens;
-        document->stop = batch->tokens + room; /* at most 2**31 and twice that */
+        document->stop = batch->tokens + room; /* at most 3 * 2**31 */
         document->start = left ? document->stop - tokens : document->first;
         batch->tokens = document->stop;
         batch->segments += document->table.columns + (room > tokens);
@@ -212,7 +212,7 @@ static int lay_out(Batch *batch, int64_t multiple, int64_t length, int left) {
     return batch->rest >= 0;
 }
 
-/* Add a run, or go on with the last one, if it ends here and the two may join; 0 for want of memory. */
+/* Add a run, or extend the last one if it ends here and may join; return 0 if memory runs out. */
 static int add_run(Runs *runs, int64_t first, int64_t stop, int joins) {
     if (joins && runs->count > 0 && runs->edges[2 * runs->count - 1] == first) {
         runs->edges[2 * runs->count - 1] = stop;
@@ -233,7 +233,7 @@ static int add_run(Runs *runs, int64_t first, int64_t stop, int joins) {
     return 1;
 }
 
-/* Add tokens i to stop of a document, which are patches, cut where images begin. */
+/* Add tokens i to stop of a document, all patches, as runs split where images begin. */
 static int add_patches(Batch *batch, const Document *document, int64_t i, int64_t stop, int64_t *image) {
     const Matrix *spans = &document->spans;
     for (int64_t next; i < stop; i = next) {
@@ -243,13 +243,13 @@ static int add_patches(Batch *batch, const Document *document, int64_t i, int64_
         }
         next = *image < spans->rows && entry(spans, *image, 0) < stop ? entry(spans, *image, 0) : stop;
         if (next <= i || !add_run(&batch->patches, document->start + i, document->start + next, !begins)) {
-            return 0; /* the first where another thread writes into the spans */
+            return 0; /* next <= i only if another thread writes into the spans */
         }
     }
     return 1;
 }
 
-/* Find the runs of patches and of audio; 0 for want of memory. */
+/* Find the runs of patches and of audio; return 0 if memory runs out. */
 static int find_runs(Batch *batch) {
     for (const Document *document = batch->documents; document < batch->documents + batch->count; document++) {
         const uint8_t *types = document->types;
@@ -291,7 +291,7 @@ static int make(Arrays *arrays, int which, PyObject *dtype, int64_t rows, int64_
     return buffer != NULL && buffer->len == (rows < 0 ? 1 : rows) * columns * buffer->itemsize;
 }
 
-/* Make all arrays of a batch; 0 with an exception for want of memory. */
+/* Create all arrays of a batch; return 0 with an exception if memory runs out. */
 static int make_arrays(Arrays *arrays, const Batch *batch) {
     PyObject *int64 = arrays->int64;
     int64_t rows = batch->padded ? batch->count : -1,
@@ -324,7 +324,7 @@ static void copy(char *out, int64_t at, const char *values, int64_t stride, int6
     }
 }
 
-/* Number the tokens of a document, padding behind it included; 0 stands before it. */
+/* Number the tokens of a document and the padding after it; padding before it has 0. */
 static void number(char *text_ids, int64_t first, int64_t start, int64_t stop) {
     int32_t *out = (int32_t *)(void *)text_ids;
     memset(out + first, 0, (size_t)(start - first) * 4);
@@ -343,8 +343,8 @@ static void put_padding(const Matrix *columns, int64_t at, int64_t token, int64_
     put_text(columns, at, count, 0, 0);
 }
 
-/* Write the columns of a table from `at` on, with padding around them, and those of its documents from `d` on; what
- * follows the former. */
+/* Write the columns of a table from column `at`, with padding around them, and those of its documents from `d`; return
+ * the column after the last. */
 static int64_t put_positions(const Matrix *columns, const Matrix *header, int64_t at, int64_t d,
                              const Document *document) {
     const Matrix *table = &document->table, *own = &document->header;
@@ -372,14 +372,14 @@ static int64_t put_positions(const Matrix *columns, const Matrix *header, int64_
     return at;
 }
 
-/* Write the tokens of a document, and padding around them. */
+/* Write the tokens of a document and the padding around them. */
 static void put_tokens(Arrays *arrays, const Batch *batch, const Document *document) {
     int64_t first = document->first, start = document->start, end = start + document->tokens, stop = document->stop;
     char *ids = arrays->data[IDS], *labels = arrays->data[TRAINED], *mask = arrays->data[MASK];
     fill(ids, first, start, batch->pad_token_id);
     copy(ids, start, document->input_ids.data, document->input_ids.stride, document->tokens);
     fill(ids, end, stop, batch->pad_token_id);
-    fill(labels, first, start + 1, IGNORE_INDEX); /* nothing predicts the first token */
+    fill(labels, first, start + 1, IGNORE_INDEX); /* no token predicts the first one */
     copy(labels, start + 1, document->labels.data + document->labels.stride, document->labels.stride,
          document->tokens - 1);
     fill(labels, end, stop, IGNORE_INDEX);
@@ -417,7 +417,7 @@ static void put_all(Arrays *arrays, const Batch *batch) {
                  document->grid_thw.column_stride, 3);
         }
     }
-    if (batch->rest) { /* goes on as the first document does */
+    if (batch->rest) { /* continues the numbering of the first document */
         int64_t first = batch->tokens - batch->rest;
         cu_seqlens[batch->count] = (int32_t)first;
         put_padding(&columns, at, first, batch->rest);
@@ -434,7 +434,7 @@ static void put_all(Arrays *arrays, const Batch *batch) {
     put_runs(&batch->audio, arrays->data[AUDIOS], arrays->data[HEARD]);
 }
 
-/* Take the arguments that lay the documents out; 0 if they are not what they should be. */
+/* Read the arguments of the layout; return 0 if one is wrong. */
 static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     for (int i = 0; i < 3; i++) {
         numbers[i] = args[i] == Py_None ? 0 : PyLong_CheckExact(args[i]) ? PyLong_AsLongLong(args[i]) : -1;
@@ -444,7 +444,7 @@ static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     return numbers[0] > 0 && numbers[0] <= INT32_MAX && numbers[1] >= 0 && numbers[1] <= INT32_MAX && numbers[2] >= 0;
 }
 
-/* Tokens of every document if all have as many, else 0. */
+/* Return the number of tokens per document if all have the same, else 0. */
 static int64_t row_length(const Batch *batch) {
     int64_t length = batch->documents[0].stop;
     for (int64_t i = 1; i < batch->count; i++) {
@@ -487,11 +487,11 @@ static PyObject *collated(Batch *batch, Arrays *arrays) {
     return result;
 }
 
-/* collate(examples, names, makers, multiple_of, length, pad_token_id, side) -> arrays, two facts, or None.
+/* collate(examples, names, makers, multiple_of, length, pad_token_id, side) -> (arrays, two booleans) or None.
  *
- * examples: a list; names: of what is read off them; makers: empty, int64 and int32 of numpy; length: or None; side: of
- * padding in rows of one length, "right" or "left", or None for one row. The arrays are those of `_Arrays` in
- * mmpos/data/collate.py; those of the mask and of audio are None where there are none. */
+ * examples: list; names: attributes to read; makers: empty, int64 and int32 of numpy; length: int or None; side: side
+ * of the padding in rows of equal length, "right" or "left", or None for a single row. The arrays are those of
+ * `_Arrays` in mmpos/data/collate.py; the arrays of the mask and of audio are None if the batch has neither. */
 PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *names[NAMES], *result = NULL;
     Batch batch = {0};
@@ -529,7 +529,7 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
     return answer(&arrays.buffers, result);
 }
 
-/* Take tables of a class, each behind those before it; how many documents they hold, or -1 if one does not fit. */
+/* Read tables of a class, one after another; return their number of documents, or -1 if one does not match. */
 static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyObject *const *names) {
     int64_t headers = 0;
     for (int64_t i = 0; i < batch->count; i++) {
@@ -552,9 +552,9 @@ static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyOb
     return headers;
 }
 
-/* concatenate(tables, class, names) -> (table, documents, tokens) as bytearrays, or None.
+/* concatenate(tables, class, names) -> (bytearray of the table, bytearray of its documents, tokens), or None.
  *
- * tables: a list of placed tables, which are of this class; names: of their table, documents and tokens. */
+ * tables: list of placed tables of this class; names: attributes with their table, documents and tokens. */
 PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *names[3], *result = NULL;
     Batch batch = {0};

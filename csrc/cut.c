@@ -1,26 +1,26 @@
-/* Tables that are cut from another: its tokens in ranges, and text or padding beside them, in one pass over the
- * segments that these touch. mmpos/positions/table_rows.py does the same segment by segment. */
+/* Cut a table from another: ranges of its tokens, with text or padding around them, in one pass over the segments of
+ * the ranges. mmpos/positions/table_rows.py does the same segment by segment. */
 
 #include "table.h"
 
-enum { LAYOUT_CONTIGUOUS = 1, LAYOUT_SEQUENCE = 2 }; /* bits of the index of a layout */
+enum { LAYOUT_CONTIGUOUS = 1, LAYOUT_SEQUENCE = 2 }; /* bits of a layout index */
 
-/* What is asked of every document or range: a number for each, or one for all, whose count is -1. */
+/* An argument: a number per document or range, or one number for all, with a size of -1. */
 typedef struct {
-    Vector vector; /* without data where nothing was said */
+    Vector vector; /* no data if the argument is None */
     int64_t one;
-    PyObject *room; /* what holds the numbers of a list */
+    PyObject *room; /* owner of the numbers of a list */
 } Numbers;
 
 typedef struct {
-    Matrix table, documents; /* what is cut */
-    Matrix cut, header;      /* the result; without data while its segments are counted */
+    Matrix table, documents; /* source */
+    Matrix cut, header;      /* result; no data while segments are counted */
     int64_t tokens, segments, length,
-        opened;   /* of what is cut: tokens; of the result so far: segments, tokens, documents */
-    int64_t near; /* the segment that was found last */
+        opened;   /* tokens of the source; segments, tokens and documents of the result so far */
+    int64_t near; /* segment found last */
 } Cut;
 
-/* The last segment that begins up to this token; looked for from the one before on, as ranges mostly ascend. */
+/* Return the last segment that begins at or before a token, searched from the previous result: most ranges ascend. */
 static int64_t segment_at(Cut *cut, int64_t token) {
     int64_t low = cut->near, step = 1, count = cut->table.columns;
     if (entry(&cut->table, OFFSET, low) > token) {
@@ -57,7 +57,7 @@ static void copy_columns(Cut *cut, int64_t first, int64_t count) {
     }
 }
 
-/* Put tokens start to stop of the table; 0 if it does not have them. */
+/* Append tokens start to stop of the source; return 0 if it does not have them. */
 static int put_range(Cut *cut, int64_t start, int64_t stop) {
     if (start < 0 || stop < start || stop > cut->tokens || (start < stop && cut->table.columns == 0)) {
         return 0;
@@ -86,7 +86,7 @@ static int put_range(Cut *cut, int64_t start, int64_t stop) {
     return 1;
 }
 
-/* Put a run of text from an id on, or of padding, whose id and step are 0. */
+/* Append a run of text from an id, or of padding, whose id and step are 0. */
 static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
     if (tokens == 0) {
         return 1;
@@ -95,7 +95,7 @@ static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
         if (cut->segments >= cut->cut.columns) {
             return 0;
         }
-        const Matrix table = cut->cut; /* which no store into it may change, as a compiler sees */
+        const Matrix table = cut->cut; /* a local copy, so that stores cannot alias it */
         put_entry(&table, OFFSET, cut->segments, cut->length);
         put_entry(&table, SKIP, cut->segments, 0);
         put_text(&table, cut->segments, tokens, id, step);
@@ -105,7 +105,7 @@ static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
     return 1;
 }
 
-/* Begin the next document of the result, which goes on as this one of the table does. */
+/* Begin the next document of the result, with the next position of document d of the source. */
 static void open_document(Cut *cut, int64_t segment, int64_t token, int64_t d) {
     if (cut->header.data != NULL && cut->opened < cut->header.columns) {
         put_entry(&cut->header, FIRST_SEGMENT, cut->opened, segment);
@@ -122,7 +122,7 @@ static int64_t length_of_document(const Cut *cut, int64_t d) {
     return minus(stop, entry(documents, FIRST_TOKEN, d));
 }
 
-/* Put tokens start to stop in the documents in which they lie; 0 if one of these is before the last that has tokens. */
+/* Append tokens start to stop in their own documents; return 0 if one is before the last document with tokens. */
 static int put_across(Cut *cut, int64_t start, int64_t stop) {
     const Matrix *documents = &cut->documents;
     int64_t segments = cut->segments, length = cut->length;
@@ -137,7 +137,7 @@ static int put_across(Cut *cut, int64_t start, int64_t stop) {
         if (first >= stop) {
             break;
         }
-        /* The segment of the table that was put last is the last of the result: both are counted back from there. */
+        /* The source segment appended last is the last of the result, so both are counted back from it. */
         int64_t behind = minus(plus(cut->near, 1), entry(documents, FIRST_SEGMENT, cut->opened));
         open_document(cut, first > start ? minus(cut->segments, behind) : segments,
                       first > start ? minus(cut->length, stop - first) : length, cut->opened);
@@ -145,7 +145,7 @@ static int put_across(Cut *cut, int64_t start, int64_t stop) {
     return 1;
 }
 
-/* Put tokens from start on, counted from the first of a document, and behind its end text at its next position. */
+/* Append tokens from `start`, counted within a document, then text at its next position past its end. */
 static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
     if (d < 0 || d >= cut->documents.columns || start < 0 || tokens < 0 || tokens > INT32_MAX) {
         return 0;
@@ -180,7 +180,7 @@ static int put_padded(Cut *cut, int64_t d, int64_t length, int on_the_left) {
            put_run(cut, on_the_left ? 0 : length - known, 0, 0);
 }
 
-/* Put the block, or both, that a rank has of each document, or of all as one sequence. */
+/* Append the block, or two blocks, of a rank: of each document, or of all documents as one sequence. */
 static int put_shard(Cut *cut, int64_t rank, int64_t world_size, int64_t layout) {
     int64_t blocks = layout & LAYOUT_CONTIGUOUS || world_size == 1 ? 1 : 2, whole = layout & LAYOUT_SEQUENCE;
     if (world_size < 1 || world_size > INT32_MAX || rank < 0 || rank >= world_size) {
@@ -206,7 +206,7 @@ static int64_t number(const Numbers *numbers, int64_t i) {
     return item(&numbers->vector, numbers->vector.size < 0 ? 0 : i);
 }
 
-/* Put everything; without data in the result it is counted. */
+/* Append everything; only count it while the result has no data. */
 static int put_all(Cut *cut, int64_t rule, int64_t count, const Numbers *asked) {
     int fits = 1;
     cut->segments = cut->length = cut->opened = cut->near = 0;
@@ -242,7 +242,8 @@ static int read_int(PyObject *object, int64_t *value) {
     return fits;
 }
 
-/* Take an int, a list of ints, an int64 vector, or None; 0, with no exception but for want of memory, if it is none. */
+/* Read an int, a list of ints, an int64 vector or None; return 0 for anything else, with an exception only if memory
+ * runs out. */
 static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
     Py_ssize_t count = length_of(object);
     if (object == Py_None) {
@@ -263,7 +264,7 @@ static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
     numbers->vector.stride = 8;
     int fits = 1;
     for (Py_ssize_t i = 0; fits && i < count; i++) {
-        PyObject *each = PySequence_GetItem(object, i); /* held: another thread may change the list */
+        PyObject *each = PySequence_GetItem(object, i); /* own reference: another thread may change the list */
         int64_t value = 0;
         fits = read_int(each, &value);
         put(&numbers->vector, i, value);
@@ -272,21 +273,20 @@ static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
     return fits;
 }
 
-/* Whether there are as many numbers of each kind as the rule takes. */
+/* Return whether each argument has the number of values that the rule takes. */
 static int numbers_fit(int64_t rule, int64_t count, const Numbers *asked) {
-    static const int wanted[] = {2, 3, 3, 1, 2}; /* of each rule */
-    int each = rule == TAKE || rule == WINDOW;   /* and not one for all */
+    static const int wanted[] = {2, 3, 3, 1, 2}; /* arguments of each rule */
+    int each = rule == TAKE || rule == WINDOW;   /* one number for all is not allowed */
     int fits = rule >= TAKE && rule <= LENGTHEN && (count >= 0 || !each);
     for (int i = 0; fits && i < wanted[rule]; i++) {
         const Vector *vector = &asked[i].vector;
         fits = vector->data != NULL && (vector->size == count || (vector->size < 0 && !each));
-        fits =
-            fits && (vector->size >= 0 || within(asked[i].one, 0, INT32_MAX)); /* also where there are no documents */
+        fits = fits && (vector->size >= 0 || within(asked[i].one, 0, INT32_MAX)); /* also without documents */
     }
     return fits;
 }
 
-/* Make the arrays of the result, once it was counted: (table, documents, tokens), or NULL. */
+/* Create and fill the counted result: (table, documents, tokens), or NULL. */
 static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers *asked, int64_t documents) {
     int64_t segments = cut->segments, rows = cut->table.rows;
     if (segments > PTRDIFF_MAX / 8 / rows) {
@@ -305,7 +305,7 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
                 fits = put_all(cut, rule, count, asked);
             Py_END_ALLOW_THREADS
         }
-        if (fits && cut->segments == segments) { /* always, but where another thread writes into what was counted */
+        if (fits && cut->segments == segments) { /* false only if another thread writes into the source */
             result = Py_BuildValue("(OOL)", table, header, (long long)cut->length);
         }
     }
@@ -314,14 +314,16 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
     return result;
 }
 
-/* cut(table, documents, tokens, rule, numbers, numbers, numbers) -> (table, documents, tokens) as bytearrays, or None.
+/* cut(table, documents, tokens, rule, a, b, c) -> (bytearray of the table, bytearray of its documents, tokens), or
+ * None.
  *
- * The arrays are those of a placed table, and of the one that is cut from it. Numbers that a rule does not have are None:
- *   TAKE      starts and stops of ranges of tokens
- *   SHARD     rank, world size, index of the layout
- *   WINDOW    documents, first tokens counted there, lengths
- *   DECODE    tokens for each document or for all
- *   LENGTHEN  length of each document or of all, or None for that of the longest; whether padding goes to the left */
+ * The first three arguments are those of a placed table. Arguments a to c that a rule does not use are None:
+ *
+ *   TAKE      starts, stops of ranges of tokens
+ *   SHARD     rank, world size, layout index
+ *   WINDOW    documents, first tokens within them, lengths
+ *   DECODE    tokens, per document or one number
+ *   LENGTHEN  lengths, per document or one number, None for the longest; 1 for padding on the left */
 PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Cut cut;

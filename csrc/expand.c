@@ -1,5 +1,5 @@
-/* The ids of all tokens of a placed table. The table is read as numbers that may be wrong: whatever they are,
- * nothing is written outside of out. */
+/* Write the ids of all tokens of a placed table. The numbers in the table are not trusted: whatever they are, nothing
+ * is written outside out. */
 
 #include <math.h>
 
@@ -9,7 +9,7 @@ typedef struct {
     int64_t tokens, skip, height, width;
 } Segment;
 
-/* Return tokens / width, at most `most`. Avoids slow divisions in common cases. */
+/* Return min(tokens / width, most), avoiding slow divisions in common cases. */
 static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
     if (tokens == width) {
         return 1;
@@ -20,9 +20,9 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
     return tokens / width < most ? tokens / width : most;
 }
 
-#define SHORT 8 /* whole vectors in rows that are written by unrolled loops */
+#define SHORT 8 /* most whole vectors of rows that unrolled loops write */
 
-/* Whether all numerators of a segment on an axis are doubles, every sum on the way to them included. */
+/* Return whether all numerators of a segment on an axis, and all intermediate sums, are exact as doubles. */
 static inline int exact(const Segment *s, const int64_t *steps) {
     double height = (double)s->height, width = (double)s->width;
     double frames = ((double)s->skip + (double)s->tokens) / (height * width) + 1;
@@ -31,17 +31,17 @@ static inline int exact(const Segment *s, const int64_t *steps) {
     return reach < 9007199254740992.0; /* 2**53 */
 }
 
-/* The same ids in fewer and longer rows, where they are. */
+/* Return the same ids in fewer, longer rows if possible. */
 static inline Segment stretched(Segment s, int64_t *steps) {
-    if (s.width == 1) { /* a column is a row */
+    if (s.width == 1) { /* a column becomes a row */
         s.width = s.height;
         s.height = 1;
         steps[STEP_COL] = steps[STEP_ROW];
     }
-    if (s.width == 1) { /* frames of one token are a row, which ends nowhere */
+    if (s.width == 1) { /* frames of one token become a row without end */
         s.width = INT64_MAX;
         steps[STEP_COL] = steps[STEP_FRAME];
-    } else if (s.height == 1) { /* frames of one row are rows of one frame */
+    } else if (s.height == 1) { /* frames of one row become rows of one frame */
         s.height = INT64_MAX;
         steps[STEP_ROW] = steps[STEP_FRAME];
     }
@@ -62,11 +62,11 @@ int expand_ids(const Matrix *table, int64_t num_tokens, const Matrix *out, const
     return (wide && has_wide() ? expand_32 : expand_16)(table, num_tokens, out, axes);
 }
 
-/* expand(table, num_tokens, fractional, out, axes, wide) -> bool, whether out was filled.
+/* expand(table, num_tokens, fractional, out, axes, wide) -> bool: True if out was filled.
  *
- * table: (5 + 4·axes, segments) int64; out: (rows, num_tokens) of numerators as int32 or int64 (not of fractional
- * tables), or of ids as float64, with any row stride; axes: bytes, the axis of each row, or None for all in
- * order; wide: by the widest vectors of the CPU instead of those that all have. */
+ * table: (5 + 4·axes, segments) int64; out: (rows, num_tokens) ids as float64, or, unless the table is fractional, as
+ * int32 or int64, with any row stride; axes: bytes with the axis of each row, or None for all in order; wide: whether
+ * to use the widest vectors of this CPU instead of the baseline. */
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t all[MAX_IDS] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8_t *axes = all;
@@ -123,7 +123,7 @@ static int fill_mask(const Matrix *table, const Vector *mask) {
     return token == mask->size;
 }
 
-/* mask(table, out) -> bool, whether out, (tokens,) int64, was filled with 1, and with 0 on padding. */
+/* mask(table, out) -> bool: True if out, (tokens,) int64, was filled with 1 for tokens and 0 for padding. */
 PyObject *native_mask(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix table;

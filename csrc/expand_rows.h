@@ -1,14 +1,14 @@
-/* Rows of ids of one element type. Included by expand_vectors.h once per type, with what that is given, and
+/* Write rows of ids of one element type. expand_vectors.h includes this file once per type, with its own macros and
  *
- *   T        the element: an unsigned integer, whose sums wrap around and come out right, or double
- *   NAME(x)  the name x has for this type
- *   OUT(x)   what is written of a numerator x: itself, or what it makes with `unit`
+ *   T        element type: double, or an unsigned integer, whose sums wrap around to the right result
+ *   NAME(x)  name of x for this type
+ *   OUT(x)   output for a numerator x: x itself, or its quotient or product with `unit`
  *
- * Output may lie at any address: it is written through memcpy, of which compilers make unaligned vector stores. */
+ * Output may be unaligned: it is written by memcpy, which compilers turn into unaligned vector stores. */
 
 #define SIZE ((int64_t)sizeof(T))
 
-/* width consecutive ids: value, value + step, … */
+/* Write `width` consecutive ids: value, value + step, … */
 static TARGET inline void NAME(run)(char *out, int64_t width, T value, T step, T unit) {
     (void)unit;
     for (int64_t i = 0; i < width; i++) {
@@ -42,7 +42,7 @@ static TARGET ALWAYS_INLINE NAME(vector) NAME(ramp)(T step) {
     return ramp;
 }
 
-/* Rows of `before` whole vectors, a constant, and one that ends the row, over the end of the one before it. */
+/* Write rows of `before` (a constant) whole vectors, and a last one that overlaps the one before it. */
 static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t width, const int64_t before, T value,
                                                   T step_row, T step_col, T unit) {
     NAME(vector) column[SHORT + 1], start = NAME(all)(value), down = NAME(all)(step_row);
@@ -62,7 +62,8 @@ static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64
     }
 }
 
-/* Rows of less than a vector: each is written as one, and the next row over what is too much; the last ones are not. */
+/* Write rows shorter than a vector: each as a vector whose excess the next row overwrites, but the last ones by
+ * element. */
 static TARGET inline void NAME(narrow_rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col,
                                             T unit) {
     NAME(vector) next = NAME(ramp)(step_col) + NAME(all)(value), down = NAME(all)(step_row);
@@ -75,7 +76,7 @@ static TARGET inline void NAME(narrow_rows)(char *out, int64_t rows, int64_t wid
     }
 }
 
-/* One row of many vectors, four at a time, none of which waits for another, and one that ends it. */
+/* Write a row of many vectors, four independent ones at a time, and a last one that ends the row. */
 static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T step, T unit) {
     const NAME(vector) ramp = NAME(ramp)(step), right = NAME(all)((T)LANES * step), far = right * 4;
     NAME(vector) first = ramp + NAME(all)(value);
@@ -97,7 +98,7 @@ static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T st
 }
 #endif
 
-/* rows × width ids, row after row. */
+/* Write rows × width ids. */
 static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col, T unit) {
 #ifdef __GNUC__
     if (width < LANES) {
@@ -108,7 +109,7 @@ static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T
     case n:                                                                     \
         NAME(short_rows)(out, rows, width, n, value, step_row, step_col, unit); \
         return;
-    switch ((width - 1) / LANES) { /* the usual widths of images */
+    switch ((width - 1) / LANES) { /* common widths of images */
         CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 #undef CASE
@@ -122,7 +123,7 @@ static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T
     }
 }
 
-/* Ids of one axis of one segment. */
+/* Write the ids of a segment on one axis. */
 static TARGET void NAME(segment)(char *out, const Segment *s, const int64_t *steps, T unit) {
     const T origin = (T)steps[ORIGIN];
     const T step_frame = (T)steps[STEP_FRAME], step_row = (T)steps[STEP_ROW], step_col = (T)steps[STEP_COL];
@@ -134,7 +135,7 @@ static TARGET void NAME(segment)(char *out, const Segment *s, const int64_t *ste
     }
     while (left > 0) {
         T value = origin + (T)frame * step_frame + (T)row * step_row;
-        if (col > 0 || left < s->width) { /* a part of a row */
+        if (col > 0 || left < s->width) { /* part of a row */
             int64_t width = s->width - col < left ? s->width - col : left;
             NAME(rows)(out, 1, width, value + (T)col * step_col, step_row, step_col, unit);
             left -= width;

@@ -1,8 +1,8 @@
-/* The ids of a table in every element type, by vectors of one width. Included once per width, with
+/* Write the ids of a table in every element type, with vectors of one width. Included once per width, with
  *
- *   V       bytes of a vector
- *   TARGET  what functions that hold such vectors are marked with
- *   W(x)    the name x has for this width */
+ *   V       bytes per vector
+ *   TARGET  attribute of functions that use these vectors
+ *   W(x)    name of x for this width */
 
 #define T uint32_t
 #define NAME(x) W(x##_int32)
@@ -29,7 +29,7 @@
 #define OUT(x) ((x) / unit)
 #include "expand_rows.h"
 
-/* Ids of one axis of one segment, in the format of an output. */
+/* Write the ids of a segment on one axis in the format of the output. */
 static TARGET inline void W(put_ids)(char *out, char format, const Segment *s, const int64_t *steps,
                                      int64_t denominator) {
     if (format == 'i') {
@@ -38,14 +38,14 @@ static TARGET inline void W(put_ids)(char *out, char format, const Segment *s, c
         W(segment_int64)(out, s, steps, 1);
     } else if (denominator == 1) {
         W(segment_whole)(out, s, steps, 1);
-    } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: as exact, and faster */
+    } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: equally exact, and faster */
         W(segment_product)(out, s, steps, 1 / (double)denominator);
     } else {
         W(segment_quotient)(out, s, steps, (double)denominator);
     }
 }
 
-/* Fill out row by row; 0 if the table is not what a table is, or has numerators that are no doubles. */
+/* Fill out row by row; return 0 if the table is malformed or has numerators that are not exact as doubles. */
 static TARGET int W(expand)(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes) {
     int64_t begin = 0;
     for (int64_t column = 0; column < table->columns; column++) {

@@ -1,13 +1,13 @@
-/* Channels of one head, rotated: float32 arithmetic, one rounding at the end. Included once per width of vectors, with
+/* Rotate the channels of one head: float32 arithmetic, one rounding at the end. Included once per vector width, with
  *
- *   V        bytes of a vector
- *   NAME(x)  the name x has for this width
+ *   V        bytes per vector
+ *   NAME(x)  name of x for this width
  *
- * bfloat16 is the upper half of float32. A word of two of them becomes two floats by a shift and by a mask, and two
- * floats become a word again in the same way: no lane ever moves. For that, cos and sin of halves stand evens first,
- * then odds, in groups of V / 2 pairs; see order_of in tokens.c. out may be x.
+ * bfloat16 is the upper half of float32. A shift and a mask turn a word of two bfloat16 into two floats, and back: no
+ * lane ever moves. Therefore cos and sin for bfloat16 are stored with even pairs before odd pairs, in groups of V / 2
+ * pairs; see order_of in tokens.c. out may be x.
  *
- * Each function rotates whole vectors of pairs from j on, and returns the pair it has come to. */
+ * Each function rotates whole vectors of pairs from j on, and returns the next pair. */
 
 typedef float NAME(floats) __attribute__((vector_size(V)));
 typedef uint32_t NAME(words) __attribute__((vector_size(V)));
@@ -16,11 +16,12 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 #define STORE(to, variable) memcpy(to, &(variable), V)
 #define LOW(word) ((NAME(floats))((word) << 16))
 #define HIGH(word) ((NAME(floats))((word) & 0xFFFF0000u))
-/* Two floats to the nearest bfloat16, ties to even. A NaN stays one: it has zeros where the carry comes from. */
+/* Round two floats to the nearest bfloat16, ties to even. A NaN stays a NaN: its low bits are zero, so none carries. */
 #define UPPER(low, high) ((NAME(words))(low) >> 16 | ((NAME(words))(high) & 0xFFFF0000u))
-#if V == \
-    64 /* where three operands of logic are one instruction: both at once are cut, and where what was cut is more */
-typedef uint16_t NAME(halves) __attribute__((vector_size(V))); /* than a half, or one behind an odd number, one more */
+/* With vectors of 64 bytes, three logic operands are one instruction: round both halves at once, by cutting them and
+ * adding 1 where the lower half is above a half, or is a half below an odd number. */
+#if V == 64
+typedef uint16_t NAME(halves) __attribute__((vector_size(V)));
 #define LOWER(low, high) (((NAME(words))(low) & 0xFFFFu) | (NAME(words))(high) << 16)
 #define IS_ODD(halves) ((halves) & 1)
 #define PACK(to, low, high)                                                                          \
@@ -81,7 +82,7 @@ static ALWAYS_INLINE int64_t NAME(fp32_half)(Head head, int64_t j, int64_t pairs
     return j;
 }
 
-/* Add the squares of channels to sixteen partial sums, those of whole sixteens; the channel that comes next. */
+/* Add the squares of all whole groups of sixteen channels to sixteen partial sums; return the next channel. */
 static ALWAYS_INLINE int64_t NAME(fp32_squares)(const char *x, int64_t channels, float *sums) {
     NAME(floats) all[16 / LANES] = {0};
     int64_t c = 0;
@@ -97,7 +98,7 @@ static ALWAYS_INLINE int64_t NAME(fp32_squares)(const char *x, int64_t channels,
 }
 
 #if V == 16
-/* The first four of two vectors' elements by number, 4 to 7 being those of the second. */
+/* Select four elements of two vectors by index; 4 to 7 are those of the second vector. */
 #ifdef __clang__
 #define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
 #else

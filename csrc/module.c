@@ -1,4 +1,4 @@
-/* The extension module: its names, and how arrays come in. */
+/* The extension module: its functions, and access to arrays. */
 
 #include "native.h"
 
@@ -23,7 +23,7 @@ char format_of(const Py_buffer *buffer) {
     }
 }
 
-/* Take a buffer of any dimensions. */
+/* Get a buffer with any number of dimensions. */
 static Py_buffer *take_any(Buffers *buffers, PyObject *object, int flags) {
     if (buffers->count == (int)(sizeof buffers->taken / sizeof buffers->taken[0])) {
         return NULL;
@@ -33,7 +33,7 @@ static Py_buffer *take_any(Buffers *buffers, PyObject *object, int flags) {
         PyErr_Clear();
         return NULL;
     }
-    buffers->count++; /* what does not fit is released with the others */
+    buffers->count++; /* released with the others, even if it is rejected */
     return buffer;
 }
 
@@ -106,7 +106,7 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
 #ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* nothing is shared between calls, and items of lists are held */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* calls share nothing, and hold references to the items of lists */
 #endif
     {0, NULL},
 };

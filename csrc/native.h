@@ -1,15 +1,15 @@
-/* What the files of the extension share. Limited API of CPython 3.11; no numpy headers: arrays come as buffers.
+/* Shared declarations of the extension. Limited API of CPython 3.11, without numpy headers: arrays are buffers.
  *
- * Every function answers or declines: it returns False or None for arrays and parts that are not exactly what the fast
- * way takes, mistakes included; the caller then takes the way in Python, whose words name the mistake. Errors are for
- * calls that no room makes, as with a wrong number of arguments, and for want of memory. Numbers in arrays may be
- * anything: whatever they are, nothing outside of the arrays is read or written. */
+ * A function declines, with False or None, any argument that the fast path does not support, including wrong ones. The
+ * caller then runs the Python implementation, which has the error messages. Exceptions are only for wrong calls, such
+ * as a wrong number of arguments, and if memory runs out. Numbers in arrays are not trusted: whatever they are,
+ * nothing outside the arrays is read or written. */
 
 #ifndef MMPOS_NATIVE_H
 #define MMPOS_NATIVE_H
 
 #include <pyconfig.h>
-#ifndef Py_GIL_DISABLED /* there is no limited API without the GIL */
+#ifndef Py_GIL_DISABLED /* the limited API does not exist without the GIL */
 #define Py_LIMITED_API 0x030B0000
 #endif
 #include <Python.h>
@@ -17,11 +17,11 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Work below this many bytes is done before another thread could make use of the interpreter. */
+/* Less work than this ends before another thread could use the interpreter. */
 #define RELEASE_GIL_BYTES (1 << 16)
 
-/* Code for wide vectors, which a CPU is asked for before it runs; compilers make all of one source. The widest are those
- * of 64 bytes, where they do not slow the clock down, as they did before CPUs had avx512vbmi2. */
+/* Code for wide vectors, compiled from the same source and used if the CPU supports them. Vectors of 64 bytes are used
+ * only on CPUs with avx512vbmi2, since earlier ones slow their clock down. */
 #if defined(__GNUC__) && defined(__x86_64__)
 #define WIDE __attribute__((target("avx2")))
 #define WIDEST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
@@ -44,10 +44,10 @@ enum { SHORT, LONG, LONGEST }; /* vectors of at most 16, 32 or 64 bytes */
 #define ALWAYS_INLINE inline
 #endif
 
-/* Kinds of segments, see mmpos/segments/kinds.py. */
+/* Kinds of segments; see mmpos/segments/kinds.py. */
 enum { TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE };
 
-/* Buffers that a function has taken; at most as many as fit, released together. */
+/* Buffers that a function holds, released together. */
 typedef struct {
     int count;
     Py_buffer taken[20];
@@ -63,27 +63,29 @@ typedef struct {
 typedef struct {
     char *data;
     int64_t rows, columns, row_stride, column_stride, itemsize;
-    char format; /* of its elements, see format_of */
+    char format; /* of the elements; see format_of */
 } Matrix;
 
 /* 'B' uint8, '?' bool, 'h' int16, 'i' int32, 'q' int64, 'f' float32, 'd' float64, or 0 for anything else. */
 char format_of(const Py_buffer *buffer);
 
-/* Take a buffer of this number of dimensions; return NULL, with no exception set, for any other object. */
+/* Get a buffer with this number of dimensions; return NULL, with no exception set, for any other object. */
 Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags);
 
-/* Take a buffer of one or two dimensions; 0, with no exception set, if it is none. A vector has this format. */
+/* Get a buffer of one or two dimensions, a vector with this format; return 0, with no exception set, for any other
+ * object. */
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector);
 int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix);
 
-/* Take a contiguous buffer of this format and any dimensions; NULL, with no exception set, if it is none. */
+/* Get a contiguous buffer with this format and any dimensions; return NULL, with no exception set, for any other
+ * object. */
 Py_buffer *take_flat(Buffers *buffers, PyObject *object, char format, int flags);
 void release(Buffers *buffers);
 
-/* Release the buffers, and give the result, or None where there is neither it nor an exception. */
+/* Release the buffers; return the result, or None if there is neither a result nor an exception. */
 PyObject *answer(Buffers *buffers, PyObject *result);
 
-/* Whether a function got as many arguments as it takes; if not, a TypeError is set. */
+/* Return whether the number of arguments is right; set a TypeError otherwise. */
 int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 
 static inline int64_t int64_at(const char *place) {
@@ -94,7 +96,7 @@ static inline int64_t int64_at(const char *place) {
 
 static inline void put_int64(char *place, int64_t value) { memcpy(place, &value, 8); }
 
-/* Elements of int64 vectors, and of int64 matrices. */
+/* Elements of int64 vectors and matrices. */
 static inline int64_t item(const Vector *vector, int64_t i) { return int64_at(vector->data + i * vector->stride); }
 
 static inline void put(const Vector *vector, int64_t i, int64_t value) {
@@ -109,12 +111,12 @@ static inline void put_entry(const Matrix *matrix, int64_t row, int64_t column, 
     put_int64(matrix->data + row * matrix->row_stride + column * matrix->column_stride, value);
 }
 
-/* Sums as numpy makes them: they wrap around. */
+/* Sums that wrap around, as in numpy. */
 static inline int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
 static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
 
-/* Tokens of a segment; 0 if it has none, or more than a segment may have. */
+/* Return the number of tokens of a segment; 0 if it has none, or more than allowed. */
 static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, int64_t separator) {
     if (frames < 1 || height < 1 || width < 1 || frames > INT32_MAX || height > INT32_MAX || width > INT32_MAX) {
         return 0;
@@ -123,11 +125,11 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
     if (tall > INT32_MAX) {
         return 0;
     }
-    int64_t tokens = tall * (width + separator); /* cannot overflow either */
+    int64_t tokens = tall * (width + separator); /* cannot overflow */
     return tokens > INT32_MAX ? 0 : tokens;
 }
 
-/* Of a list or a tuple, and -1 for classes made of them, which may say something else when they are iterated. */
+/* Return the length of a list or tuple; -1 for subclasses, whose iteration may differ. */
 Py_ssize_t length_of(PyObject *list);
 
 PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -1,31 +1,29 @@
-/* Pixels cut into patches: as they are, or each level looked up in a table that Python made with its formula. */
+/* Cut pixels into patches: unchanged, or with each level looked up in a table that Python computed. */
 
 #include "native.h"
 
-#ifdef __SSE2__ /* always, on x86 of 64 bits */
+#ifdef __SSE2__ /* always on x86-64 */
 #include <emmintrin.h>
 #endif
 
 enum { LARGEST = 32 };       /* maximum side of a patch of floats, so that it fits the L1 cache */
 enum { STREAMED = 1 << 22 }; /* size in bytes from which output bypasses the caches */
-enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* no side of a block and no number of frames is beyond the last */
+enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* MOST: largest side of a block and number of frames */
 
-/* Where patches come from and go to.
- *
- * The patches of a block lie side by side in out: block is 1 for patches row by row. */
+/* Source and destination of patches. The patches of a block are consecutive in out; block is 1 for raster order. */
 typedef struct {
     const char *pixels;
     int64_t height, width, row_stride; /* of pixels; a row is contiguous */
     int64_t patch, block, frames;      /* frames: copies of each plane; 0 leaves patches unchanged */
-    const float *levels;               /* (COLOURS, LEVELS), or NULL for bytes as they are */
+    const float *levels;               /* (COLOURS, LEVELS), or NULL to copy bytes */
     char *out;
-    int stream; /* whether floats go past the caches */
+    int stream; /* whether output bypasses the caches */
 } Cut;
 
-/* How a patch at these pixels is written; returns where the next one goes. */
+/* Function that writes the patch at these pixels, and returns the address of the next one. */
 typedef char *Write(const Cut *cut, const char *pixels, char *out, int64_t patch);
 
-/* Bytes as they are. Calls of memcpy for a few dozens of them cost more than they do. */
+/* Copy bytes. For a few dozen bytes, a call of memcpy costs more than the copy. */
 static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
     const int64_t row = patch * COLOURS;
     for (int64_t y = 0; y < patch; y++, pixels += cut->row_stride, out += row) {
@@ -33,7 +31,7 @@ static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char 
         for (; i + 16 <= row; i += 16) {
             memcpy(out + i, pixels + i, 16);
         }
-        if (row >= 16) { /* the end of the row, over what is there */
+        if (row >= 16) { /* end of the row, overlapping earlier bytes */
             memcpy(out + row - 16, pixels + row - 16, 16);
         } else {
             memcpy(out, pixels, (size_t)row);
@@ -42,7 +40,7 @@ static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char 
     return out;
 }
 
-/* Copy what is in the cache to where it goes: past the cache, if it is more than the cache would keep. */
+/* Copy values from the cache to the output, past the caches if the output is larger than these. */
 static ALWAYS_INLINE char *hand_over(const Cut *cut, char *out, const float *values, int64_t size) {
     int64_t i = 0;
 #ifdef __SSE2__
@@ -50,13 +48,13 @@ static ALWAYS_INLINE char *hand_over(const Cut *cut, char *out, const float *val
         _mm_stream_ps((float *)(void *)(out + i), _mm_loadu_ps(values + i / 4));
     }
 #else
-    (void)cut; /* no way past the caches */
+    (void)cut; /* no streaming stores here */
 #endif
     memcpy(out + i, (const char *)values + i, (size_t)(size - i));
     return out + size;
 }
 
-/* Floats of a patch: in the order of its pixels, or a plane per colour, each as often as there are frames. */
+/* Write a patch as floats: in the order of its pixels, or as one plane per colour and frame. */
 static ALWAYS_INLINE char *write_floats(const Cut *cut, const char *pixels, char *out, int64_t patch, int planes) {
     const int64_t area = patch * patch, right = planes ? 1 : COLOURS, deep = planes ? area : 1;
     const float *red = cut->levels, *green = red + LEVELS, *blue = green + LEVELS;
@@ -89,7 +87,7 @@ static ALWAYS_INLINE char *write_planes(const Cut *cut, const char *pixels, char
     return write_floats(cut, pixels, out, patch, 1);
 }
 
-/* All patches in their order. Inlined once per way of writing and usual side of a patch, which is then a constant. */
+/* Write all patches in order. Inlined for each Write and each common side of a patch, which is then a constant. */
 static ALWAYS_INLINE void all_patches(const Cut *cut, Write *write, int64_t patch) {
     const int64_t side = cut->block * patch;
     char *out = cut->out;
@@ -131,12 +129,12 @@ static void run(const Cut *cut) {
     cut_as_told(cut);
 #ifdef __SSE2__
     if (cut->stream) {
-        _mm_sfence(); /* other threads see what was streamed */
+        _mm_sfence(); /* so that other threads see the streamed data */
     }
 #endif
 }
 
-/* Take pixels (h, w, 3) whose rows are contiguous, in whole blocks; 0 if they are anything else. */
+/* Get pixels (h, w, 3) with contiguous rows and whole blocks; return 0 for any other object. */
 static int take_pixels(Buffers *buffers, PyObject *object, Cut *cut) {
     const int64_t side = cut->patch * cut->block;
     const Py_buffer *buffer = take_buffer(buffers, object, 3, 0);
@@ -151,7 +149,7 @@ static int take_pixels(Buffers *buffers, PyObject *object, Cut *cut) {
     return cut->height % side == 0 && cut->width % side == 0;
 }
 
-/* Take what the levels become, if patches are floats; 0 if it is no such table, or patches are too large for it. */
+/* Get the table of levels for patches of floats; return 0 for any other object, or if patches are too large. */
 static int take_levels(Buffers *buffers, PyObject *object, Cut *cut) {
     if (object == Py_None) {
         return cut->frames == 0;
@@ -164,23 +162,23 @@ static int take_levels(Buffers *buffers, PyObject *object, Cut *cut) {
     return 1;
 }
 
-/* Return whether the pixels fill an output of this many elements; no product here exceeds 53 bits. */
+/* Return whether the pixels fill an output with this number of elements; no product here exceeds 53 bits. */
 static int fills(const Cut *cut, int64_t elements) {
     const int64_t row = cut->width * COLOURS * (cut->frames > 0 ? cut->frames : 1);
     return row == 0 || cut->height == 0 ? elements == 0 : elements % row == 0 && elements / row == cut->height;
 }
 
-/* A number from `least` to the most; 0, with no exception set, if it is none. */
+/* Read a number from `least` to MOST; return 0, with no exception set, for any other object. */
 static int take_number(PyObject *object, int64_t *number, int64_t least) {
     *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
     PyErr_Clear();
     return *number >= least && *number <= MOST;
 }
 
-/* patches(pixels, patch, block, levels, frames, out) -> bool, whether out was filled.
+/* patches(pixels, patch, block, levels, frames, out) -> bool: True if out was filled.
  *
- * pixels: (h, w, 3) uint8 with any row stride; levels: 3·256 float32, or None for patches of bytes; frames: 0 for
- * patches (n, patch, patch, 3), else n·3·frames·patch·patch floats in planes; out: contiguous, of any shape. */
+ * pixels: (h, w, 3) uint8 with any row stride; levels: 3·256 float32, or None for uint8 patches; frames: 0 for patches
+ * (n, patch, patch, 3), else for planes (n, 3, frames, patch, patch) of floats; out: contiguous, of any shape. */
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Cut cut = {0};

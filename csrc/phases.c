@@ -1,12 +1,12 @@
-/* From positions to cos and sin: integer turns, and a polynomial in float32 whose coefficients the caller has. Every
- * product and sum is rounded by itself, in the order of mmpos/rotary/reference.py, so the bits are the same. */
+/* Compute cos and sin of positions: integer turns, then a float32 polynomial with coefficients of the caller. Products
+ * and sums are rounded one by one, in the order of mmpos/rotary/reference.py, so the bits are the same. */
 
 #include <stdlib.h>
 
 #include "phases.h"
 #include "table.h"
 
-enum { HI, LO, ROUNDS, WORDS }; /* rows of words */
+enum { HI, LO, ROUNDS, WORDS }; /* rows of the words */
 
 const Tensor *tensor_of(PyObject *capsule) {
     const Tensor *tensor = PyCapsule_GetPointer(capsule, "dltensor");
@@ -14,15 +14,15 @@ const Tensor *tensor_of(PyObject *capsule) {
         PyErr_Clear();
         return NULL;
     }
-    int elements = 1; /* if any */
+    int elements = 1; /* of a nonempty tensor */
     for (int i = 0; i < tensor->dimensions; i++) {
         elements = elements && tensor->shape[i] > 0;
     }
     return tensor->device == CPU && tensor->lanes == 1 && (tensor->data != NULL || !elements) ? tensor : NULL;
 }
 
-/* Take integers (rows, columns) or (rows, batch, seq) of a tensor, with contiguous rows that have elements; 0 if they are
- * anything else. Sets the length of a row of the batch. */
+/* Read an integer tensor (rows, columns) or (rows, batch, seq) with contiguous, nonempty rows; return 0 for any other
+ * object. Sets seq to the tokens in a row of the batch. */
 static int take_integers(PyObject *capsule, Matrix *matrix, int64_t *seq) {
     const Tensor *tensor = tensor_of(capsule);
     if (tensor == NULL || tensor->code != INT || (tensor->bits != 32 && tensor->bits != 64) || tensor->dimensions < 2 ||
@@ -39,7 +39,7 @@ static int take_integers(PyObject *capsule, Matrix *matrix, int64_t *seq) {
     matrix->itemsize = tensor->bits / 8;
     matrix->data = tensor->data + tensor->byte_offset;
     matrix->rows = shape[0];
-    matrix->columns = batch * length; /* elements one behind the other: there is memory for them */
+    matrix->columns = batch * length; /* contiguous in memory, so the product cannot overflow */
     matrix->row_stride = shape[0] > 1 ? strides[0] * matrix->itemsize : 0;
     matrix->column_stride = matrix->itemsize;
     matrix->format = tensor->bits == 32 ? 'i' : 'q';
@@ -47,7 +47,7 @@ static int take_integers(PyObject *capsule, Matrix *matrix, int64_t *seq) {
     return 1;
 }
 
-/* A matrix of contiguous rows. */
+/* Get a matrix with contiguous rows. */
 static int take_rows(Buffers *buffers, PyObject *object, Matrix *matrix) {
     return take_matrix(buffers, object, 0, matrix) &&
            (matrix->columns < 2 || matrix->column_stride == matrix->itemsize);
@@ -85,7 +85,7 @@ static int take_tables(Buffers *buffers, PyObject *tuple, Source *source) {
            source->sin.columns == source->cos.columns && constants->pairs * constants->groups == source->cos.columns;
 }
 
-/* Read what cpu.py packs; 0 if that is of another size, or a pair has an axis that is none. */
+/* Read the constants that cpu.py packs; return 0 if the size or an axis is wrong. */
 static int take_constants(PyObject *object, int64_t axes, Source *source) {
     Constants *constants = &source->constants;
     char *bytes;
@@ -176,20 +176,20 @@ void phases_read(Phases *phases, int64_t group) {
     phases->group = group;
     for (int64_t j = 0; j < source->constants.pairs && source->kind != GIVEN; j++) {
         int64_t pair = phases->order[j];
-        phases->axis[j] = axis_of(source, group, pair) + 1; /* for turns: 0 stands for no axis, with id 0 */
+        phases->axis[j] = axis_of(source, group, pair) + 1; /* 0 means no axis, with id 0 */
         phases->tau[j] = word(source, group, HI, pair) << 32 | (uint32_t)word(source, group, LO, pair);
         phases->rounds[j] = (uint32_t)word(source, group, ROUNDS, pair);
     }
 }
 
-/* A position on every axis: integer parts, and fractions in units of 2**-32; before them those of no axis, which is 0.
- * Numbers that are no ids wrap around. */
+/* Position on every axis: integer part, and fraction in units of 2**-32; entry 0 is for pairs without an axis, always
+ * 0. Numbers outside the range of ids wrap around. */
 typedef struct {
     int32_t whole[MOST_AXES + 1];
     uint32_t fraction[MOST_AXES + 1];
 } Position;
 
-/* The last column of a table that begins at or before a token. */
+/* Return the last column of a table that begins at or before a token. */
 static int64_t column_of(const Matrix *table, int64_t token) {
     int64_t low = 0, high = table->columns;
     while (high - low > 1) {
@@ -265,7 +265,7 @@ static ALWAYS_INLINE float with_sign(float value, uint32_t sign) {
     return value;
 }
 
-/* cos and sin of many turns; compilers make vectors of it. */
+/* Compute cos and sin of turns in a loop that compilers vectorise. */
 static ALWAYS_INLINE void cos_sin(const Source *source, int64_t count, const uint32_t *restrict turn,
                                   float *restrict cos, float *restrict sin) {
     const float *of = source->constants.sin_of, s0 = of[0], s1 = of[1], s2 = of[2], s3 = of[3];

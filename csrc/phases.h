@@ -1,4 +1,4 @@
-/* cos and sin of the pairs of tokens, the meaning of which is in mmpos/rotary/reference.py. */
+/* cos and sin of the pairs of tokens; mmpos/rotary/reference.py defines them. */
 
 #ifndef MMPOS_PHASES_H
 #define MMPOS_PHASES_H
@@ -7,26 +7,26 @@
 
 #define MOST_AXES 8
 
-/* What `positions` of a source are, see mmpos/rotary/reference.py; beside them those that were made elsewhere. */
+/* Kinds of positions of a source, see mmpos/rotary/reference.py; GIVEN stands for precomputed cos and sin. */
 enum { TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED, GIVEN };
 
-/* What a rotation turns by, as it begins the bytes that mmpos/rotary/cpu.py packs: then (groups, 3, pairs) int64 words
- * of the frequencies, and (groups, pairs) int32 axes, -1 for a pair that does not turn. */
+/* Header of the constants that mmpos/rotary/cpu.py packs. (groups, 3, pairs) int64 words of the frequencies and
+ * (groups, pairs) int32 axes follow it; axis -1 is a pair without rotation. */
 typedef struct {
-    int64_t pairs, groups, axes, channels; /* as many heads follow each group; channels of a head */
+    int64_t pairs, groups, axes, channels; /* groups of equally many heads; channels per head */
     float sin_of[4], cos_of[4], factor, unused;
 } Constants;
 
-/* Where cos and sin come from: positions and constants, or tables that were made elsewhere. */
+/* Source of cos and sin: positions and constants, or precomputed tables. */
 typedef struct {
     int kind;
-    Matrix cos, sin;     /* (tokens, groups * pairs) float32, if given */
+    Matrix cos, sin;     /* (tokens, groups * pairs) float32, for GIVEN */
     Matrix positions;    /* otherwise */
-    const char *words;   /* otherwise; of any alignment */
+    const char *words;   /* otherwise; may be unaligned */
     const char *axes;    /* otherwise */
-    Constants constants; /* of those given, the numbers alone */
+    Constants constants; /* for GIVEN only the counts */
     int64_t tokens;
-    int64_t row; /* how many of them are in one row of a batch; 0 if rows may have any length */
+    int64_t row; /* tokens per row of a batch; 0 if rows may have any length */
 } Source;
 
 /* Tensor of DLPack version 0, from torch.utils.dlpack.to_dlpack. */
@@ -39,41 +39,41 @@ typedef struct {
     uint64_t byte_offset;
 } Tensor;
 
-enum { CPU = 1 };                        /* of devices */
-enum { INT = 0, FLOAT = 2, BFLOAT = 4 }; /* codes */
+enum { CPU = 1 };                        /* device type */
+enum { INT = 0, FLOAT = 2, BFLOAT = 4 }; /* type codes */
 
-/* The tensor of a capsule, if it lies in this memory; NULL, with no exception set, if it is anything else. */
+/* Return the tensor of a capsule if it is in host memory; NULL, with no exception set, for any other object. */
 const Tensor *tensor_of(PyObject *capsule);
 
-/* Take the tuple that rotate describes; 0 if it is anything else. */
+/* Read the tuple that rotate documents; return 0 for any other object. */
 int take_source(Buffers *buffers, PyObject *tuple, Source *source);
 
-/* The group of heads after those that turn as this one does. */
+/* Return the first following group of heads whose axes differ from those of this group. */
 int64_t next_group(const Source *source, int64_t group);
 
-#define BLOCK_PAIRS 1024 /* pairs whose phases are made at a time, or those of one token */
+#define BLOCK_PAIRS 1024 /* phases computed at a time, but at least those of one token */
 
-/* Phases in an order of pairs that suits who reads them. */
+/* Phases, in the order of pairs that the reader needs. */
 typedef struct {
     const Source *source;
-    int64_t group;    /* of heads, whose phases they are */
+    int64_t group;    /* group of heads that they belong to */
     int vectors;      /* SHORT, LONG or LONGEST */
-    int64_t block;    /* tokens at a time */
-    int64_t *order;   /* (pairs,) which pair stands where; the caller fills it */
+    int64_t block;    /* tokens per block */
+    int64_t *order;   /* (pairs,) pair at each place; filled by the caller */
     uint64_t *tau;    /* (pairs,) turns per id, in units of 2**-64 */
     float *cos, *sin; /* (block, pairs) */
     uint32_t *turn;   /* (block, pairs) */
     uint32_t *rounds; /* (pairs,) whole turns per id */
-    int32_t *axis;    /* (pairs,) counted from 1; 0 for a pair that does not turn */
+    int32_t *axis;    /* (pairs,) counted from 1; 0 for a pair without rotation */
 } Phases;
 
-/* Make room for a block, which the caller frees at `order`; 0 without memory. */
+/* Allocate a block, which the caller frees through `order`; return 0 if memory runs out. */
 int phases_make(Phases *phases, const Source *source, int vectors);
 
-/* Read the frequencies of a group of heads in the order. */
+/* Read the frequencies of a group of heads, in this order. */
 void phases_read(Phases *phases, int64_t group);
 
-/* Fill cos and sin, times the factor, of at most a block of tokens from first on. */
+/* Fill cos and sin, times the factor, for up to a block of tokens from `first`. */
 void phases_fill(const Phases *phases, int64_t first, int64_t count);
 
 #endif

@@ -1,12 +1,12 @@
-/* Segments of token ids, in one pass over the tokens, the mask and the grids. What tells models apart is data: the
- * tokens that stand for patches and audio, end rows, surround crops or whole images, and how grids are merged.
- * See SegmentTable.from_input_ids, which words what is declined here. */
+/* Find the segments of token ids in one pass over tokens, mask and grids. Models differ only in data: the placeholder
+ * tokens of patches and audio, the tokens that end rows or surround crops and whole images, and the merging of grids.
+ * See SegmentTable.from_input_ids, which has the error messages for input that is declined here. */
 
 #include <stdlib.h>
 
 #include "native.h"
 
-#define BLOCK 64 /* ids that are looked at together, before one by one */
+#define BLOCK 64 /* ids compared as a block before single ids */
 
 #define T int32_t
 #define NAME(x) x##_narrow
@@ -20,7 +20,7 @@
 #define NAME(x) x##_byte
 #include "placeholders_scan.h"
 
-/* Tokens, in the order of Placeholders.tokens; those that a model does not have are ABSENT. */
+/* Tokens, in the order of Placeholders.tokens; ABSENT if the model lacks one. */
 enum {
     IMAGE,
     VIDEO,
@@ -41,13 +41,13 @@ enum {
 enum { MERGED_FRAMES, MERGED_SIDES, FRAMES_APART, LENIENT, TYPES, OPTIONS };
 
 #define ABSENT INT64_MIN
-#define MARKERS 2 /* before a clip, and after it */
+#define MARKERS 2 /* before and after a clip */
 
 typedef struct {
     int64_t kind, frames, height, width, extra, video;
 } Segment;
 
-/* Grids of images or of videos, of which the next one is due, or a frame of it. */
+/* Grids of images or videos, with the next grid, or the next frame of it. */
 typedef struct {
     Matrix thw;
     int64_t count, next, frame;
@@ -59,15 +59,15 @@ typedef struct {
 } Ids;
 
 typedef struct {
-    Ids ids, markers; /* the same, or token types and the ids of the markers around crops */
+    Ids ids, markers; /* the same array, or token types and the ids of the markers around crops */
     int64_t token[TOKENS], option[OPTIONS], searched[3];
     int num_searched, framed;
-    Grids grids[2]; /* of images, of videos */
+    Grids grids[2]; /* images, videos */
     const Vector *audio_lengths;
     int64_t audios;
     Segment *segments;
     int64_t num_segments, room;
-    int64_t first, start, stop, at; /* of a document: its segment and tokens, and the next token without a segment */
+    int64_t first, start, stop, at; /* of a document: first segment, first token, end, next token without a segment */
 } Scan;
 
 static int64_t id_at(const Ids *ids, int64_t i) {
@@ -76,7 +76,7 @@ static int64_t id_at(const Ids *ids, int64_t i) {
                                 : at_byte(ids->data, i);
 }
 
-/* The first token from i on that is searched for, else the end of the document. */
+/* Return the first searched token from i on, else the end of the document. */
 static int64_t next_of(const Scan *scan, int64_t i) {
     const char *ids = scan->ids.data;
     int count = scan->num_searched;
@@ -85,7 +85,7 @@ static int64_t next_of(const Scan *scan, int64_t i) {
                                      : next_byte(ids, i, scan->stop, scan->searched, count);
 }
 
-/* The first element from i on that is not this one, else stop. */
+/* Return the first element from i on that differs from `token`, else stop. */
 static int64_t end_of(const Ids *ids, int64_t i, int64_t stop, int64_t token) {
     return ids->itemsize == 8   ? other_wide(ids->data, i, stop, token)
            : ids->itemsize == 4 ? other_narrow(ids->data, i, stop, (int32_t)token)
@@ -99,7 +99,7 @@ static int are_types(const Scan *scan) {
                                      : types_byte(ids, scan->start, scan->stop);
 }
 
-/* 0 for want of memory. */
+/* Append a segment; return 0 if memory runs out. */
 static int add_segment(Scan *scan, Segment segment) {
     if (scan->num_segments == scan->room) {
         int64_t room = 2 * scan->room + 64;
@@ -119,14 +119,14 @@ static int add_run(Scan *scan, int64_t kind, int64_t tokens) {
     return tokens <= 0 || add_segment(scan, run);
 }
 
-/* Add the text before a segment, and it; 0 if it begins before the one before it ends. */
+/* Add a segment and the text before it; return 0 if it overlaps the previous one. */
 static int add_span(Scan *scan, int64_t first, int64_t stop, Segment segment) {
     int64_t text = first - scan->at;
     scan->at = stop;
     return text >= 0 && add_run(scan, TEXT, text) && add_segment(scan, segment);
 }
 
-/* Take the next grid of images or videos; the number of its tokens, or 0 if there is none that fits. */
+/* Get the next grid of images or videos; return its number of tokens, or 0 if there is none that fits. */
 static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     Grids *grids = &scan->grids[kind];
     int64_t apart = kind == VIDEO && scan->option[FRAMES_APART], lenient = scan->option[LENIENT];
@@ -154,7 +154,7 @@ static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     return tokens;
 }
 
-/* The functions below add what begins with the token i, and give the token after it, or -1 to decline. */
+/* The functions below add the segment that begins at token i, and return the token after it, or -1 to decline. */
 
 static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
     while (i < stop) {
@@ -168,7 +168,7 @@ static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
     return i;
 }
 
-/* A grid whose rows end in tokens of their own. */
+/* Add a grid whose rows end in separators. */
 static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t token = id_at(&scan->ids, i), rows = grid.frames * grid.height, at = i;
     for (int64_t row = 0; row < rows; row++) {
@@ -182,7 +182,7 @@ static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     return add_span(scan, i, i + tokens, grid) ? at : -1;
 }
 
-/* A grid whose rows end in one more placeholder, in a run of its own, which one more may begin and end. */
+/* Add a grid whose rows end in one more placeholder; its run may have one more placeholder at each end. */
 static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t end = end_of(&scan->ids, i, scan->stop, id_at(&scan->ids, i)), around = end - i - tokens;
     return (around == 0 || around == 2) && add_span(scan, i + around / 2, end - around / 2, grid) ? end : -1;
@@ -196,7 +196,7 @@ static int is_marker(const Scan *scan, int64_t i) {
     return found != 0;
 }
 
-/* A thumbnail or a tile: a grid between its markers, with all markers that follow and do not open the next one. */
+/* Add a thumbnail or a tile: a grid between its markers, with all following markers that do not open the next one. */
 static int64_t put_crop(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t end = i + tokens, last = end + 1;
     if (i <= scan->start || end >= scan->stop || grid.frames != 1) {
@@ -229,7 +229,7 @@ static int heard(Scan *scan, int64_t tokens) {
     return lengths == NULL || (audio < lengths->size && item(lengths, audio) == tokens);
 }
 
-/* Audio, videos, or both as one clip with markers around it. */
+/* Add audio, a video, or both as a clip with markers around it. */
 static int64_t put_sound(Scan *scan, int64_t i) {
     int64_t seen = 0, audio = 0, end = i;
     while (end < scan->stop) {
@@ -258,7 +258,7 @@ static int64_t put_sound(Scan *scan, int64_t i) {
     return add_span(scan, i - MARKERS, end + MARKERS, segment) ? end : -1;
 }
 
-/* An image between two markers, whatever its tokens are; the rest is text where no end follows, or no grid is left. */
+/* Add an image between two markers, with any tokens; the rest is text if the end marker or the next grid is missing. */
 static int64_t put_enclosed(Scan *scan, int64_t i) {
     Segment grid;
     if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
@@ -306,7 +306,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
     return add_span(scan, i, i + tokens, grid) ? i + tokens : -1;
 }
 
-/* Add the segments of a document with so much padding around it; 0 if they do not fit. */
+/* Add the segments of a document with `left` and `right` padding; return 0 if they do not match the tokens. */
 static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, int64_t right) {
     if (start < 0 || start >= stop || stop > scan->ids.size || stop - start > INT32_MAX || left > INT32_MAX ||
         right > INT32_MAX || !add_run(scan, PAD, left)) {
@@ -327,7 +327,7 @@ static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, i
     return scan->at <= stop && add_run(scan, TEXT, stop - scan->at) && add_run(scan, PAD, right);
 }
 
-/* Where the ones of a row of a mask begin and end; 0 if it has none, a hole, or other numbers. */
+/* Find the begin and end of the ones in a row of a mask; return 0 if it has none, a gap, or other numbers. */
 static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     Ids elements = {mask->data + row * mask->row_stride, mask->columns, mask->itemsize};
     *begin = end_of(&elements, 0, mask->columns, 0);
@@ -335,14 +335,14 @@ static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     return *begin < *end && end_of(&elements, *end, mask->columns, 0) == mask->columns;
 }
 
-/* Where the documents of a batch are: (batch, seq), with a mask or none, or packed; and what belongs to each. */
+/* Layout of the documents: (batch, seq) with or without a mask, or packed; and the number of images of each. */
 typedef struct {
     int64_t documents, seq;
-    const Vector *cu_seqlens, *images; /* or NULL */
+    const Vector *cu_seqlens, *images; /* NULL if None */
     const Matrix *mask;
 } Layout;
 
-/* Whether all documents fit; fills firsts, (documents + 1,) the first segment of each. */
+/* Add all documents; return 0 if one does not fit. Fills firsts, (documents + 1,), with the first segment of each. */
 static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
     Grids *images = &scan->grids[IMAGE];
     int64_t given = images->count;
@@ -399,7 +399,7 @@ static PyObject *column(const Scan *scan, int from, int members, int itemsize) {
     return bytes;
 }
 
-/* The arrays of the segments as bytes, or NULL with an exception set. */
+/* Return the arrays of the segments as bytes, or NULL with an exception set. */
 static PyObject *arrays_of(const Scan *scan, PyObject *firsts) {
     int grids = 0, extra = 0;
     for (int64_t s = 0; s < scan->num_segments; s++) {
@@ -433,7 +433,7 @@ static int take_integers(PyObject *tuple, int count, int64_t *numbers) {
     return fits;
 }
 
-/* Take contiguous ids of any integer type that is scanned here. */
+/* Get contiguous ids of any supported integer type. */
 static Py_buffer *take_ids(Buffers *buffers, PyObject *object, Ids *ids) {
     Py_buffer *buffer = NULL;
     for (const char *format = "qiB?"; buffer == NULL && *format; format++) {
@@ -457,7 +457,7 @@ static int take_grids(Buffers *buffers, PyObject *object, int64_t token, Grids *
     return fits;
 }
 
-/* Set what is searched for; 0 for tokens that ids of this size do not hold, and for wrong options. */
+/* Set the searched tokens; return 0 for tokens outside the type of the ids, or for wrong options. */
 static int prepare(Scan *scan) {
     int enclosed = scan->token[IMAGE_START] != ABSENT;
     for (int i = enclosed ? IMAGE_START : IMAGE; i <= (enclosed ? IMAGE_END : SOUND); i++) {
@@ -498,9 +498,9 @@ static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
  *      images_per_document, marker_ids)
  * -> (kind, extents, segment_offsets, row_separator, extra_tokens, video of each segment) as bytes, or None.
  *
- * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous. Arrays are int64, but the mask, which
- * is any of these; each may be None. Token ids of markers, of the same shape, are those of the markers around crops,
- * where input_ids are types. The last three of the answer may be None: where none of the segments has such. */
+ * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous; attention_mask: any of these types. All
+ * other arrays are int64; each may be None. marker_ids has the shape of input_ids: if input_ids are token types, it has
+ * the ids of the markers around crops. The last three results are None if no segment has any. */
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Scan scan;

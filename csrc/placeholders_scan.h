@@ -1,9 +1,9 @@
-/* Scans of token ids of one element type. Included once per type, with
+/* Scan token ids of one element type. Included once per type, with
  *
- *   T        the element, an integer
- *   NAME(x)  the name x has for this type
+ *   T        integer type of an element
+ *   NAME(x)  name of x for this type
  *
- * Ids are looked at in blocks, which vectors do, before they are one by one. */
+ * Blocks of ids, which compilers vectorise, are compared before single ids. */
 
 static inline T NAME(at)(const char *ids, int64_t i) {
     T id;
@@ -11,7 +11,7 @@ static inline T NAME(at)(const char *ids, int64_t i) {
     return id;
 }
 
-/* The first of `count` tokens, at most three, from i on, else stop. */
+/* Return the first id from i on that is one of `count` tokens, at most three; else stop. */
 static ALWAYS_INLINE int64_t NAME(first)(const char *ids, int64_t i, int64_t stop, const int64_t *tokens, int count) {
     T a = (T)tokens[0], b = (T)tokens[1], c = (T)tokens[2];
     for (;;) {
@@ -51,7 +51,7 @@ static int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, const int64_
                         : NAME(first)(ids, i, stop, tokens, 3);
 }
 
-/* The first id from i on that is not this token, else stop. */
+/* Return the first id from i on that differs from `token`, else stop. */
 static int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T token) {
     for (; stop - i >= BLOCK; i += BLOCK) {
         T differs = 0;
@@ -68,7 +68,7 @@ static int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T token) {
     return i;
 }
 
-/* Whether all ids are 0, 1 or 2. */
+/* Return whether all ids are 0, 1 or 2. */
 static int NAME(types)(const char *ids, int64_t i, int64_t stop) {
     T any = 0, three = 0;
     for (; i < stop; i++) {

@@ -1,12 +1,12 @@
-/* A batch of texts and grids placed in one pass, by a plan of its scheme: what the scheme says of every shape of grid.
- * Where a scheme puts things it says in Python; here its numbers are looked up, summed and written. */
+/* Place a batch of texts and grids in one pass by the plan of its scheme, which has an entry for every shape of grid.
+ * Schemes define positions in Python; here their numbers are looked up, summed and written. */
 
 #include <math.h>
 
 #include "plan.h"
 
-/* Columns of a plan, whose first row is that of texts and whose others are slots of shapes. A slot without frames is
- * empty, and one without a denominator is of a shape that is not affine. */
+/* Columns of a plan. Its first row is for texts, the others are slots for shapes. A slot without frames is empty; a
+ * slot without a denominator has a shape that is not affine. */
 enum {
     FRAMES,
     ROWS,
@@ -14,20 +14,21 @@ enum {
     SEPARATOR,
     CONSUMED,
     DEMANDED, /* ids from the cursor to the lowest next position, or INT64_MIN */
-    CLEARED,  /* ids that a grid keeps free before the text of its document; of texts ANY_CLEARS and ANY_COUNTS */
-    OVER,     /* the denominator */
+    CLEARED,  /* ids that a grid keeps free before the text of its document; for texts ANY_CLEARS and ANY_COUNTS */
+    OVER,     /* denominator */
     PLAN_AXES
 };
 enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of axes */
 enum { TEXTS, SLOTS };                                                                                    /* rows */
-enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether a grid keeps ids free, and whether one counts the text */
+enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether any grid keeps ids free, and whether any counts the text */
 
-/* What ids follow: the cursor, the first id of the document, the grids before this one in it, and its tokens of text. */
+/* Inputs of ids: the cursor, the first id of the document, the number of previous grids in it, and of its text tokens.
+ */
 typedef struct {
     int64_t cursor, start, number, text;
 } Place;
 
-/* The slot of a shape in a plan of a power of two of slots, or the empty slot where it would stand. */
+/* Return the slot of a shape in a plan with 2**n slots, or the empty slot for it. */
 static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
     uint64_t hash = 0;
     for (int i = 0; i < CONSUMED; i++) {
@@ -53,7 +54,7 @@ int is_plan(const Matrix *plan, int64_t axes) {
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
 
-/* Write the ids of a grid or a text of this shape; 0 if they might be outside int32. */
+/* Write the ids of a grid or a text of this shape; return 0 if they might be outside int32. */
 static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64_t row, const int64_t *shape,
                        const Place *place) {
     int64_t axes = (table->rows - AXES) / 4, denominator = entry(plan, row, OVER), steps = 0, origins = 0;
@@ -91,7 +92,7 @@ static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64
             return 0;
         }
     }
-    /* Padding alone has origin and steps 0: what else is still gets a step that no token takes. */
+    /* Only padding has origin and steps 0: other constant ids get a step that no token takes. */
     if (steps == 0 && row != TEXTS) {
         put_entry(table, HEIGHT, s, shape[FRAMES] * shape[ROWS]);
         put_entry(table, AXES + STEP_FRAME, s, 1);
@@ -114,7 +115,7 @@ static inline int64_t kind_of(const Batch *batch, int64_t s) {
     return (uint8_t)batch->kind.data[s * batch->kind.stride];
 }
 
-/* Ids that the grids among these segments keep free before the text of their document. */
+/* Return the number of ids that the grids among these segments keep free before the text of their document. */
 static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
     int64_t most = 0, shape[CONSUMED];
     for (int64_t s = first; s < stop; s++) {
@@ -139,7 +140,7 @@ static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
     return tokens;
 }
 
-/* Place a document whose first token has this id; 0 where the way in Python must place it, or say what is wrong. */
+/* Place a document whose first token has the id `start`; return 0 if Python must place it or report an error. */
 static int put_document(Batch *batch, int64_t d, int64_t start) {
     int64_t first = item(&batch->offsets, d), stop = item(&batch->offsets, d + 1);
     int64_t real = 0, demanded = INT64_MIN, before = PAD, free = 0;
@@ -225,8 +226,7 @@ int place_batch(Batch *batch, const Vector *starts, int64_t start) {
     return fits;
 }
 
-/* A new bytearray of (rows, columns) int64, and what writes there; NULL, with an exception set, if there is no memory.
- */
+/* Return a new bytearray for (rows, columns) int64, and its matrix; NULL with an exception set if memory runs out. */
 static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
     PyObject *bytes = PyByteArray_FromStringAndSize(NULL, 8 * rows * columns);
     Matrix block = {bytes == NULL ? NULL : PyByteArray_AsString(bytes), rows, columns, 8 * columns, 8, 8, 'q'};
@@ -235,13 +235,11 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
 }
 
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
- * -> (table, documents, tokens), arrays as bytearrays; or the first grid of a shape that the plan does not have; or
- * None.
+ * -> (table, documents, tokens), the arrays as bytearrays; or the first grid whose shape the plan lacks; or None.
  *
- * The arrays are (5 + 4·axes, segments) and (4, documents). Start is one integer or (documents,); rules are whether
- * grids must not touch, may have frames and may have row separators, and whether documents have next positions and may
- * hold audio; timed is whether frames have times that ids may follow, for which no plan holds. It declines what it
- * cannot place, whatever the reason. */
+ * The arrays are (5 + 4·axes, segments) and (4, documents). start: integer or (documents,); rules: whether grids must
+ * not touch, may have frames, may have row separators, whether documents have next positions, and may contain audio;
+ * timed: whether frames have times that ids may follow, for which no plan is valid. Anything else is declined. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;
@@ -258,7 +256,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     int one = PyLong_CheckExact(args[5]);
     if (one) {
         start = PyLong_AsLongLong(args[5]);
-        if (start == -1 && PyErr_Occurred()) { /* beyond int64 */
+        if (start == -1 && PyErr_Occurred()) { /* outside int64 */
             PyErr_Clear();
             return Py_NewRef(Py_None);
         }
@@ -294,9 +292,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     return answer(&buffers, result);
 }
 
-/* enter(plan, rows) -> True, or None.
- *
- * Enters rows into a plan with more than as many empty slots. */
+/* enter(plan, rows) -> True or None: enter rows into a plan with more empty slots than rows. */
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix plan, rows;

@@ -1,8 +1,8 @@
-/* Rotation of q and k on a CPU, and their norm: cos and sin of a block of tokens, which stay in the first cache,
- * then all their heads.
+/* Rotate and normalise q and k on a CPU: compute cos and sin for a block of tokens, which stay in the first-level
+ * cache, then rotate all heads of the block.
  *
- * Tensors come as capsules of DLPack, whose shapes and strides torch answers for: what lies within the shape is memory of
- * the tensor. Nothing else is read or written, whatever the numbers are. */
+ * Tensors are DLPack capsules. torch guarantees that their shapes and strides describe memory of the tensor; nothing
+ * else is read or written, whatever the numbers are. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -10,13 +10,13 @@
 #include "phases.h"
 #include "tokens.h"
 
-/* The norm of each tensor: its weights as float32, which need not be aligned, or NULL. */
+/* Norm of each tensor: float32 weights, possibly unaligned, or NULL. */
 typedef struct {
     const char *weights[2];
     float eps;
 } Norm;
 
-/* Rotate tokens from first to stop; 0 without memory. */
+/* Rotate tokens from first to stop; return 0 if memory runs out. */
 static int rotate(const Job *jobs, int count, const Source *source, const Kind *kind, const Norm *norm, int64_t first,
                   int64_t stop, int conjugate) {
     int64_t pairs = kind->pairs, seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
@@ -31,7 +31,7 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
         for (int64_t c = 0; norm->weights[i] != NULL && c < channels; c++) {
             float *weight = &weights[i * channels + c];
             memcpy(weight, norm->weights[i] + 4 * c, 4);
-            *weight = isnan(*weight) ? NAN : *weight; /* whose low bits are zeros, see ROUNDED in heads.h */
+            *weight = isnan(*weight) ? NAN : *weight; /* a NaN with zero low bits; see ROUNDED in heads.h */
         }
     }
     for (int64_t group = 0, next; group < source->constants.groups; group = next) {
@@ -65,15 +65,15 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
     return 1;
 }
 
-/* Dimensions and dtype of a tensor: whether it is bfloat16, instead of float32. */
+/* Dimensions and dtype of a tensor: bfloat16 or float32. */
 typedef struct {
     int dimensions, narrow;
 } Form;
 
 static int alike(Form a, Form b) { return a.dimensions == b.dimensions && a.narrow == b.narrow; }
 
-/* Take (batch, seq, heads, channels), or without a batch, with contiguous channels, and its strides in bytes; NULL if it
- * is anything else. */
+/* Get a tensor (batch, seq, heads, channels), or without batch, with contiguous channels, and its strides in bytes;
+ * return NULL for any other object. */
 static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int64_t *strides, Form *form) {
     const Tensor *tensor = tensor_of(object);
     if (tensor == NULL) {
@@ -91,13 +91,14 @@ static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int6
         int at = i + missing;
         at = heads_first && (at == SEQ || at == HEADS) ? SEQ + HEADS - at : at;
         shape[at] = tensor->shape[i];
-        strides[at] = shape[at] > 1 ? tensor->strides[i] * (tensor->bits / 8) : 0; /* that of one may be anything */
+        strides[at] = shape[at] > 1 ? tensor->strides[i] * (tensor->bits / 8)
+                                    : 0; /* the stride of a single element may be anything */
     }
     int contiguous = shape[CHANNELS] <= 1 || strides[CHANNELS] == tensor->bits / 8;
     return contiguous ? tensor->data + tensor->byte_offset : NULL;
 }
 
-/* Take x and out of one shape and dtype; 0 if they are anything else. */
+/* Get x and out with the same shape and dtype; return 0 for any other objects. */
 static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, Form *form) {
     int64_t shape[4];
     Form other;
@@ -111,7 +112,7 @@ static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, Form 
     return job->out != NULL && alike(*form, other) && memcmp(shape, job->shape, sizeof shape) == 0;
 }
 
-/* Take eps and, of each tensor, the weights of all its channels or None; 0 if they are anything else. */
+/* Read eps and, for each tensor, the weights of all its channels or None; return 0 for any other object. */
 static int take_norm(Buffers *buffers, PyObject *tuple, const Job *jobs, int count, Norm *norm) {
     memset(norm, 0, sizeof *norm);
     if (tuple == Py_None) {
@@ -135,7 +136,7 @@ static int take_norm(Buffers *buffers, PyObject *tuple, const Job *jobs, int cou
     return 1;
 }
 
-/* Whether q, k and the phases are of the same tokens and channels. */
+/* Return whether q, k and the phases have the same tokens and channels. */
 static int fit(const Job *jobs, int count, const Source *source) {
     const Constants *constants = &source->constants;
     int64_t batch = jobs[0].shape[BATCH], seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
@@ -150,7 +151,7 @@ static int fit(const Job *jobs, int count, const Source *source) {
     return fits;
 }
 
-/* Whether tensors of elements of a size lie where nothing else of them lies, as far as it shows at once. */
+/* Return whether quick checks show that no two elements of a tensor share memory, for elements of this size. */
 static int apart(const Job *jobs, int count, int64_t size) {
     const char *stops[2];
     for (int i = 0; i < count; i++) {
@@ -173,12 +174,12 @@ static int apart(const Job *jobs, int count, int64_t size) {
 
 #define MOST_PARTS (1 << 20)
 
-/* The first token of a part. */
+/* Return the first token of a part. */
 static int64_t first_of(const Source *source, int64_t part, int64_t parts) {
     return source->tokens / parts * part + source->tokens % parts * part / parts;
 }
 
-/* Whether no id is beyond int32. */
+/* Return whether all ids are within int32. */
 static int within_int32(const Source *source) {
     const Matrix *ids = &source->positions;
     int64_t beyond = 0;
@@ -202,20 +203,21 @@ enum {
     NOT_LONGEST = 128
 }; /* see mmpos/rotary/cpu.py */
 
-/* rotate(tensors, source, norm, part, parts, flags) -> bool, whether the tokens of a part were rotated.
+/* rotate(tensors, source, norm, part, parts, flags) -> bool: True if the tokens of a part were rotated.
  *
- * tensors: (q, q_out, k, k_out) or (q, q_out), capsules of DLPack, each (batch, seq, heads, head_dim) or (tokens, heads,
- * head_dim) with contiguous channels, of float32 or bfloat16; an out may be what it comes from, or None, which is the
- * same. part, parts: index and number of parts of about equal numbers of tokens.
- * source: (positions, kind, tokens, row, constants): a table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or
- * int64, or int64 in units of 2**-32, as the kind says; tokens in a row of a batch, 0 for any number; constants as bytes,
- * see Constants. Positions are a buffer, or a capsule; then ids may be (axes, batch, seq), and say tokens and row
- * themselves. Or (cos, sin, groups): both (tokens, groups * pairs) float32.
- * norm: None, or (eps, weight, ...), of each of q and k (head_dim,) contiguous float32 or None: first its heads x become
- * x / sqrt(mean(x^2) + eps) * weight.
- * flags: ADJACENT pairs of channels; CONJUGATE angles; HEADS_FIRST, (batch, heads, seq, head_dim); APART declines outs
- * that may share memory; NORM_AFTER, the norm is that of rotated heads; CHECKED declines ids beyond int32; NOT_LONG and
- * NOT_LONGEST leave vectors out that the CPU has, and the bits are the same. */
+ * tensors: (q, q_out, k, k_out) or (q, q_out), DLPack capsules, each (batch, seq, heads, head_dim) or (tokens, heads,
+ *   head_dim) with contiguous channels, in float32 or bfloat16; an out that is the input, or None, rotates in place.
+ * source: (positions, kind, tokens, row, constants) or (cos, sin, groups), cos and sin (tokens, groups * pairs)
+ *   float32.
+ *   positions: table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or int64, or int64 in units of 2**-32, as
+ *   kind says, in a buffer or a capsule. A capsule may have ids (axes, batch, seq), which define tokens and row.
+ *   row: tokens per row of a batch, 0 for any number. constants: bytes, see Constants.
+ * norm: None, or (eps, weight, ...) with a weight for q and for k, (head_dim,) contiguous float32 or None. Each head x
+ *   is first replaced by x / sqrt(mean(x^2) + eps) * weight.
+ * part, parts: index of the part, and number of parts with about equal numbers of tokens.
+ * flags: ADJACENT: pairs of adjacent channels; CONJUGATE: negated angles; HEADS_FIRST: (batch, heads, seq, head_dim);
+ *   APART: decline outs whose elements may share memory; NORM_AFTER: normalise after the rotation; CHECKED: decline ids
+ *   outside int32; NOT_LONG, NOT_LONGEST: do not use wider vectors of the CPU; the bits are the same. */
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Job jobs[2];

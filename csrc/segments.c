@@ -1,10 +1,10 @@
-/* The shape of a batch: from lists of Text, Audio and Grid, from placeholder spans, or from arrays, which are checked. */
+/* Build the arrays of a segment table from lists of Text, Audio and Grid or from placeholder spans; check arrays. */
 
 #include "native.h"
 
 enum { FRAMES, HEIGHT, WIDTH }; /* rows of extents, columns of grid_thw */
 
-/* Three arrays of a segment table in new bytes objects, to be filled. */
+/* Three arrays of a segment table, as new bytes objects to fill. */
 typedef struct {
     PyObject *kind, *extents, *offsets;
     uint8_t *kinds;
@@ -34,7 +34,7 @@ static void drop_shape(Shape *shape) {
 }
 
 static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, int64_t height, int64_t width) {
-    if (at < shape->segments) { /* always, but where another thread writes into what was counted */
+    if (at < shape->segments) { /* false only if another thread writes into the counted arrays */
         shape->kinds[at] = kind;
         put_int64(shape->values + 8 * at, frames);
         put_int64(shape->values + 8 * (shape->segments + at), height);
@@ -42,7 +42,7 @@ static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, 
     }
 }
 
-/* An attribute that is exactly an int; -1, with no exception set, if it is anything else. */
+/* Return the value of an int attribute; -1, with no exception set, for any other object. */
 static int64_t int_attribute(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
     int64_t result = -1;
@@ -61,7 +61,7 @@ static int is_attribute(PyObject *object, PyObject *name, PyObject *wanted) {
     return value == wanted;
 }
 
-/* Classes of parts, and the names of what is read off them. */
+/* Classes of parts, and the names of their attributes. */
 typedef struct {
     PyObject *text, *audio, *grid;
     PyObject *length, *frames, *height, *width, *row_separator, *seconds_per_frame;
@@ -84,12 +84,12 @@ static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names
     return tokens_of(frames, height, width, 0) > 0;
 }
 
-/* Put the parts of a document from `at` on; how many, or 0 if one does not fit. */
+/* Write the parts of a document from `at` on; return their number, or 0 if one is not supported. */
 static int64_t put_document(Shape *shape, int64_t at, PyObject *document, const Names *names) {
     int64_t parts = length_of(document);
     int fits = parts >= 1 && at + parts <= shape->segments;
     for (int64_t i = 0; fits && i < parts; i++) {
-        PyObject *part = PySequence_GetItem(document, i); /* held: code that runs meanwhile may change the list */
+        PyObject *part = PySequence_GetItem(document, i); /* own reference: other code may change the list */
         fits = part != NULL && put_part(shape, at + i, part, names);
         Py_XDECREF(part);
     }
@@ -113,7 +113,7 @@ static int put_documents(Shape *shape, PyObject *documents, int64_t count, const
 
 /* documents(documents, Text, Audio, Grid, names) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * documents: a list of lists of Text, Audio and plain Grid; names: of their fields, in the order of Names. */
+ * documents: list of lists of Text, Audio and plain Grid; names: names of their fields, in the order of Names. */
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 6) {
@@ -152,7 +152,7 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* numbers(list) -> bytes of int64 of a list of ints from 0 on, or None. */
+/* numbers(list) -> bytes: a list of nonnegative ints as int64, or None. */
 PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (!arguments("numbers", 1, count)) {
@@ -164,9 +164,10 @@ PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count
         char *out = PyBytes_AsString(result);
         int fits = 1;
         for (Py_ssize_t i = 0; fits && i < size; i++) {
-            PyObject *number = PyList_GetItem(args[0], i); /* ints run no code of others that could change the list */
+            PyObject *number =
+                PyList_GetItem(args[0], i); /* borrowed: ints run no other code that could change the list */
             int64_t value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
-            fits = value >= 0; /* errors are -1 */
+            fits = value >= 0; /* an error is -1 */
             put_int64(out + 8 * i, value);
         }
         if (!fits) {
@@ -178,7 +179,7 @@ PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count
     return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* Segments of documents with spans: with a shape they are written, without they are counted; -1 for a mistake. */
+/* Write the segments of documents with spans, or only count them without a shape; return -1 for an error. */
 static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const Vector *offsets,
                          const Matrix *grid_thw, const Vector *documents, int64_t separator) {
     int64_t at = 0, span = 0;
@@ -273,8 +274,8 @@ static int sound(const Vector *kind, const Matrix *extents, const Vector *offset
     return 1;
 }
 
-/* sound(kind, extents, segment_offsets, row_separator) -> bool, whether these are the arrays of a segment table without
- * clips, thumbnails and tiles. */
+/* sound(kind, extents, segment_offsets, row_separator) -> bool: True if these are valid arrays of a segment table
+ * without clips, thumbnails and tiles. */
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Vector kind, offsets, separator;

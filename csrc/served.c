@@ -1,10 +1,11 @@
-/* A plain query, from the bytes of its request to the bytes of its answer: documents as segments of text and grids, a
- * scheme with a plan, and the table or the ids of all tokens. Everything else takes the way through messages. */
+/* Answer a plain query, from the bytes of the request to the bytes of the answer: documents as segments of text and
+ * grids, a scheme with a plan, and the table or the ids of all tokens. All other queries are handled through messages.
+ */
 
 #include "plan.h"
 #include "wire.h"
 
-/* Fields of the messages, by their numbers; all others are declined. */
+/* Numbers of the fields; all other fields are declined. */
 enum { QUERY_OF_CALL = 1 };
 enum { ITEM_ID = 1, QUERY_OF_ITEM = 2 };
 enum { SEGMENTS = 1, PROFILE = 4, SCHEME, START, START_PER_DOCUMENT, STRICT, DENSE = 10 };
@@ -12,19 +13,19 @@ enum { KINDS = 1, FRAMES, HEIGHTS, WIDTHS, PER_DOCUMENT };
 enum { DTYPE = 1, DENSE_AXES };
 enum { MAX_FIELD = DENSE };
 
-/* The most of everything, as the service has it. */
+/* Limits of the service. */
 enum { DOCUMENTS, SEGMENT_COUNT, TOKENS, IMAGES, ID_BYTES, ANSWER_BYTES, LIMITS };
 
 #define MAX_KEY 4096 /* bytes of profile and scheme */
 
-/* A field of a message: where it begins with its tag, NULL if it is not there; its bytes, or its number. */
+/* Field of a message: its begin, including the tag, or NULL if it is absent; its bytes or its number. */
 typedef struct {
     const uint8_t *tag;
     Span bytes;
     uint64_t number;
 } Field;
 
-/* Read the fields of a message, each of which may stand once; 0 for any of another number or type than these have. */
+/* Read the fields of a message, each at most once; return 0 for other numbers or types. */
 static int read_fields(const Span *message, const int8_t *types, Field *fields) {
     const uint8_t *at = message->begin, *end = message->end;
     memset(fields, 0, (MAX_FIELD + 1) * sizeof *fields);
@@ -54,7 +55,7 @@ static int read_fields(const Span *message, const int8_t *types, Field *fields) 
 
 static int64_t bytes_of(const Field *field) { return field->tag == NULL ? 0 : field->bytes.end - field->tag; }
 
-/* The fields of profile and scheme, which are a query of their own; NULL without an exception if they are too long. */
+/* Return the bytes of the profile and scheme, themselves a query; NULL without an exception if they are too long. */
 static PyObject *key_of(const Field *query) {
     int64_t profile = bytes_of(&query[PROFILE]), scheme = bytes_of(&query[SCHEME]);
     PyObject *key = profile + scheme > MAX_KEY ? NULL : PyBytes_FromStringAndSize(NULL, profile + scheme);
@@ -70,7 +71,7 @@ static PyObject *key_of(const Field *query) {
     return key;
 }
 
-/* What a query is placed with, of Python: (plan, strict, fractional, label). */
+/* Settings of a query, from the Python tuple (plan, strict, fractional, label). */
 typedef struct {
     PyObject *table; /* a reference */
     int strict, frames, separators, fractional;
@@ -99,7 +100,7 @@ static int read_settings(Buffers *buffers, PyObject *known, Settings *settings, 
     return fits;
 }
 
-/* A batch as it is read and placed, in memory of its own. */
+/* A batch with its own memory. */
 typedef struct {
     Batch batch;
     Vector starts;
@@ -111,7 +112,7 @@ static Matrix rows_at(char *data, int64_t rows, int64_t columns) {
     return (Matrix){data, rows, columns, 8 * columns, 8, 8, 'q'};
 }
 
-/* Room for a batch, each array after the one before. */
+/* Allocate the arrays of a batch, one after another. */
 static int make_room(Placed *placed, int64_t segments, int64_t documents, int64_t starts, int64_t rows) {
     Batch *batch = &placed->batch;
     char *at = placed->memory =
@@ -129,13 +130,13 @@ static int make_room(Placed *placed, int64_t segments, int64_t documents, int64_
     return 1;
 }
 
-/* Whether segments are texts and grids as a segment table has them; counts the grids. */
+/* Return whether all segments are valid texts and grids; count the grids. */
 static int read_kinds(Placed *placed, const Span *kinds, int64_t most_frames) {
     const Batch *batch = &placed->batch;
     int64_t frames = 0;
     placed->images = 0;
     for (int64_t s = 0; s < batch->kind.size; s++) {
-        int kind = kinds->begin[s] - 1; /* from 1 in messages */
+        int kind = kinds->begin[s] - 1; /* messages count from 1 */
         int64_t height = entry(&batch->extents, 1, s), of_segment = entry(&batch->extents, 0, s);
         if (kind < TEXT || kind > AUDIO || of_segment < 1 || of_segment > INT32_MAX ||
             (kind != GRID && (of_segment != 1 || height != 1))) {
@@ -148,7 +149,7 @@ static int read_kinds(Placed *placed, const Span *kinds, int64_t most_frames) {
     return frames <= most_frames;
 }
 
-/* Sum the segments of the documents; 0 where one has none, or they are not all. */
+/* Add up the segments of the documents; return 0 if a document has none, or the sum is wrong. */
 static int read_documents(const Batch *batch, const Span *per_document) {
     char *firsts = batch->offsets.data;
     int64_t first = 0;
@@ -164,7 +165,7 @@ static int read_documents(const Batch *batch, const Span *per_document) {
     return first == batch->kind.size;
 }
 
-/* Read the segments and starts of a query into a batch with room of its own. */
+/* Read the segments and starts of a query into a new batch. */
 static int read_batch(Placed *placed, const Field *query, const int64_t *most, int64_t rows) {
     static const int8_t types[MAX_FIELD + 1] = {-1, BYTES, BYTES, BYTES, BYTES, BYTES, -1, -1, -1, -1, -1};
     Field fields[MAX_FIELD + 1];
@@ -196,7 +197,7 @@ static int read_batch(Placed *placed, const Field *query, const int64_t *most, i
            read_documents(&placed->batch, &fields[PER_DOCUMENT].bytes);
 }
 
-/* The ids that a query asks for. */
+/* The ids that a query requests. */
 typedef struct {
     int64_t rows, itemsize, dtype;
     char format;
@@ -252,7 +253,7 @@ static char *put_varint(char *at, uint64_t value) {
     return at;
 }
 
-/* Tags of fields below 16. */
+/* Write the tag of a field below 16. */
 static char *put_tag(char *at, int field, int type) {
     *at++ = (char)(field << 3 | type);
     return at;
@@ -272,7 +273,7 @@ static char *put_bytes(char *at, int field, const char *data, int64_t size) {
 
 static int64_t size_of_bytes(int64_t size) { return 1 + size_of((uint64_t)size) + size; }
 
-/* Bytes of varints of a row. */
+/* Return the bytes of the varints of a row. */
 static int64_t size_of_row(const Matrix *matrix, int64_t row) {
     int64_t size = 0;
     for (int64_t i = 0; i < matrix->columns; i++) {
@@ -288,7 +289,7 @@ static char *put_row(char *at, const Matrix *matrix, int64_t row) {
     return at;
 }
 
-/* Sizes of an answer and of what is in it. */
+/* Sizes of an answer and its parts. */
 typedef struct {
     int64_t inner, data, next, delta, cu, positions, whole;
 } Sizes;
@@ -315,7 +316,7 @@ static Sizes sizes_of(const Batch *batch, const Ids *ids, const Settings *settin
     return sizes;
 }
 
-/* Write the answer; gives where the ids are to stand, or NULL if there is no need. */
+/* Write the answer; return the address for the ids, or NULL if there are none. */
 static char *put_answer(char *at, const Batch *batch, const Ids *ids, const Settings *settings, const Sizes *sizes,
                         int item, uint64_t id) {
     const Matrix *table = &batch->table, *documents = &batch->documents;
@@ -350,7 +351,7 @@ static char *put_answer(char *at, const Batch *batch, const Ids *ids, const Sett
     return data;
 }
 
-/* The answer to a batch that was placed; NULL without an exception if it is too large. */
+/* Return the answer for a placed batch; NULL without an exception if it is too large. */
 static PyObject *answer_to(const Batch *batch, const Ids *ids, const Settings *settings, const int64_t *most, int item,
                            uint64_t id) {
     if (batch->token > most[TOKENS] || batch->token > INT32_MAX ||
@@ -374,7 +375,7 @@ static PyObject *answer_to(const Batch *batch, const Ids *ids, const Settings *s
                 done = expand_ids(&batch->table, batch->token, &out, ids->axes, 1);
             Py_END_ALLOW_THREADS
         }
-        if (!done) { /* numerators that are no doubles */
+        if (!done) { /* numerators that are not exact as doubles */
             Py_DECREF(result);
             return NULL;
         }
@@ -382,7 +383,7 @@ static PyObject *answer_to(const Batch *batch, const Ids *ids, const Settings *s
     return result;
 }
 
-/* The answer to a query whose settings are known; its key where the plan does not have a shape of it. */
+/* Return the answer to a query with known settings, or its key if the plan lacks a shape. */
 static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyObject *known, const int64_t *most,
                        int item, uint64_t id) {
     Placed placed = {.batch.unknown = -1, .memory = NULL};
@@ -417,12 +418,12 @@ static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyOb
     return result;
 }
 
-/* served(raw, item, known, most) -> (answer, documents, tokens, images), or the bytes of profile and scheme where these
- * or a shape are not known, or None.
+/* served(raw, item, known, most) -> (answer, documents, tokens, images), or the bytes of profile and scheme if these
+ * or a shape are unknown, or None.
  *
- * raw: request of Place, or of StreamPlace for an item; known: from the bytes of profile and scheme to (plan, strict,
- * fractional, label) or None; most: int64 numbers of documents, segments, tokens, images, and bytes of ids and of an
- * answer, above which the general way has the words. */
+ * raw: request of Place, or of StreamPlace for an item; known: dict from the bytes of profile and scheme to (plan,
+ * strict, fractional, label) or None; most: int64 limits of documents, segments, tokens, images, bytes of ids and
+ * bytes of the answer; the general code reports queries above them. */
 PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const int8_t outer[][MAX_FIELD + 1] = {{-1, BYTES, -1, -1, -1, -1, -1, -1, -1, -1, -1},
                                                   {-1, VARINT, BYTES, -1, -1, -1, -1, -1, -1, -1, -1}};
@@ -449,7 +450,7 @@ PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count)
             if (known == NULL && !PyErr_Occurred()) {
                 result = Py_NewRef(key);
             } else if (known != NULL) {
-                Py_INCREF(known); /* another thread may forget it */
+                Py_INCREF(known); /* another thread may remove it from the dict */
                 result = serve(&buffers, query, key, known, most->buf, item, item ? request[ITEM_ID].number : 0);
                 Py_DECREF(known);
             }

@@ -1,10 +1,10 @@
-/* Heads of tokens, rotated in the order in which they lie in memory, by vectors where the compiler has them. */
+/* Rotate the heads of tokens in the order of memory, with vectors if the compiler supports them. */
 
 #include <math.h>
 
 #include "tokens.h"
 
-/* One head and where it goes, and cos and sin of its pairs. */
+/* A head, its destination, and cos and sin of its pairs. */
 typedef struct {
     const char *x;
     char *out;
@@ -59,7 +59,7 @@ static ALWAYS_INLINE void store(char *at, float value, int narrow) {
     }
 }
 
-/* Heads or tokens at equal distances, and the cos and sin of each. */
+/* Heads or tokens at equal distances, and their cos and sin. */
 typedef struct {
     const char *x;
     char *out;
@@ -70,7 +70,7 @@ typedef struct {
     float eps, *room;
 } Rows;
 
-/* Rotate the pairs of a head, of a kind that the compiler knows, so that it unrolls its own loop for each. */
+/* Rotate the pairs of a head; the last three arguments are constants, so that each kind has its own unrolled loop. */
 static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, int narrow, int vectors) {
     int64_t size = narrow ? 2 : 4, j = 0;
 #ifdef VECTORS
@@ -98,7 +98,7 @@ static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, in
     }
 }
 
-/* Add the upper half to the lower, until one number is left. */
+/* Add the upper half to the lower half until one number is left. */
 static ALWAYS_INLINE float folded(float *sums, int64_t half) {
     for (; half > 0; half /= 2) {
         for (int64_t i = 0; i < half; i++) {
@@ -108,8 +108,8 @@ static ALWAYS_INLINE float folded(float *sums, int64_t half) {
     return sums[0];
 }
 
-/* Multiply a head by 1 / sqrt(mean(x^2) + eps) and by weights. Squares are added in one order on every CPU: channel c goes
- * to the partial sum of c mod 16; then those of channels 8 apart are added, 4 apart, 2 apart and 1 apart. */
+/* Multiply a head by 1 / sqrt(mean(x^2) + eps) and by weights. Squares are added in the same order on every CPU:
+ * channel c to partial sum c mod 16, then partial sums that are 8, 4, 2 and 1 apart. */
 static ALWAYS_INLINE void normalise(float *x, int64_t channels, float eps, const float *weight, int vectors) {
     float sums[16] = {0};
     int64_t c = 0;
@@ -138,7 +138,7 @@ static ALWAYS_INLINE void rotate_as(Rows r, int64_t pairs, int adjacent, int nar
     }
 }
 
-/* Rotate heads as float32, normalise those with weights before or after, and round once. */
+/* Rotate heads in float32, normalise those with weights before or after, and round once. */
 static ALWAYS_INLINE void rotate_normed(Rows r, const Kind *kind, int narrow, int vectors) {
     int64_t size = narrow ? 2 : 4, channels = r.channels;
     for (; r.count > 0; r.count--, r.x += r.from, r.out += r.to, r.cos += r.phase, r.sin += r.phase) {

@@ -1,4 +1,4 @@
-/* Tokens of tensors, rotated by cos and sin that are at hand. */
+/* Rotate the tokens of tensors by computed cos and sin. */
 
 #ifndef MMPOS_TOKENS_H
 #define MMPOS_TOKENS_H
@@ -7,26 +7,26 @@
 
 enum { BATCH, SEQ, HEADS, CHANNELS };
 
-/* A tensor, (batch, seq, heads, channels), and where it goes, which may be where it is. */
+/* A tensor (batch, seq, heads, channels) and its destination, possibly itself. */
 typedef struct {
     const char *x;
     char *out;
     int64_t shape[4], from[4], to[4]; /* strides in bytes */
-    const float *weight;              /* (channels,) of the norm; NULL for none */
-    float eps, *room;                 /* for the channels of a head */
+    const float *weight;              /* (channels,) weights of the norm, or NULL */
+    float eps, *room;                 /* room: scratch space for the channels of a head */
 } Job;
 
-/* How to rotate it. */
+/* Kind of rotation. */
 typedef struct {
     int64_t pairs;
     int adjacent, narrow, vectors; /* narrow: bfloat16; vectors: SHORT, LONG or LONGEST */
-    int normed, after;             /* whether any tensor is normalised, and after the rotation */
+    int normed, after;             /* whether any tensor is normalised, and whether after the rotation */
 } Kind;
 
-/* Where the vectors want the cos and sin of each pair: (pairs,) the pair that stands there. */
+/* Fill order, (pairs,), with the pair whose cos and sin the vectors expect at each place. */
 void order_of(const Kind *kind, int64_t *order);
 
-/* Normalise and rotate all heads of tokens of one sequence by (tokens, pairs) cos and sin. */
+/* Normalise and rotate all heads of consecutive tokens of one sequence by cos and sin (tokens, pairs). */
 void rotate_tokens(const Job *job, const Kind *kind, int64_t first, int64_t tokens, const float *cos, const float *sin);
 
 #endif

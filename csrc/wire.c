@@ -1,20 +1,23 @@
-/* The size of a message in protobuf's wire format, counted before it is parsed: a parser makes an object of every few
- * bytes, holds the interpreter's lock while it does, and cannot be stopped. */
+/* Count the elements of a message in protobuf's wire format before it is parsed: a parser creates an object for every
+ * few bytes, holds the interpreter's lock meanwhile, and cannot be stopped. */
 
 #include "wire.h"
 
-#define MAX_DEPTH 100 /* of messages and groups in each other, as in protobuf's own parsers */
+#define MAX_DEPTH 100 /* nested messages and groups, as in protobuf's own parsers */
 
-/* Entries of a schema, see mmpos/rpc/elements.py; an entry > 0 is the type of a submessage, plus one. */
-enum { PLAIN = 0, VARINTS = -1 }; /* VARINTS, -4 and -8: a field whose numbers may be packed, and how */
+/* Entries of a schema, see mmpos/rpc/elements.py; an entry > 0 is 1 + the type of a submessage. */
+enum {
+    PLAIN = 0,
+    VARINTS = -1
+}; /* VARINTS, -4 and -8: field with packed varints, or with packed numbers of 4 or 8 bytes */
 
 typedef struct {
     const uint8_t *end;
-    uint32_t group; /* its field, or 0 for a message */
-    int32_t type;   /* row of the schema, or -1 where no field is known */
+    uint32_t group; /* field of a group, or 0 for a message */
+    int32_t type;   /* row of the schema, or -1 if the type is unknown */
 } Level;
 
-/* Numbers that are packed in these bytes, -1 if they are broken; anything beyond `room` if there are more. */
+/* Return the number of packed numbers in these bytes, -1 if they are malformed; any number above `room` if more. */
 static int64_t packed(const uint8_t *at, int64_t size, int32_t entry, int64_t room) {
     if (entry == VARINTS) {
         return size / 10 > room ? room + 1 : varints(at, at + size);
@@ -22,7 +25,7 @@ static int64_t packed(const uint8_t *at, int64_t size, int32_t entry, int64_t ro
     return size % -entry == 0 ? size / -entry : -1;
 }
 
-/* Fields and packed numbers of a message, at most one more than `most`; -1 for bytes that are no message. */
+/* Count the fields and packed numbers of a message, up to one more than `most`; return -1 for malformed bytes. */
 static int64_t count_elements(const uint8_t *at, int64_t size, const int32_t *schema, int64_t width, int64_t most) {
     Level levels[MAX_DEPTH + 1] = {{at + size, 0, 0}}, *level = levels;
     int64_t count = 0;
@@ -92,7 +95,7 @@ static int64_t count_elements(const uint8_t *at, int64_t size, const int32_t *sc
     }
 }
 
-/* Whether all entries are what count_elements follows. */
+/* Return whether all entries of a schema are valid. */
 static int sound(const int32_t *schema, int64_t types, int64_t width) {
     for (int64_t i = 0; i < types * width; i++) {
         int32_t entry = schema[i];
@@ -103,10 +106,10 @@ static int sound(const int32_t *schema, int64_t types, int64_t width) {
     return 1;
 }
 
-/* elements(raw, schema, most) -> fields and packed numbers of a message, counted until there are more than `most`; -1
- * for bytes that are no message; None for arguments that are not these:
+/* elements(raw, schema, most) -> int: number of fields and packed numbers of a message, counted up to one more than
+ * `most`; -1 for malformed bytes; or None.
  *
- * raw: bytes; schema: (types, width) int32, contiguous, whose row 0 is of the message itself. */
+ * raw: bytes; schema: (types, width) int32, contiguous, with the message itself in row 0. */
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Py_buffer *raw, *schema;
@@ -137,7 +140,7 @@ PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t coun
 
 #define MAX_LISTS 16
 
-/* Find the bytes of packed fields among those of a message; 0 for what no encoder writes. */
+/* Find the bytes of packed fields in a message; return 0 for bytes that no encoder writes. */
 static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *numbers, int64_t count, Span *found) {
     while (at < end) {
         uint64_t tag, value;
@@ -166,7 +169,7 @@ static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *num
             }
             at += value;
         } else {
-            return 0; /* a group, of a field that is not known */
+            return 0; /* a group of an unknown field */
         }
         if (at == NULL) {
             return 0;
@@ -175,7 +178,7 @@ static int find_fields(const uint8_t *at, const uint8_t *end, const uint8_t *num
     return 1;
 }
 
-/* The numbers of a packed field as a bytes object; NULL without an exception if they are broken. */
+/* Return the numbers of a packed field as a bytes object; NULL without an exception if they are malformed. */
 static PyObject *numbers_of(const Span *span, int release_gil) {
     int64_t count = varints(span->begin, span->end);
     PyObject *result = count < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 8 * count);
@@ -192,9 +195,9 @@ static PyObject *numbers_of(const Span *span, int release_gil) {
     return result;
 }
 
-/* integers(raw, fields) -> bytes of int64 for each of these fields of a message, or None.
+/* integers(raw, fields) -> tuple of bytes, the int64 numbers of each of these fields of a message; or None.
  *
- * raw: the message as encoders write it; fields: bytes, up to 16 numbers of repeated fields of plain varints. */
+ * raw: message as written by an encoder; fields: bytes with up to 16 numbers of repeated varint fields. */
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Span found[MAX_LISTS] = {{NULL, NULL}};
@@ -211,7 +214,7 @@ PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t coun
             result = PyTuple_New(fields->len);
             for (Py_ssize_t i = 0; result != NULL && i < fields->len; i++) {
                 PyObject *numbers = numbers_of(&found[i], raw->len >= RELEASE_GIL_BYTES);
-                if (numbers == NULL || PyTuple_SetItem(result, i, numbers) != 0) { /* which takes the reference */
+                if (numbers == NULL || PyTuple_SetItem(result, i, numbers) != 0) { /* takes over the reference */
                     Py_DECREF(result);
                     result = NULL;
                 }
@@ -221,10 +224,10 @@ PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return answer(&buffers, result);
 }
 
-/* Fields of a message of segments; those from SECONDS on are of messages that are read in Python. */
+/* Fields of a message of segments; Python reads messages with fields from SECONDS on. */
 enum { KINDS, FRAMES, HEIGHTS, WIDTHS, PER_DOCUMENT, SECONDS, SEGMENT_FIELDS = 8 };
 
-/* The kinds of segments, from 1 in messages, as bytes from 0; 0 for one that does not fit. */
+/* Write the kinds of segments, counted from 1 in messages, as bytes counted from 0; return 0 if one does not fit. */
 static int unpack_kinds(const Span *span, char *out) {
     for (const uint8_t *at = span->begin; at < span->end; at++) {
         if (*at == 0 || *at >= 0x80) {
@@ -237,8 +240,8 @@ static int unpack_kinds(const Span *span, char *out) {
 
 /* segments(raw) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * raw: a message of segments as encoders write it, without times, separators and extra tokens. Whether the arrays are
- * those of a table is for `sound` to say. */
+ * raw: message of segments as written by an encoder, without times, separators and extra tokens. `sound` checks the
+ * arrays. */
 PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t numbers[SEGMENT_FIELDS] = {1, 2, 3, 4, 5, 6, 7, 8};
     Buffers buffers;
@@ -277,7 +280,7 @@ PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t coun
         put_int64(firsts, 0);
         for (int64_t d = 1; d <= sizes[PER_DOCUMENT]; d++) {
             memcpy(&length, firsts + 8 * d, 8);
-            first += length; /* which wraps for what `sound` refuses */
+            first += length; /* wraps around only for input that `sound` rejects */
             put_int64(firsts + 8 * d, (int64_t)first);
         }
         result = PyTuple_Pack(3, kind, extents, offsets);
@@ -288,7 +291,7 @@ PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return answer(&buffers, result);
 }
 
-/* joined(parts) -> bytes of a tuple of contiguous buffers, one after the other, or None. */
+/* joined(parts) -> bytes: concatenation of a tuple of contiguous buffers; or None. */
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *result = NULL;
     (void)self;
@@ -309,7 +312,7 @@ PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count)
         if (out != NULL) {
             Py_BEGIN_ALLOW_THREADS
                 for (Py_ssize_t i = 0; i < parts; out += buffers[i++].len) {
-                    if (buffers[i].len > 0) { /* what is empty may be nowhere */
+                    if (buffers[i].len > 0) { /* an empty buffer may have no address */
                         memcpy(out, buffers[i].buf, buffers[i].len);
                     }
                 }

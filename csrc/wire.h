@@ -8,7 +8,7 @@
 enum { VARINT, FIXED64, BYTES, BEGIN_GROUP, END_GROUP, FIXED32 }; /* wire types */
 
 typedef struct {
-    const uint8_t *begin, *end; /* NULL until it was found */
+    const uint8_t *begin, *end; /* NULL until found */
 } Span;
 
 /* Read a varint of at most `most` bytes; return NULL if there is none. */
@@ -16,7 +16,7 @@ static inline const uint8_t *varint(const uint8_t *at, const uint8_t *end, int m
     *value = 0;
     for (int i = 0; i < most && at < end; i++) {
         uint8_t byte = *at++;
-        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the tenth byte of ten loses what does not fit, as in parsers */
+        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the excess bits of a tenth byte are lost, as in protobuf */
         if (byte < 0x80) {
             return at;
         }
@@ -24,7 +24,7 @@ static inline const uint8_t *varint(const uint8_t *at, const uint8_t *end, int m
     return NULL;
 }
 
-/* Packed varints in these bytes; -1 if they are none. */
+/* Return the number of packed varints in these bytes; -1 if they are malformed. */
 static inline int64_t varints(const uint8_t *at, const uint8_t *end) {
     int64_t count = 0;
     int length = 0;

@@ -56,8 +56,7 @@ HTML = typer.Option("--html", metavar="FILE.html", help="Write a report to send 
 def check(
     ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
     documents: Annotated[
-        list[str],
-        typer.Option("--spec", metavar="SPEC|FILE|-", help="A document or a file of documents; may be repeated."),
+        list[str], typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of documents; repeatable.")
     ],
     scheme: SchemeName = None,
     config: Annotated[
@@ -65,8 +64,7 @@ def check(
         typer.Option(metavar="config.json|-", help="A model's config, to use its scheme.", show_default=False),
     ] = None,
     start: Annotated[
-        int | None,
-        typer.Option(help="Id of each document's first token.", show_default="0, or the first id of the model"),
+        int | None, typer.Option(help="Id of each document's first token.", show_default="0, or the model's first id")
     ] = None,
     axes: Axes = None,
     padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
@@ -172,7 +170,7 @@ def compare(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME...]", help="Schemes and encodings to measure.", show_default="all", autocompletion=_complete
+            metavar="[NAME...]", help="Schemes and encodings.", show_default="all", autocompletion=_complete
         ),
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Also print the smallest counterexample of every ✗.")] = False,
@@ -218,12 +216,7 @@ plot = group("plot", "Draw ids, attention, phase errors or growth, as .png, .svg
 
 Output = Annotated[
     Path,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE|-",
-        help="File to write: .png, .svg or .pdf; - writes a .png to standard output.",
-    ),
+    typer.Option("--output", "-o", metavar="FILE|-", help="A .png, .svg or .pdf; - writes a .png to standard output."),
 ]
 SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Repeat to compare several. ")]
 HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two per pair.")]
@@ -298,8 +291,7 @@ def attention(
     scheme: SchemeNames = None,
     axes: Axes = None,
     token: Annotated[
-        int | None,
-        typer.Option(help="Index of the patch in the document.", show_default="the middle of the first image"),
+        int | None, typer.Option(help="Index of the patch.", show_default="the middle of the first image")
     ] = None,
     rotation: RotationFlags,
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -25,7 +24,6 @@ from mmpos.support.extras import needed_for
 from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 
 if TYPE_CHECKING:
-    from mmpos.images import ImageProcessor
     from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
 _ORDER = (
@@ -146,7 +144,7 @@ def demo(
     sequence = builder.build(["A photo of a coffee: ", coffee, " and one of a cat: ", cat, "."])
 
     placed = sequence.positions
-    plot_positions(placed, output, pictures=list(_pixels(sequence, processor)))
+    plot_positions(placed, output, pictures=[processor.pixels(photo) for photo in (coffee, cat)])
 
     texts, kinds = list(_texts(builder, sequence)), sequence.segments.kind
     names = [text.strip() if kind == GRID else repr(text) for text, kind in zip(texts, kinds, strict=True)]
@@ -290,15 +288,3 @@ def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[
             yield f" {height}×{width} patches "
         else:
             yield builder.tokenizer.decode(sequence.input_ids[stop - width : stop].tolist())
-
-
-def _pixels(sequence: InterleavedSequence, processor: ImageProcessor) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the (height, width, 3) pixels of each image after preprocessing, assembled from its patches."""
-    patches: npt.NDArray[Any] = np.zeros(0) if sequence.patches is None else sequence.patches
-    side, merge = processor.patch_size, processor.spatial_merge_size
-    done = 0
-    for _, height, width in sequence.grid_thw.tolist():
-        rows, columns = height * merge, width * merge
-        image = patches[done : done + rows * columns].reshape(rows, columns, side, side, 3)
-        done += rows * columns
-        yield image.swapaxes(1, 2).reshape(rows * side, columns * side, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,12 +230,6 @@ def _text(result: Outcome) -> str:
 
 
 def _json(result: Outcome) -> str:
-    return report.json_lines(
-        {
-            "passed": result.passed,
-            "same": result.same,
-            "findings": [vars(finding) for finding in result.findings],
-            "unsupported": result.unsupported,
-            "not_asked": result.not_asked,
-        }
-    )
+    fields = asdict(result)
+    del fields["require_all"]
+    return report.json_lines({"passed": result.passed, **fields})

@@ -60,8 +60,7 @@ class PlanFlags:
 @flat
 def plan_packs(
     inputs: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help="Files from mmpos preprocess, or patterns.", show_default=False),
+        list[str], typer.Argument(metavar="FILE...", help="Files of mmpos preprocess, or patterns.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
     run: RunFlags,
@@ -107,19 +106,15 @@ def plan_packs(
 def calibrate_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the model, with a config.json.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File of costs to write: .json.")],
-    tokens: Annotated[
-        str, typer.Option(help="Numbers of text tokens, separated by commas.")
-    ] = "256,512,1024,2048,4096",
+    tokens: Annotated[str, typer.Option(help="Lengths of texts in tokens, with commas.")] = "256,512,1024,2048,4096",
     patches: Annotated[
-        str,
-        typer.Option(help="Numbers of image patches before merging, separated by commas; unused for text-only models."),
+        str, typer.Option(help="Patches of images before merging, with commas; unused for text-only models.")
     ] = "256,576,1024,2304,4096",
     repeats: Annotated[int, typer.Option(min=1, help="Number of times that each size is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "float32",
     layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Measure this number of layers and twice this number, and extrapolate to all layers."),
+        int | None, typer.Option(min=1, help="Measure this number of layers and twice this number, and extrapolate.")
     ] = None,
 ) -> None:
     """Measure the training costs of tokens and patches on a model with random weights, for mmpos data plan --cost."""
@@ -164,19 +159,17 @@ def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: Run
     """Print a summary of the plan, compared with packs that are filled by tokens only, in random order."""
     labels = planned.labels_per_step
     steps = f"{planned.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"
-    table = report.new_table("", "")
-    table.show_header = False
-    for name, value in (
-        ("examples", f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels"),
-        ("steps", steps),
-        ("fill", f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens"),
-        ("slowest rank", f"{planned.straggling(run.pipeline):.3f} of the mean"),
-        ("packed by tokens", f"{_by_tokens(headers, costs, planned):.3f} of the mean"),
-        ("labels of a step", f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average"),
-        ("dummy images", f"{planned.needs_image.sum():,} packs"),
-    ):
-        table.add_row(name, value)
-    report.show(console(), table)
+    report.show_values(
+        {
+            "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
+            "steps": steps,
+            "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
+            "slowest rank": f"{planned.straggling(run.pipeline):.3f} of the mean",
+            "packed by tokens": f"{_by_tokens(headers, costs, planned):.3f} of the mean",
+            "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
+            "dummy images": f"{planned.needs_image.sum():,} packs",
+        }
+    )
 
 
 def _by_tokens(headers: Headers, costs: np.ndarray, planned: TrainingPlan) -> float:

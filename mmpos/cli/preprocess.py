@@ -20,7 +20,7 @@ from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_sche
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import counted, naming
 from mmpos.support.extras import needed_for
-from mmpos.support.program import INTERRUPTED, console
+from mmpos.support.program import INTERRUPTED
 
 if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
@@ -53,12 +53,10 @@ class RecordFlags:
         ),
     ]
     format_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar=_OPTION, help="Option of the format, such as caption=alt.", show_default=False),
+        list[str] | None, typer.Option(metavar=_OPTION, help="For the format, such as caption=alt.", show_default=False)
     ] = None
     images_from: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of relative image paths.", show_default="no paths are read"),
+        Path | None, typer.Option(metavar="FOLDER", help="Base of image paths.", show_default="no paths are read")
     ] = None
 
     def preprocess(self, builder: SequenceBuilder) -> Preprocess:
@@ -97,8 +95,7 @@ class SequenceFlags:
         typer.Option(metavar=_OPTION, help="Option of the image processor, such as patch_size=16.", show_default=False),
     ] = None
     tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="bytes|FILE", help="A byte-level tokenizer, or a tokenizer.json.", show_default="bytes"),
+        str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
     ] = None
     marker: Annotated[
         list[str] | None,
@@ -192,9 +189,7 @@ class WorkFlags:
 def preprocess(
     inputs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="INPUT...", help="Shards (.tar, .parquet or .jsonl), or patterns of them.", show_default=False
-        ),
+        typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
     ],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder or URL.", show_default=False)
@@ -207,7 +202,7 @@ def preprocess(
 
     A run that is stopped leaves only complete files, and the same command resumes it.
     With [bold]--on-error skip[/bold], unusable records are listed in FOLDER/*.quarantine.jsonl; with
-    [bold]--on-image-error drop[/bold], unusable images are, and their records are kept.
+    [bold]--on-image-error drop[/bold], unusable images are listed, and their records are kept.
     """
     try:
         from mmpos.data import write_sequences
@@ -381,16 +376,14 @@ def _print(summary: Summary, folder: str) -> None:
     if fill.longer:
         rate += f"; {counted(fill.longer, 'longer document', ',')} left out"
     speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
-    table = report.new_table("", "")
-    table.show_header = False
-    for name, value in (
-        ("files", files),
-        ("documents", f"{counts.documents:,}"),
-        ("tokens", f"{counts.tokens:,}"),
-        ("images", f"{counts.images:,}"),
-        ("skipped", skipped),
-        ("fill rate", rate),
-        ("speed", speed),
-    ):
-        table.add_row(name, value)
-    report.show(console(), table)
+    report.show_values(
+        {
+            "files": files,
+            "documents": f"{counts.documents:,}",
+            "tokens": f"{counts.tokens:,}",
+            "images": f"{counts.images:,}",
+            "skipped": skipped,
+            "fill rate": rate,
+            "speed": speed,
+        }
+    )

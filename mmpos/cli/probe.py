@@ -35,11 +35,7 @@ probe = group("probe", "Find the positions by which an engine actually rotates, 
 def checkpoint(
     config: Annotated[
         Path,
-        typer.Option(
-            metavar="config.json|FOLDER",
-            help="Config of the model; tokenizer and preprocessor files next to it are copied.",
-            show_default=False,
-        ),
+        typer.Option(metavar="config.json|FOLDER", help="The model; files next to it are copied.", show_default=False),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write.", show_default=False)
@@ -74,20 +70,17 @@ BESIDE = ("position_ids", "lengths", "reference")
 def run(
     keys: Annotated[Path, typer.Argument(metavar="KEYS.npz|.npy", help="The dump.", show_default=False)],
     config: Annotated[
-        Path,
-        typer.Option(metavar="config.json|FOLDER", help="Config of the model, for its rotation.", show_default=False),
+        Path, typer.Option(metavar="config.json|FOLDER", help="The model, for its rotation.", show_default=False)
     ],
     ids: Annotated[
         Path | None, typer.Option(metavar="IDS.npy", help="The ids passed to the engine.", show_default=False)
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Option(
-            "--spec", metavar="SPEC|FILE", help="The documents, placed by the model's scheme.", show_default=False
-        ),
+        typer.Option("--spec", metavar="SPEC|FILE", help="The documents, for the model's scheme.", show_default=False),
     ] = None,
     start: Annotated[
-        int | None, typer.Option(help="Id of each document's first token.", show_default="the first id of the model")
+        int | None, typer.Option(help="Id of each document's first token.", show_default="the model's first id")
     ] = None,
     layer_type: Annotated[
         str | None,

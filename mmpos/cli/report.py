@@ -24,6 +24,7 @@ from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import local_path, whole_file
+from mmpos.support.program import console
 
 _SHORT = 24  # largest number of tokens for which all ids are printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
@@ -63,6 +64,15 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
+
+
+def show_values(values: Mapping[str, str]) -> None:
+    """Print names and values in two columns."""
+    table = new_table("", "")
+    table.show_header = False
+    for name, value in values.items():
+        table.add_row(name, value)
+    show(console(), table)
 
 
 def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:

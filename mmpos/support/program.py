@@ -28,11 +28,12 @@ MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
 
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
-        0: "done",
-        MISSING: "this machine lacks something: a package, memory, a place or room to write, a reader of the output",
+        0: "success",
+        MISSING: "something is missing on this machine: a package, memory, a writable path, disk space, or a reader of "
+        "the output",
         WRONG: "a wrong argument, option or input",
-        DIFFERENT: "ids differ, as mmpos check, mmpos probe run or mmpos conformance says",
-        NO_ANSWER: "a server gave no answer: it is down, too busy or too slow",
+        DIFFERENT: "ids differ, according to mmpos check, mmpos probe run or mmpos conformance",
+        NO_ANSWER: "a server did not answer: it is down, overloaded or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
     }
 )

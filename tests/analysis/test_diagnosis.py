@@ -577,10 +577,6 @@ def test_the_cause_is_unknown_if_no_mistake_gives_the_ids() -> None:
     ids[:, 11:] = 3, 99
     sentence = "Cause unknown: no known mistake gives the first two differences."
     assert diagnose(ids, "3,2x3,4").sentences[2] == sentence
-    assert (
-        diagnose([0, 1, 2, 3, 9], "5").sentences[2]
-        == "Cause unknown: a single wrong token does not identify a mistake."
-    )
 
 
 def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
@@ -672,12 +668,8 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
     ]
     differs = (ids != want).any(axis=0)
     first = int(differs.argmax())
-    explained = [
-        int((candidate == ids).all(axis=0)[differs].sum())
-        for candidate in candidates
-        if (candidate[:, first] == ids[:, first]).all()
-    ]
-    assert diagnosis.explained in explained
+    matches = [(candidate == ids).all(axis=0) for candidate in candidates]
+    assert diagnosis.explained in [match[differs].sum() for match in matches if match[first]]
     assert 1 <= diagnosis.explained <= diagnosis.different_tokens == differs.sum()
 
 

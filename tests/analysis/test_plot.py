@@ -74,11 +74,6 @@ def test_one_axis_is_drawn_over_tokens() -> None:
     assert [image.points.tolist() for image in plane.images] == [[[1, 2], [0.25, 0.5]]]
 
 
-def test_three_axes_are_drawn_as_rows_and_columns() -> None:
-    (image,) = read_plane(table("1,2x1x3", scheme="mrope"), 0).images
-    assert image.points.tolist() == [[1, 2, 3, 1, 2, 3], [1, 1, 1, 1, 1, 1]]
-
-
 def test_padding_and_cut_images_are_read() -> None:
     plane = read_plane(table("3,2x3,2").slice(0, 7).pad(12), 0)
     assert plane.text.shape == (2, 3)

@@ -35,11 +35,6 @@ def test_the_middle_patch_has_equal_scores_for_both_texts_in_a_symmetric_scheme(
     assert_within(computed.patches, computed.patches[::-1, ::-1], bound)
 
 
-def test_the_middle_patch_is_nearer_to_the_text_before_in_mrope() -> None:
-    computed = attention_kernel(table("9,3x5,9", scheme="mrope"), Rotary(64, axes=3))
-    assert computed.before[0] - computed.after[0] > 0.02
-
-
 @pytest.mark.parametrize(
     ("scheme", "rotary"),
     [

@@ -568,9 +568,8 @@ def test_cast_angles_are_named(dtype: torch.dtype, tokens: int) -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(tokens)
     angle = torch.tensor(ids[:, None] * ladder(32, 1e4)).to(dtype).double().numpy()
     keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
-    assert identify(keys, rotary, ids[None]).cause.startswith(
-        f"angles are cast to {str(dtype)[6:]}: their error is up to"
-    )
+    cause = f"angles are cast to {str(dtype)[6:]}: their error is up to"
+    assert identify(keys, rotary, ids[None]).cause.startswith(cause)
 
 
 def test_pairs_on_other_axes_are_counted_if_they_exceed_the_noise() -> None:

@@ -110,15 +110,11 @@ def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
     image = np.random.default_rng(1).integers(0, 256, (90, 150, 3), np.uint8)
     text = processor.apply_chat_template(chat)
     inputs = processor(images=[image], text=[text], return_tensors="pt")
-    return network, {
-        name: tensor.to(network.dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()
-    }
+    return network, {name: x.to(network.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "model", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("model", [m if m in SHORT else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
 def test_every_token_has_one_hidden_state_in_every_layer(model: str, tmp_path: Path) -> None:
     network, inputs = loaded(write_checkpoint(config_of(model), tmp_path), model)
     decoder = network.get_decoder()
@@ -271,8 +267,7 @@ def test_an_invalid_config_is_refused_and_nothing_is_written(
 def test_a_model_with_different_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model, inputs: None)
     with pytest.raises(
-        UnsupportedError,
-        match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its embeddings",
+        UnsupportedError, match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its emb"
     ):
         write_checkpoint(config_of("qwen3_vl"), tmp_path)
 

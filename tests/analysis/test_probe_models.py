@@ -210,9 +210,7 @@ def test_a_right_model_raises_no_alarm(name: str, way: str) -> None:
     assert_calm(name, keys_of(network, packed), want)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def test_a_bfloat16_model_raises_no_alarm(name: str) -> None:
     inputs = prompt(name, "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b")
     narrow = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}

@@ -14,6 +14,7 @@ import transformers
 import vllm
 import vllm._custom_ops
 from PIL import Image
+from probe_configs import QWEN
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
@@ -35,12 +36,6 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "head_dim": 128,
-}
-TOKENS: dict[str, Any] = {
-    "image_token_id": 555,
-    "video_token_id": 556,
-    "vision_start_token_id": 552,
-    "vision_end_token_id": 553,
 }
 ROPES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
@@ -69,7 +64,7 @@ class Engine:
             config = {"num_hidden_layers": 2, "bos_token_id": 300, "eos_token_id": None}
             rope = {"rope_parameters": {"rope_type": "default", **ROPES[name]}}
             kind: Any = transformers.CONFIG_MAPPING[name]
-            write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **TOKENS).to_dict(), folder)
+            write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **QWEN).to_dict(), folder)
             self.llm = vllm.LLM(
                 folder,
                 dtype="float32",

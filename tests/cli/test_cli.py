@@ -112,12 +112,6 @@ def test_json_has_null_for_missing_next_positions() -> None:
     assert (printed["next_positions"], printed["deltas"]) == (None, None)
 
 
-def test_printed_json_can_be_read_again(tmp_path: Path) -> None:
-    first = run("positions", "3,4x2x3,1", "--scheme", "mrope", "--json")
-    (tmp_path / "again.json").write_text(first)
-    assert run("positions", "again.json", "--scheme", "mrope", "--json") == first
-
-
 def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
     parts = [{"audio": 2}, {"clip": [2, 1, 1], "audio": 3, "seconds_per_frame": 0.5}, {"text": 1}]
     (tmp_path / "clip.json").write_text(json.dumps({"documents": [parts]}))

@@ -316,7 +316,7 @@ def test_a_single_wrong_head_is_named(judge_layers: Layers) -> None:
     assert (code, [layer["equal"] for layer in layers.values()]) == (3, [False] * 4)
     assert [layer["wrong_heads"] for layer in layers.values()] == [[1], [0], [], [1]]
     first = [layer["message"][0] for layer in layers.values()]
-    assert [first[0], first[1], first[3]] == [f"Only head {head} of 2 kv heads:" for head in (1, 0, 1)]
+    assert [first[0], first[1], first[3]] == [f"Kv head {head} (of 2):" for head in (1, 0, 1)]
     assert ONE_KEY in layers["still"]["message"]
     assert all("theta is 10,000, not 5,000,000" in str(layers[name]["message"]) for name in ("another", "both"))
     assert layers["missing"]["message"][1].startswith("reference: token 0: got nothing but zeros")
@@ -334,8 +334,8 @@ def shifted(*offsets: int) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize(
     ("keys", "wrong", "factor", "sentences"),
     [
-        (shifted(0, 300), [1], True, ["Only head 1 of 2 kv heads:", "Cause: documents start at 300, not at 0."]),
-        (shifted(300, 500), [0, 1], True, ["Only head 1 of 2 kv heads:", "Cause: documents start at 500, not at 0."]),
+        (shifted(0, 300), [1], True, ["Kv head 1 (of 2):", "Cause: documents start at 300, not at 0."]),
+        (shifted(300, 500), [0, 1], True, ["Kv head 1 (of 2):", "Cause: documents start at 500, not at 0."]),
         (shifted(0, 0)[:, ::-1], [], False, [OTHER]),
         (shifted(0), [], False, [OTHER]),
     ],

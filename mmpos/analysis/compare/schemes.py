@@ -223,7 +223,7 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
 def every_scheme() -> list[Scheme]:
     """Return every scheme with its default parameters, then the three-axis variants of schemes that take ``axes``.
 
-    A LatentScheme is left out: its grids do not depend on the text before them, which most properties measure.
+    Schemes of class LatentScheme are omitted: most properties are about grids whose ids depend on the text before them.
     """
     schemes: list[Scheme] = [scheme() for scheme in SCHEMES.values() if not issubclass(scheme, LatentScheme)]
     choice = [type(scheme) for scheme in schemes if "axes" in vars(scheme)]  # axes is a parameter

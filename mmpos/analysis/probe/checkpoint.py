@@ -314,8 +314,7 @@ def _small_model(values: Mapping[str, Any]) -> Any:
     auto: Any = (
         AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    unquantized = {name: value for name, value in values.items() if name != "quantization_config"}
-    full = kinds[model_type].from_dict(unquantized)
+    full = kinds[model_type].from_dict({name: value for name, value in values.items() if name != "quantization_config"})
     text = full.get_text_config(decoder=True)
     if getattr(text, "rope_parameters", None) is None:
         raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embedding, want one with it")
@@ -469,9 +468,7 @@ def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[
     except UnsupportedError:  # a kind of attention that is not recorded
         return {}
     factor = getattr(getattr(decoder, "rotary_emb", None), "attention_scaling", np.nan)
-    keys = {
-        str(layer.layer): layer.keys[0, 0] / factor if layer.reference is None else layer.reference for layer in layers
-    }
+    keys = {str(k.layer): k.keys[0, 0] / factor if k.reference is None else k.reference for k in layers}
     return {number: key for number, key in keys.items() if np.isfinite(key).all()}
 
 
@@ -503,7 +500,7 @@ def _processor(config: Any, family: Family) -> Any:
         "video_processor": class_in(video_processing_auto, "VIDEO_PROCESSOR"),
         "feature_extractor": class_in(feature_extraction_auto, "FEATURE_EXTRACTOR"),
     }
-    merge = getattr(vision, "spatial_merge_size", None)
+    merge, scale = getattr(vision, "spatial_merge_size", None), getattr(multimodal, "scale_factor", None)
     patch, size = (
         value[0] if isinstance(value := getattr(vision, name, None), list | tuple) else value or 0
         for name in ("patch_size", "image_size")
@@ -523,20 +520,15 @@ def _processor(config: Any, family: Family) -> Any:
         "vision_feature_select_strategy": getattr(multimodal, "vision_feature_select_strategy", None),
         "num_additional_image_tokens": 1 if vision.model_type == "clip_vision_model" else None,
         "image_seq_length": getattr(multimodal, "image_seq_length", getattr(multimodal, "mm_tokens_per_image", None)),
-        "image_seq_len": (
-            (size // patch // multimodal.scale_factor) ** 2 if hasattr(multimodal, "scale_factor") else None
-        ),
+        "image_seq_len": (size // patch // scale) ** 2 if scale else None,
     }
-    processor_class = getattr(transformers, name)
-    parts = {
-        part: _construct(getattr(transformers, class_name), known)
-        for part, class_name in classes.items()
-        if class_name and part in processor_class.get_attributes()
-    }
-    return _construct(processor_class, known, tokenizer=tokenizer, chat_template=_template(family), **parts)
+    kind = getattr(transformers, name)
+    wanted = kind.get_attributes()
+    parts = {part: _build(getattr(transformers, cls), known) for part, cls in classes.items() if cls and part in wanted}
+    return _build(kind, known, tokenizer=tokenizer, chat_template=_template(family), **parts)
 
 
-def _construct(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
+def _build(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
     """Construct an object of a class with the known arguments that it accepts and that are not None."""
     accepted = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}) if "kwargs" not in name}
     accepted |= set(inspect.signature(kind.__init__).parameters) | {name for name in dir(kind) if name[0] != "_"}

@@ -53,7 +53,7 @@ class Reading:
         alike: (tokens,) whether the token's pairs are as long as the reference's, as they are with one hidden state.
         explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
-            was rotated differently; and for an id between integers if at most 1 of 100 are.
+            was rotated differently; and for an id between integers if at most 1 of 100 is.
         reference: the token that ids are relative to; None if ids are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences that say which ids are unknown, and why.

@@ -13,13 +13,12 @@ import numpy.typing as npt
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
 from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.suspects import Suspect, if_valid, of_axes, suspects
+from mmpos.analysis.probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
 from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import STILL
-from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, counted, host_array
@@ -368,7 +367,6 @@ class _Judge:
     def _scaled(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotations with a base, and with a factor on all frequencies, that are fitted to the keys."""
         base = meant.inv_freq_array
-        plain: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
         if isinstance(meant.theta, float) and meant.theta > 1 and meant.inv_freq is None and meant.scaling is None:
             power = self.sample.scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
             theta, remedy = meant.theta**power, "configure the engine with the theta of the config"
@@ -379,10 +377,10 @@ class _Judge:
         if integer > 1:
             cause = f"all ids or all frequencies are {integer} times the intended ones"
             remedy = "count each token once, and scale frequencies as in the config"
-            yield from if_valid(cause, remedy, meant, inv_freq=(base * integer).tolist(), **plain)
+            yield from if_valid(cause, remedy, meant, inv_freq=(base * integer).tolist(), **NO_THETA)
         cause = f"all frequencies are {factor:.5g} times the intended ones, or all ids are divided by {1 / factor:.5g}"
         inv_freq = (base * factor).tolist()
-        yield from if_valid(cause, "", meant, kind="all frequencies are multiplied", inv_freq=inv_freq, **plain)
+        yield from if_valid(cause, "", meant, kind="all frequencies are multiplied", inv_freq=inv_freq, **NO_THETA)
 
     def _by_pair(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotation with the intended frequencies and, for every pair, the axis that fits best."""

@@ -28,6 +28,13 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Context lengths of deployed models before scaling."""
 
 
+NO_SECTIONS: dict[str, Any] = {"mrope_section": None, "axes_dim": None}
+"""Arguments of Rotary that an explicit allocation excludes."""
+
+NO_THETA: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
+"""Arguments of Rotary that explicit frequencies exclude."""
+
+
 @dataclass(frozen=True)
 class Suspect:
     """A rotation that may have been applied to keys.
@@ -134,9 +141,8 @@ def _apart(meant: Rotary) -> Iterator[Suspect]:
     else:  # all angles are repeated as a block: channels 2j and 2j + 1 get neighbouring angles
         laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
     where = "side by side" if meant.pairing == "half" else "in two halves"
-    change: dict[str, Any] = {"mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA, "scaling": None}
     first, second = (
-        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **change)
+        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **NO_SECTIONS, **NO_THETA)
         for of in (laid[firsts], laid[seconds])
     )
     cause = (
@@ -155,17 +161,13 @@ def _dims(meant: Rotary) -> Iterator[Suspect]:
         yield from if_valid(cause, remedy, meant, rotary_dim=size, mrope_section=section)
 
 
+_OTHER_AXES = "rotate each pair by the axis in the config, see Rotary.pair_axis"
+
+
 def of_axes(cause: str, meant: Rotary, axis: IntArray, kind: str = "") -> Iterator[Suspect]:
     """Yield the rotation with the intended frequencies and these axes of pairs."""
-    change: dict[str, Any] = {
-        "allocation": axis.tolist(),
-        "mrope_section": None,
-        "axes_dim": None,
-        "theta": DEFAULT_THETA,
-    }
-    remedy = "rotate each pair by the axis in the config, see Rotary.pair_axis"
-    inv_freq = meant.inv_freq_array.tolist()
-    yield from if_valid(cause, remedy, meant, kind=kind, **change, scaling=None, inv_freq=inv_freq)
+    change = {"allocation": axis.tolist(), "inv_freq": meant.inv_freq_array.tolist()} | NO_SECTIONS | NO_THETA
+    yield from if_valid(cause, _OTHER_AXES, meant, kind=kind, **change)
 
 
 def if_valid(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change: Any) -> Iterator[Suspect]:
@@ -181,13 +183,12 @@ def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     """Yield other allocations of axes to pairs: named ones, swapped axes, dropped axes."""
     mine = meant.allocation if isinstance(meant.allocation, str) else "a vector"
     section = meant.mrope_section or np.bincount(meant.pair_axis[meant.pair_axis >= 0], minlength=meant.axes).tolist()
-    remedy = "rotate each pair by the axis in the config, see Rotary.pair_axis"
     names, axis = axis_names(meant.axes), meant.pair_axis
     for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
         if name not in (meant.allocation, HEADS):
             own_section = section if name in ("sections", "mrope-interleaved") else None
-            change: dict[str, Any] = {"allocation": name, "mrope_section": own_section, "axes_dim": None}
-            yield from if_valid(f"pairs are allocated as {name!r}, not as {mine!r}", remedy, meant, **change)
+            change = NO_SECTIONS | {"allocation": name, "mrope_section": own_section}
+            yield from if_valid(f"pairs are allocated as {name!r}, not as {mine!r}", _OTHER_AXES, meant, **change)
     vectors: dict[str, IntArray] = {}
     if with_ids:
         for a, name in enumerate(names):

@@ -306,7 +306,7 @@ def _by_head(layer: _Layer, together: Verdict) -> Verdict:
     sentences = []
     for numbers in causes.values():
         names = f"{'head' if len(numbers) == 1 else 'heads'} {', '.join(map(str, numbers))}"
-        sentences += [f"Only {names} of {len(heads)} kv heads:", *verdicts[numbers[0]].sentences]
+        sentences += [f"Kv {names} (of {len(heads)}):", *verdicts[numbers[0]].sentences]
     first = min((at for number in wrong if (at := verdicts[number].first_wrong) is not None), default=None)
     readings = tuple(reading for head in heads for reading in head.verdict.readings)
     cause = next(iter(causes)) if len(causes) == 1 else None

@@ -45,7 +45,7 @@ def explore(
     token: Annotated[int, typer.Option(min=0, help="Index of the token that is selected at first.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="Write a self-contained file instead of serving."),
+        typer.Option("--output", "-o", metavar="FILE.html", help="Write a self-contained file; serve nothing."),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 chooses a free port.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,

@@ -92,21 +92,16 @@ def view(
 
 def _segments(segments: SegmentTable) -> list[dict[str, object]]:
     """List the segments with their nouns, first tokens and sides."""
+    nouns = {**NOUNS, GRID: "image"}
     first = np.cumsum(segments.lengths) - segments.lengths
     rows = zip(
         segments.kind.tolist(), first.tolist(), segments.lengths.tolist(), segments.extents.T.tolist(), strict=True
     )
     return [
-        {"kind": _noun(kind, frames), "first": start, "length": length}
+        {"kind": "video" if kind == GRID and frames > 1 else nouns.get(kind, "text"), "first": start, "length": length}
         | {"frames": frames, "height": height, "width": width}
         for kind, start, length, (frames, height, width) in rows
     ]
-
-
-def _noun(kind: int, frames: int) -> str:
-    if kind == GRID:
-        return "video" if frames > 1 else "image"
-    return NOUNS.get(kind, "text")
 
 
 def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, explained: Sequence[int]) -> dict[str, object]:

@@ -32,9 +32,7 @@ DEFAULT = "rope-tie"
 def flat(command: Callable[..., T]) -> Callable[..., T]:
     """Turn the fields of each dataclass parameter of a command into options."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {
-        parameter.name: parameter.annotation for parameter in parameters if is_dataclass(parameter.annotation)
-    }
+    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
 
     @wraps(command)
     def run(**options: Any) -> T:

@@ -106,9 +106,9 @@ def plan_packs(
 def calibrate_model(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the model, with a config.json.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File of costs to write: .json.")],
-    tokens: Annotated[str, typer.Option(help="Lengths of texts in tokens, with commas.")] = "256,512,1024,2048,4096",
+    tokens: Annotated[str, typer.Option(help="Comma-separated lengths of texts.")] = "256,512,1024,2048,4096",
     patches: Annotated[
-        str, typer.Option(help="Patches of images before merging, with commas; unused for text-only models.")
+        str, typer.Option(help="Comma-separated numbers of patches before merging; unused for text-only models.")
     ] = "256,576,1024,2304,4096",
     repeats: Annotated[int, typer.Option(min=1, help="Number of times that each size is measured.")] = 7,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

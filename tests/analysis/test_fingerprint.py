@@ -328,10 +328,10 @@ def test_a_text_row_on_one_side_is_not_an_axis() -> None:
     with_text_row: dict[str, Any] = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
     hint = "; Transformers' text row is not an axis: pass position_ids[1:]"
     for a, b, message in (
-        (with_text_row, WANT, "a: got 4 axes, want 3, the number of b" + hint),
-        (PACKED, with_text_row, "a: got 3 axes, want 4, the number of b" + hint),
-        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, the number of b"),
-        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, the number of b"),
+        (with_text_row, WANT, "a: got 4 axes, want 3, as in b" + hint),
+        (PACKED, with_text_row, "a: got 3 axes, want 4, as in b" + hint),
+        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, as in b"),
+        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, as in b"),
     ):
         with pytest.raises(InvalidInputError) as error:
             same_positions(a, b)
@@ -341,8 +341,8 @@ def test_a_text_row_on_one_side_is_not_an_axis() -> None:
 
 def test_sides_that_cannot_be_compared_are_refused() -> None:
     for a, message in (
-        (IDS, "a: got 1 document, want 2, the number of b"),
-        ({**PACKED, "position_ids": IDS[:2]}, "a: got 2 axes, want 3, the number of b"),
+        (IDS, "a: got 1 document, want 2, as in b"),
+        ({**PACKED, "position_ids": IDS[:2]}, "a: got 2 axes, want 3, as in b"),
         ({**PACKED, "input_ids": []}, "a: got the arguments position_ids, cu_seqlens, input_ids, want position_ids"),
         ({**PACKED, "cu_seqlens": [0, 9]}, "a.cu_seqlens: got [0, 9], want ascending integers from 0 to 15"),
     ):

@@ -161,13 +161,12 @@ class _Program:
         except subprocess.TimeoutExpired:
             return f"after the last case, the program did not exit within {self.time_limit:g} s of the end of its input"
         if code:
-            return f"after the last case, the program ended with {_code(code)}, want exit code 0"
+            return f"after the last case: {_code(code)}, want exit code 0"
         with suppress(BlockingIOError):  # a child process may keep the output open
             os.set_blocking(process.stdout.fileno(), False)
             self._read += os.read(process.stdout.fileno(), 2**16)
-        if self._read:
-            return f"after the last case, got the line {_quoted(bytes(self._read))}, want one line per case"
-        return None
+        line = _quoted(bytes(self._read))
+        return f"after the last case: got the line {line}, want one line per case" if self._read else None
 
     def stop(self) -> None:
         """Kill the program and its children, if it is running."""

@@ -65,7 +65,7 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
             longer = a if count > wanted else b
             one_row_more = noun == "axis" and abs(count - wanted) == 1 and not isinstance(longer, PositionTable)
             hint = "; Transformers' text row is not an axis: pass position_ids[1:]" if one_row_more else ""
-            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, the number of b{hint}")
+            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as in b{hint}")
     wrong = [d for d, (one, other) in enumerate(zip(got.fingerprints, want.fingerprints, strict=True)) if one != other]
     if not wrong:
         return Diagnosis(True, want.label, want.positions.num_tokens, want.positions.num_documents)

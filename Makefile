@@ -1,12 +1,12 @@
-# Two commands do everything: `make demo` and `make test`. Both build .venv when it is missing.
+# Start with `make demo` or `make test`; both build .venv if it is missing.
 
 PYTHON ?= python3
 SOAK ?= 60
 SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
-# Rewritten tests are kept, for the workers and for the next run. There are more workers than cores of a small machine:
-# many tests wait for the processes that they start.
+# pytest writes bytecode of its rewritten tests, for all workers and for the next run. Workers outnumber the cores of a
+# small machine, since many tests wait for processes that they start.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
@@ -15,40 +15,40 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
 
-demo: $(VENV)/demo  ## positions of a text with two photographs, printed and drawn
+demo: $(VENV)/demo  ## print and draw the positions of a text with two photographs
 	@mkdir -p out
 	$(BIN)/mmpos demo -o out/demo.png
 
-gallery: $(VENV)/demo  ## the pictures of docs/gallery.md, by the commands on it
+gallery: $(VENV)/demo  ## draw the pictures of docs/gallery.md with the commands on it
 	@mkdir -p docs/gallery
 	sed -n 's|^mmpos plot|$(abspath $(BIN))/mmpos plot|p' docs/gallery.md | (cd docs/gallery && sh -e)
 
-notebooks: $(VENV)/dev  ## the notebooks of docs/, run again
+notebooks: $(VENV)/dev  ## run the notebooks of docs/ again
 	$(BIN)/python tests/helpers/notebooks.py
 
-test: $(VENV)/dev  ## the tests
+test: $(VENV)/dev  ## run the tests
 	$(PYTEST) -n 3 --dist worksteal
 
-slow: $(VENV)/dev  ## the tests that take longer
+slow: $(VENV)/dev  ## run the tests that take longer
 	$(PYTEST) -n 4 --dist loadgroup -m slow $(FLAGS)
 
-versions: $(VENV)/dev  ## the tests with the oldest and the newest versions, extras alone, and other Pythons: hours
+versions: $(VENV)/dev  ## run the tests with the oldest and the newest versions, extras alone, and other Pythons: hours
 	$(BIN)/python tests/helpers/versions.py $(VERSIONS)
 
-gpu:  ## the kernels on a GPU, in PYTHON as it is, without network: docs/gpu.md
+gpu:  ## test the kernels on a GPU, with PYTHON and without network: docs/gpu.md
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m mmpos_bench.gpu $(if $(PART),--part $(PART)) \
 	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(if $(DRY),--dry)
 
-fuzz: $(VENV)/dev  ## attack a server for SECONDS, from a SEED: nothing may be INTERNAL, late, or kept
+fuzz: $(VENV)/dev  ## attack a server for SECONDS with a SEED; fail on INTERNAL errors, late answers or leaks
 	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
-systemd: $(VENV)/dev  ## the unit of deploy/ under a systemd in namespaces; as root, on a quiet machine
+systemd: $(VENV)/dev  ## test the unit of deploy/ with systemd in namespaces; as root, on a quiet machine
 	$(BIN)/pytest -q -m systemd tests/server/test_deploy.py
 
-portable: $(VENV)/dev  ## test and slow, as other processors and a busy machine run them: hours
+portable: $(VENV)/dev  ## run test and slow as on other processors and on a busy machine: hours
 	$(BIN)/python tests/helpers/portable.py $(PORTABLE)
 
-check: $(VENV)/dev  ## format, lint, words, types, layers
+check: $(VENV)/dev  ## check format, lint, words, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 	$(BIN)/ruff check .
@@ -67,39 +67,39 @@ format: $(VENV)/dev  ## rewrite the files in the house format
 
 PROTOC := PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto
 
-# Names of package inference are others', too: in a pool of their own, ours live beside those of any client of theirs.
+# Other packages register messages of package inference, too. A separate pool avoids conflicts with their clients.
 proto: $(VENV)/dev  ## generate mmpos/rpc and mmpos_server/inference from proto/
 	$(PROTOC) --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
 	$(PROTOC) --python_out=server/mmpos_server --mypy_out=server/mmpos_server proto/inference/*.proto
 	sed -i -e 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' -e "s/'inference\./'mmpos_server.inference./" \
 	    server/mmpos_server/inference/*_pb2.py
 
-baseline: $(VENV)/dev  ## promise the protocol as it is, at a release
+baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-vectors: $(VENV)/dev  ## the cases of mmpos conformance, from the oracle and from Transformers
+vectors: $(VENV)/dev  ## write the cases of mmpos conformance, from the oracle and from Transformers
 	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
-bench: $(VENV)/dev  ## every benchmark suite, kept in benchmarks/results
+bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results
 	$(BIN)/python benchmarks/record.py
 	$(BIN)/python benchmarks/endurance.py --json --soak $(SOAK)
 	$(BIN)/python benchmarks/record.py --tables
 
-tables: $(VENV)/dev  ## the tables of figures and properties in the pages, made anew
+tables: $(VENV)/dev  ## rewrite the tables of figures and properties in the pages
 	$(BIN)/python benchmarks/record.py --tables
 
-docs: $(VENV)/docs  ## the site, into build/site; SERVE=1 shows it on this machine
+docs: $(VENV)/docs  ## build the site in build/site; SERVE=1 serves it on this machine
 	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)
 
-release-notes:  ## the topmost section of CHANGELOG.md
+release-notes:  ## print the first section of CHANGELOG.md
 	@awk '/^## / { if (section++) exit } section' CHANGELOG.md
 
-dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare environments
+dist: $(VENV)/dist  ## build the files of a release, check them, and run them in empty environments
 	rm -rf build dist
 	$(BUILD) .
 	@lacks=$$(for tool in aarch64-linux-gnu-gcc qemu-aarch64; do command -v $$tool > /dev/null || echo $$tool; done; \
 	    apt-cache show python3:arm64 > /dev/null 2>&1 || echo python3:arm64); \
-	if [ "$$lacks" ]; then echo "make dist: no wheel for ARM64, for which these are missing:" $$lacks; else $(MAKE) arm64; fi
+	if [ "$$lacks" ]; then echo "make dist: no wheel for ARM64, which requires" $$lacks; else $(MAKE) arm64; fi
 	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
 	$(BIN)/twine check --strict dist/*
@@ -107,8 +107,8 @@ dist: $(VENV)/dist  ## the files of a release: built, checked, and run in bare e
 
 BUILD := $(BIN)/uv build --python $(BIN)/python --build-constraint constraints.txt --out-dir build/dist
 
-# The wheel for ARM64 is made by Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross. It runs under qemu-user, in Debian's
-# Python for ARM64, which is unpacked here: apt-get knows it after dpkg --add-architecture arm64 and apt-get update.
+# Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross build the wheel for ARM64. It runs under qemu-user, with Debian's
+# Python for ARM64, which is unpacked here: apt-get finds it after dpkg --add-architecture arm64 and apt-get update.
 ARM64 := .venv-arm64
 
 arm64: $(ARM64)/python
@@ -117,13 +117,13 @@ arm64: $(ARM64)/python
 $(ARM64)/python:
 	rm -rf $(ARM64) && mkdir $(ARM64)
 	cd $(ARM64) && apt-get -qq download $$(apt-cache depends --recurse --important libstdc++6:arm64 python3:arm64 | grep '^[a-z].*:arm64$$')
-	cd $(ARM64) && for each in *.deb; do dpkg-deb --extract $$each . || exit; done
+	cd $(ARM64) && for package in *.deb; do dpkg-deb --extract $$package . || exit; done
 	cd $(ARM64) && rm *.deb && ln -s usr/bin/python3 python
 
-clean:  ## remove what was built
+clean:  ## remove everything that was built
 	rm -rf $(VENV) $(ARM64) .cache build out dist *.egg-info mmpos/_native*.so
 
-# What was once installed from here as mmpos must not stay beside its successor.
+# Remove an installation under the former distribution name mmpos.
 $(VENV)/uv: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("PYTHON: got %d.%d, want >= 3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
@@ -136,7 +136,7 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --editable '.[cli]'
 	@touch $@
 
-# Compiled at once: tests start many processes, also where Python is told to write no bytecode.
+# Bytecode is compiled here, since tests start many processes, also where Python must not write bytecode.
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --compile-bytecode --editable . --group dev
 	@touch $@ $(VENV)/demo $(VENV)/docs

@@ -1,4 +1,4 @@
-"""Ask for a wheel of the stable ABI, which builds of Python without the GIL do not have."""
+"""Request a wheel of the stable ABI, except for Python without the GIL, which has no stable ABI."""
 
 import sysconfig
 

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms of tests share."""
+"""Fixtures of several test folders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from waiting import without_torch
 
 from mmpos.support import native
 
-# How long an example takes is decided by whatever else the machine does; the examples are the same in every run.
+# The load of the machine decides how long an example takes; the examples are the same in every run.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep this run apart from others: its kernels of torch.compile, whose key leaves out the processor, and its Ray.
+    """Isolate this run from others: the kernels of torch.compile, whose key ignores the processor, and Ray.
 
-    Ray joins a cluster that it finds, even that of another test that is still stopping.
+    Ray joins any cluster that it finds, even the cluster of another test that is still stopping.
     """
     os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Begin every test with the same random numbers, whatever ran before it."""
+    """Seed every test alike, whatever ran before it."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -47,7 +47,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(params=["C", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of doing the same."""
+    """Run a test with the C extension and with numpy."""
     if request.param == "C" and native.core is None:
         pytest.skip("the extension was not built")
     if request.param == "numpy":
@@ -57,7 +57,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: where matrices are small, threads wait for each other longer than they multiply."""
+    """Run torch on one thread: with small matrices, threads wait longer for each other than they multiply."""
     import torch
 
     before = torch.get_num_threads()
@@ -68,13 +68,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def batches(pytestconfig: pytest.Config) -> int:
-    """Random batches of a model type, beside those of `make test`."""
+    """Return the number of random batches of a model type."""
     return int(pytestconfig.getoption("--batches"))
 
 
 @pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
-    """A disk with room for so many bytes of each file, as far as this process and its children can tell."""
+    """Return a context manager that limits each file written by this process and its children to some bytes."""
 
     @contextmanager
     def limited(room: int) -> Iterator[None]:
@@ -90,43 +90,33 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
 
 @pytest.fixture
 def torchless(tmp_path: Path) -> dict[str, str]:
-    """The environment of programs that start in a moment."""
+    """Return the environment of programs without torch, which start quickly."""
     return without_torch(tmp_path)
 
 
 @pytest.fixture
 def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
-    """Start servers; they are killed in the end."""
-    processes: list[subprocess.Popen[str]] = []
+    """Start servers, and kill them at the end."""
+    servers: list[Program] = []
 
     def program(*arguments: str) -> Program:
-        # A file: a pipe that nobody reads would stop a server that logs.
-        log = tmp_path / f"{len(processes)}.log"
-        with log.open("w") as err:
-            command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=torchless)
-        processes.append(process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
-        return Program(process, line.split()[-1], log)
+        servers.append(Program.launch(tmp_path / f"{len(servers)}.log", *arguments, environment=torchless))
+        return servers[-1]
 
     yield program
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture
 def refused(torchless: dict[str, str]) -> Refused:
-    """Gives what a server says that does not start."""
+    """Run a server that must not start, and return its error message."""
 
     def program(*arguments: str) -> str:
         command = [sys.executable, "-m", "mmpos_server", *arguments]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=torchless)
-        assert (found.returncode, found.stdout) == (2, "")
-        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", found.stderr), found.stderr
-        return found.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=torchless)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", done.stderr), done.stderr
+        return done.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
 
     return program

@@ -1,1 +1,1 @@
-"""Positions and rotations in Transformers, diffusers, vLLM, SGLang and Megatron; settings from configs."""
+"""Integrations with Transformers, diffusers, vLLM, SGLang and Megatron, and settings from model configs."""

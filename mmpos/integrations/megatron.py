@@ -1,4 +1,4 @@
-"""Positions and rotations for Megatron and TransformerEngine: angles in their layout, one table for all ranks.
+"""Positions and rotations for Megatron and TransformerEngine: angles in their layout, and broadcast of tables.
 
 Shapes used throughout:
 
@@ -40,9 +40,9 @@ def rotary_pos_emb(
     mscale: float = 1.0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Compute the angles of the tokens of a table, wrapped to [−π, π]: of a whole batch, or of a shard.
+    """Compute the rotation angles of the tokens of a batch or a shard, wrapped to [−π, π].
 
-    Megatron cuts packed angles itself and others not; docs/megatron.md says which of the two to give.
+    Megatron cuts packed angles itself and does not cut other angles; docs/megatron.md says which to pass.
 
     >>> from mmpos import Grid, SegmentTable, Text, place
     >>> from mmpos.rotary import Rotary
@@ -54,17 +54,18 @@ def rotary_pos_emb(
 
     Args:
         positions: DevicePositions, a PositionTable, or dense ids.
-        rotary: frequencies, and how they are allotted; pairing "adjacent" is their rotary_interleaved.
-        layout: "sbhd" where the documents are the rows of a batch, "thd" where they are packed into one.
-        mscale: factor by which the engine multiplies cos and sin (of its YaRN config); not part of the angles.
-        device: device of the angles; None is that of the positions.
+        rotary: frequencies and their allocation; pairing "adjacent" is Megatron's rotary_interleaved.
+        layout: "sbhd" if the documents are the rows of a batch, "thd" if they are packed.
+        mscale: factor of the engine's YaRN config, by which it multiplies cos and sin; not part of the angles.
+        device: device of the angles; None is the device of the positions.
 
     Returns:
-        a new tensor, (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim) float32, contiguous.
+        A new contiguous float32 tensor, (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim).
 
     Raises:
-        InvalidInputError: rows of different lengths for "sbhd", or an mscale that is not that of rotary.
-        UnsupportedError: a rotary with precision "hf".
+        InvalidInputError: rows have different lengths in layout "sbhd", or mscale differs from the attention factor of
+            rotary.
+        UnsupportedError: rotary has precision "hf".
     """
     one_of("layout", layout, ("sbhd", "thd"))
     if not isclose(finite("mscale", mscale), rotary.attention_factor, rel_tol=1e-6):
@@ -78,7 +79,7 @@ def rotary_pos_emb(
 
 
 def _check_rows(positions: Positions) -> None:
-    """Refuse rows of different lengths, for which there is no (seq, batch)."""
+    """Raise InvalidInputError if rows have different lengths."""
     if isinstance(positions, PositionTable):
         equal = bool((positions.lengths == positions.max_seqlen).all())
     elif isinstance(positions, DevicePositions):
@@ -86,30 +87,30 @@ def _check_rows(positions: Positions) -> None:
     else:
         equal = True
     if not equal:
-        raise InvalidInputError("positions: got documents of unequal tokens, want one length; pad, or use layout 'thd'")
+        raise InvalidInputError("positions: got documents of unequal length, want one length; pad, or use layout 'thd'")
 
 
 class Group(Protocol):
-    """Part of torch.distributed.ProcessGroup that is used here."""
+    """Methods of torch.distributed.ProcessGroup that are used here."""
 
     def rank(self) -> int:
-        """Return the number of this process in the group."""
+        """Return the rank of this process in the group."""
 
     def size(self) -> int:
         """Return the number of processes in the group."""
 
 
 class MultimodalRotaryEmbedding(nn.Module):
-    """Module in the place of a GPTModel's rotary_pos_emb of type "mrope", for any scheme and any rotary.
+    """Replacement of a GPTModel's rotary_pos_emb of type "mrope", for any scheme and any rotary.
 
-    It has no weights and no buffers, so checkpoints stay as they are.
+    The module has no weights and no buffers, so checkpoints do not change.
 
     Args:
-        rotary: frequencies, and how they are allotted to axes and channels.
-        layout: "sbhd" for rows of one length, "thd" for packed sequences.
-        cp_group: context-parallel ranks; None for one alone.
-        mscale: as for ``rotary_pos_emb``.
-        device: device of the angles; None is that of the positions.
+        rotary: frequencies and their allocation to axes and channels.
+        layout: "sbhd" for rows of equal length, "thd" for packed sequences.
+        cp_group: context-parallel ranks; None for a single rank.
+        mscale: see ``rotary_pos_emb``.
+        device: device of the angles; None is the device of the positions.
     """
 
     def __init__(
@@ -131,35 +132,35 @@ class MultimodalRotaryEmbedding(nn.Module):
         """Compute angles for Megatron's attention.
 
         Args:
-            position_ids: positions of the whole batch on every context-parallel rank: a table, its device form, or
-                dense ids, (axes, batch, seq).
-            mrope_section: pairs per axis, which rotary knows.
-            cp_group: instead of the module's.
+            position_ids: positions of the whole batch on every context-parallel rank: PositionTable, DevicePositions,
+                or dense ids, (axes, batch, seq).
+            mrope_section: pairs per axis; must equal the sections of rotary, if it has any.
+            cp_group: context-parallel ranks; None is the module's cp_group.
 
         Returns:
-            "sbhd": (seq / C, batch, 1, rotary_dim), the rank's zig-zag blocks of every row; "thd": (tokens, 1, 1,
-            rotary_dim) of all tokens, from which Megatron takes the rank's.
+            In layout "sbhd" (seq / C, batch, 1, rotary_dim), the zig-zag blocks of this rank of C in every row. In
+            layout "thd" (tokens, 1, 1, rotary_dim) of all tokens, which Megatron cuts.
 
         Raises:
-            InvalidInputError: other sections than those of rotary, or rows that are no multiple of 2C tokens.
+            InvalidInputError: mrope_section differs from rotary, or rows are not a multiple of 2C tokens.
         """
         section = self.rotary.mrope_section
         if mrope_section is not None and section is not None and tuple(mrope_section) != section:
             raise InvalidInputError(f"mrope_section: got {list(mrope_section)}, want {list(section)} as in rotary")
         group = self.cp_group if cp_group is None else cp_group
         rank, size = (0, 1) if group is None or self.layout == "thd" else (group.rank(), group.size())
-        if isinstance(position_ids, PositionTable):  # cut before there are angles
+        if isinstance(position_ids, PositionTable):  # cut before computing angles
             position_ids, rank, size = position_ids.shard(rank, size), 0, 1
         angles = rotary_pos_emb(position_ids, self.rotary, self.layout, mscale=self.mscale, device=self.device)
         return angles if size == 1 else _blocks(angles, rank, size)
 
     def extra_repr(self) -> str:
-        """Describe the rotary and the layout."""
+        """Return the rotary and the layout for ``repr``."""
         return f"{self.rotary!r}, layout={self.layout!r}"
 
 
 def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
-    """Cut out the blocks rank and 2·size − 1 − rank of 2·size along the first dimension."""
+    """Return blocks ``rank`` and ``2 * size - 1 - rank`` of ``2 * size`` along the first dimension."""
     block, rest = divmod(len(angles), 2 * size)
     if rest:
         raise InvalidInputError(f"position_ids: got rows of {len(angles)} tokens, want a multiple of {2 * size}")
@@ -167,7 +168,7 @@ def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
 
 
 _HEADER = 6
-"""Rows, segments, documents, tokens, fractional, bytes of the scheme's name; no rows where there is no table."""
+"""Fields of the header: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows: no table."""
 
 
 def broadcast_table(
@@ -177,37 +178,37 @@ def broadcast_table(
     *,
     device: torch.device | str | None = None,
 ) -> PositionTable:
-    """Broadcast the table of one rank to every rank of a group; its size may differ from call to call.
+    """Broadcast the table of one rank to all ranks of a group; its size may differ between calls.
 
-    Two broadcasts of int64: the sizes, then the table itself. Nothing is pickled, and ids are not expanded.
+    The call makes two int64 broadcasts: the sizes, then the table. Nothing is pickled, and ids are not expanded.
 
     Args:
-        positions: the table on rank src; None elsewhere.
-        src: global rank of the sender, as for torch.distributed.broadcast.
-        group: ranks that receive it, all of which make this call; None is all ranks.
+        positions: the table on rank src; None on other ranks.
+        src: global rank of the sender, as in torch.distributed.broadcast.
+        group: group whose ranks all make this call; None is all ranks.
         device: device on which the group communicates; None is the current CUDA device under nccl, else the host.
 
     Returns:
-        on rank src the table that came, elsewhere an equal one on the host. Under nccl this waits for the device.
+        ``positions`` on rank src, an equal table on the host elsewhere. Under nccl the call waits for the device.
 
     Raises:
-        InvalidInputError: on all ranks if src has no table; on this one if it or src is not in the group.
+        InvalidInputError: src has no table (raised on all ranks); or this rank or src is not in the group.
     """
     _check_ranks(src, group)
     if device is None:
         nccl = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    here = dist.get_rank() == src
-    sizes, body = _packed(positions) if here else (np.zeros(_HEADER, np.int64), None)
-    rows, segments, documents, tokens, fractional, name = _sent(sizes, src, group, device).tolist()
+    is_sender = dist.get_rank() == src
+    sizes, body = _packed(positions) if is_sender else (np.zeros(_HEADER, np.int64), None)
+    rows, segments, documents, tokens, fractional, name = _broadcast(sizes, src, group, device).tolist()
     if not rows:
-        got = f"got {type(positions).__name__}, " if here else ""
+        got = f"got {type(positions).__name__}, " if is_sender else ""
         raise InvalidInputError(f"positions: {got}want a PositionTable on rank {src}")
     table, header = rows * segments, 4 * documents
     if body is None:
         body = np.empty(table + header + -(-name // 8), np.int64)
-    received = _sent(body, src, group, device)
-    if here:
+    received = _broadcast(body, src, group, device)
+    if is_sender:
         assert positions is not None
         return positions
     return PositionTable.from_arrays(
@@ -221,14 +222,14 @@ def broadcast_table(
 
 def _check_ranks(src: int, group: dist.ProcessGroup | None) -> None:
     if dist.get_rank(group) < 0:
-        raise InvalidInputError(f"group: got one without rank {dist.get_rank()}, want a group of this rank")
+        raise InvalidInputError(f"group: got one without rank {dist.get_rank()}, want a group with this rank")
     ranks = dist.get_process_group_ranks(group)
     if integer("src", src) not in ranks:
         raise InvalidInputError(f"src: got {src}, want one of the group's ranks, {ranks}")
 
 
 def _packed(positions: object) -> tuple[IntArray, IntArray]:
-    """Return header and body of a table; a header of zeros of anything else, which all ranks then refuse."""
+    """Return header and body of a table, or a header of zeros, which all ranks refuse, for any other object."""
     if not isinstance(positions, PositionTable):
         return np.zeros(_HEADER, np.int64), np.zeros(0, np.int64)
     name = positions.scheme.encode(errors="surrogatepass")
@@ -244,8 +245,8 @@ def _packed(positions: object) -> tuple[IntArray, IntArray]:
     return np.array(sizes, np.int64), np.concatenate([positions.table.ravel(), positions.documents.ravel(), words])
 
 
-def _sent(buffer: IntArray, src: int, group: dist.ProcessGroup | None, device: torch.device | str) -> IntArray:
-    """Broadcast the buffer of rank src."""
+def _broadcast(buffer: IntArray, src: int, group: dist.ProcessGroup | None, device: torch.device | str) -> IntArray:
+    """Broadcast the buffer of rank src and return it on all ranks."""
     tensor: Tensor = torch.from_numpy(buffer).to(device)
     dist.broadcast(tensor, src, group)
     return tensor.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Patch: what the ``patch`` of an integration adds to a module of another project, and ``unpatch`` takes back."""
+"""Patch: the changes that the ``patch`` of an integration makes to another project's module, undone by ``unpatch``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "_mmpos_patch"
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """Attribute that is set on a module."""
+    """Attribute to set on a module."""
 
     module: nn.Module
     name: str
@@ -30,12 +30,12 @@ class Attribute:
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """Hooks, attributes and classes that a module got.
+    """Hooks, attributes and classes added to a module.
 
     Args:
-        handles: of hooks.
-        attributes: set on instances.
-        classes: objects and the class that each got, a subclass of its own.
+        handles: handles of the registered hooks.
+        attributes: attributes set on instances.
+        classes: objects, each with the subclass that replaces its class.
     """
 
     handles: Sequence[RemovableHandle]
@@ -45,7 +45,7 @@ class Patch:
     @classmethod
     def install(
         cls,
-        what: str,
+        name: str,
         module: nn.Module,
         hooks: Callable[[], Iterator[RemovableHandle]],
         attributes: Sequence[Attribute],
@@ -53,28 +53,23 @@ class Patch:
     ) -> None:
         """Set all attributes and classes and register all hooks, or do nothing.
 
-        Args:
-            what: name of the module in errors.
-            module: gets the patch.
-            hooks: registers hooks and yields the handle of each.
-            attributes: to set.
-            classes: objects and the class that each gets.
+        ``name`` is the name of the module in errors; ``hooks`` registers hooks and yields the handle of each.
 
         Raises:
-            UnsupportedError: an attribute is set on an instance already.
+            UnsupportedError: an attribute is already set on an instance.
         """
         for attribute in attributes:
             if attribute.name in vars(attribute.module):
                 got = f"{type(attribute.module).__name__}.{attribute.name}"
-                raise UnsupportedError(f"{what}: got {got} set on the instance, want that of the class")
+                raise UnsupportedError(f"{name}: got {got} set on the instance, want the method of the class")
         handles = []
         with ExitStack() as undo:
             for attribute in attributes:
                 setattr(attribute.module, attribute.name, attribute.value)
                 undo.callback(delattr, attribute.module, attribute.name)
-            for one, kind in classes:
-                undo.callback(setattr, one, "__class__", type(one))
-                one.__class__ = kind
+            for instance, subclass in classes:
+                undo.callback(setattr, instance, "__class__", type(instance))
+                instance.__class__ = subclass
             for handle in hooks():
                 undo.callback(handle.remove)
                 handles.append(handle)
@@ -83,29 +78,29 @@ class Patch:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Tell whether a module is patched."""
+    """Return whether a module is patched."""
     return _MARK in vars(module)
 
 
-def unpatched(what: str, module: Module) -> Module:
-    """Remove everything that a patch added to a module, or to the one that it is a copy of.
+def unpatched(name: str, module: Module) -> Module:
+    """Remove everything that a patch added to a module; the module may be a copy of the patched one.
 
     Raises:
-        InvalidInputError: the module is not patched, or something else has since wrapped what the patch set.
+        InvalidInputError: the module is not patched, or other code has replaced an attribute of the patch.
     """
-    added = vars(module).get(_MARK)
-    if added is None:
-        raise InvalidInputError(f"{what}: got {type(module).__name__} that is not patched, want the one that was")
-    for attribute in added.attributes:
+    patch = vars(module).get(_MARK)
+    if patch is None:
+        raise InvalidInputError(f"{name}: got {type(module).__name__} that is not patched, want the patched module")
+    for attribute in patch.attributes:
         if vars(attribute.module).get(attribute.name) is not attribute.value:
             got = f"{type(attribute.module).__name__}.{attribute.name}"
-            raise InvalidInputError(f"{what}: got {got} that was replaced after patch, want ours before unpatch")
-    for handle in added.handles:
+            raise InvalidInputError(f"{name}: got {got} that was replaced after patch, want the patch's own")
+    for handle in patch.handles:
         handle.remove()
-    for attribute in added.attributes:
+    for attribute in patch.attributes:
         delattr(attribute.module, attribute.name)
-    for one, kind in added.classes:
-        if type(one) is kind:
-            one.__class__ = kind.__base__
+    for instance, subclass in patch.classes:
+        if type(instance) is subclass:
+            instance.__class__ = subclass.__base__
     delattr(module, _MARK)
     return module

@@ -1,4 +1,4 @@
-"""SGLang: the positions of a prompt as its multimodal processors return them, and segments from its items."""
+"""Positions for SGLang: the ids that its multimodal processors return for a prompt, and segments from its items."""
 
 from __future__ import annotations
 
@@ -22,46 +22,47 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ``mrope_positions`` and ``mrope_position_delta`` of a request, as ``compute_mrope_positions`` does.
+    """Return ``mrope_positions`` and ``mrope_position_delta`` of a request, like SGLang's ``compute_mrope_positions``.
 
     SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
-    For a retracted request it goes on from the last id of the prompt instead, so a prompt must end in text.
+    It resumes a retracted request from the last id of the prompt instead, so a prompt must end in text.
 
     Args:
         positions: one document, the whole prompt.
         sections: layout of the engine's rotation.
-        max_new_tokens: tokens that the request may generate, drafts included.
+        max_new_tokens: maximum number of tokens that the request generates, including drafts.
 
     Returns:
         (3, tokens) and (1, 1) int64, new tensors.
 
     Raises:
-        InvalidInputError: other than one document; padding; a negative id; axes other than those of the rotary.
-        UnsupportedError: ids that may be fractions, a scheme without a next position, a prompt that ends in patches.
-        LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cos/sin cache.
+        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
+            rotary in their axes.
+        UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends in patches.
+        LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """
     ids, delta = request_positions(positions, sections, max_new_tokens=max_new_tokens)
     if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
         got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
         raise UnsupportedError(
-            f"positions: got {got}, want a prompt that ends in text, at {delta + ids.shape[1] - 1}: a retracted "
-            "request goes on from its last id"
+            f"positions: got {got}, want a prompt that ends in text, at {delta + ids.shape[1] - 1}: SGLang resumes a "
+            "retracted request from its last id"
         )
     return ids, ids.new_tensor([[delta]])
 
 
 def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_size: int = 1) -> SegmentTable:
-    """Make the table of a prompt from SGLang's ``mm_items``, without reading its tokens.
+    """Build the segment table of a prompt from SGLang's ``mm_items``, without reading the tokens.
 
     Args:
-        num_tokens: tokens of the prompt, placeholders expanded.
-        mm_items: each with ``offsets``, pairs of its first and its last placeholder, and (n, 3) image_grid_thw or
+        num_tokens: number of tokens of the prompt with expanded placeholders.
+        mm_items: items with ``offsets``, pairs of the first and the last placeholder, and (n, 3) image_grid_thw or
             video_grid_thw before merging; a video with one pair per frame has text between its frames.
         spatial_merge_size: patches merged along each side.
 
     Raises:
-        InvalidInputError: offsets that fit neither the grids nor their frames, or spans that do not fit the prompt.
-        UnsupportedError: an item without a grid, such as audio.
+        InvalidInputError: offsets match neither the grids nor their frames, or spans exceed the prompt.
+        UnsupportedError: an item has no grid, such as audio.
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
@@ -81,16 +82,15 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
 
 
 def _item_spans(index: int, item: object, merge: int) -> IntArray:
-    """Return (spans, 5) first and last placeholder and merged frames, height, width of one item."""
+    """Return (spans, 5): first and last placeholder, and merged frames, height and width of each span of an item."""
     name = f"mm_items[{index}]"
-    held = [getattr(item, field, None) for field in GRIDS]
-    grid = next((value for value in held if value is not None), None)
+    grid = next((value for field in GRIDS if (value := getattr(item, field, None)) is not None), None)
     if grid is None:
-        raise UnsupportedError(f"{name}: got neither image_grid_thw nor video_grid_thw, want one: it has no positions")
+        raise UnsupportedError(f"{name}: got neither image_grid_thw nor video_grid_thw, want one")
     grids = int_array(f"{name}.grid_thw", np.atleast_2d(host_array(f"{name}.grid_thw", grid)), (None, 3))
-    held_offsets = getattr(item, "offsets", None)
-    offsets = int_array(f"{name}.offsets", () if held_offsets is None else held_offsets, (None, 2))
-    if len(grids) == 1 and len(offsets) == grids[0, 0] > 1:  # frames apart
+    values = getattr(item, "offsets", None)
+    offsets = int_array(f"{name}.offsets", () if values is None else values, (None, 2))
+    if len(grids) == 1 and len(offsets) == grids[0, 0] > 1:  # one span per frame
         grids = np.repeat([[1, *grids[0, 1:]]], len(offsets), axis=0)
     if len(offsets) != len(grids):
         raise InvalidInputError(f"{name}.offsets: got {len(offsets)} pairs, want {len(grids)}, one per grid")

@@ -1,4 +1,4 @@
-"""Schemes, which place text and grids: one file per family, each scheme a few lines of formula."""
+"""Placement schemes, which assign position ids to text and grids: one file per family, a few lines of formula each."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -152,15 +152,15 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
         )
     }
 )
-"""Every scheme by its name; each takes grids of any height and width."""
+"""All schemes by name; each accepts grids of any height and width."""
 
 
 def get_scheme(scheme: str | Scheme) -> Scheme:
-    """Get the scheme of this name with its default parameters, or the scheme itself."""
+    """Return the scheme with this name and default parameters; return a Scheme object unchanged."""
     if isinstance(scheme, str) and scheme in SCHEMES:
         return _default(scheme)
     if isinstance(scheme, str) and scheme in NOT_AFFINE:
-        raise UnsupportedError(f"scheme: got {scheme!r}, want another: {NOT_AFFINE[scheme]}")
+        raise UnsupportedError(f"scheme: got {scheme!r}, which is not supported: {NOT_AFFINE[scheme]}")
     if not isinstance(scheme, Scheme):
         raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
     return scheme

@@ -1,4 +1,4 @@
-"""Scheme, the base of all schemes: how many ids text and grids consume, and where their tokens lie."""
+"""Scheme, the base class of all schemes, and the data that schemes receive and return."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Steps = Sequence[IntArray | int]
 
 @dataclass(frozen=True)
 class Grids:
-    """The grids of a batch, arrays of one entry per grid.
+    """The grids of a batch, as arrays with one entry per grid.
 
     Args:
         extents: (3, grids) frames, height, width, without row separators.
         start: (grids,) first id of the grid's document.
         document: (grids,) index of the grid's document, ascending.
-        row_separator: (grids,) whether every row ends in one more token; None if none does.
-        seconds_per_frame: (2, grids) numerator and denominator, (0, 1) where not given; None if none is.
-        kind: (grids,) GRID, or CLIP, THUMBNAIL and TILE, which hold markers; None if all are plain grids.
-        extra_tokens: (grids,) audio of a clip, tokens after a thumbnail or a tile; None where kind is.
-        unit: (grids,) denominator of the cursor, the same for all grids of a document; None where cursors are whole.
-        text_tokens: (grids,) tokens of text and audio in the grid's document; None where grids are asked for alone.
+        row_separator: (grids,) whether every row ends in a separator token; None if no grid has separators.
+        seconds_per_frame: (2, grids) numerator and denominator, (0, 1) for grids without a time; None if no grid has
+            a time.
+        kind: (grids,) GRID, or CLIP, THUMBNAIL and TILE, which include marker tokens; None if all are plain grids.
+        extra_tokens: (grids,) audio tokens of a clip, or tokens after a thumbnail or a tile; None if ``kind`` is None.
+        unit: (grids,) denominator of the cursor, the same for all grids of a document; None if cursors are integers.
+        text_tokens: (grids,) tokens of text and audio in the grid's document; None if the grids have no documents.
     """
 
     extents: IntArray
@@ -66,19 +67,19 @@ class Grids:
 
     @property
     def tokens(self) -> IntArray:
-        """(grids,) tokens: patches, separators, and what grids of other kinds hold beside."""
+        """(grids,) tokens: patches and row separators, and the markers and extra tokens of other kinds."""
         if self.kind is None:
             return self.frames * self.height * self.row_tokens
         return segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def number(self) -> IntArray:
-        """(grids,) grids before each in its document."""
+        """(grids,) number of grids before each grid in its document."""
         return np.arange(self.document.size) - self.document.searchsorted(self.document)
 
     @property
     def seconds(self) -> IntArray:
-        """(2, grids) numerator and denominator of the seconds per frame, one second where not given."""
+        """(2, grids) numerator and denominator of the seconds per frame, one second for grids without a time."""
         if self.seconds_per_frame is None:
             return np.ones((2, self.frames.size), np.int64)
         return np.where(self.seconds_per_frame[0] > 0, self.seconds_per_frame, 1)
@@ -86,14 +87,14 @@ class Grids:
 
 @dataclass(frozen=True)
 class TextRuns:
-    """The text segments of a batch, runs of audio among them; adjacent ones form a line, as typographic schemes need.
+    """The text and audio segments of a batch; typographic schemes join adjacent segments into lines.
 
     Args:
-        lengths: (runs,) tokens.
+        lengths: (runs,) number of tokens.
         segment: (runs,) index of the segment in the table.
         documents: (segments,) document of every segment of the table.
         starts: (documents,) first id of every document.
-        units: (documents,) denominators of cursors; None where they are whole.
+        units: (documents,) denominators of the cursors; None if cursors are integers.
     """
 
     lengths: IntArray
@@ -114,18 +115,18 @@ class TextRuns:
 
     @cached_property
     def continues(self) -> npt.NDArray[np.bool_]:
-        """(runs,) whether the run goes on in the line of the run before it."""
+        """(runs,) whether the run continues the line of the previous run."""
         joined = (np.diff(self.segment) == 1) & (np.diff(self.document) == 0)
         return np.concatenate([np.zeros(min(1, joined.size + 1), np.bool_), joined])[: self.lengths.size]
 
     @cached_property
     def ends_line(self) -> npt.NDArray[np.bool_]:
-        """(runs,) whether the run is the last of its line."""
+        """(runs,) whether the run is the last in its line."""
         return ~np.append(self.continues[1:], np.False_)[: self.lengths.size]
 
     @cached_property
     def column(self) -> IntArray:
-        """(runs,) tokens before the run in its line."""
+        """(runs,) number of tokens before the run in its line."""
         before = np.cumsum(self.lengths) - self.lengths
         first = np.maximum.accumulate(np.where(self.continues, 0, np.arange(before.size)))
         return before - before[first]
@@ -133,16 +134,16 @@ class TextRuns:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ids of tokens: id = (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
+    """Affine position ids: id = (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
 
     Args:
-        origin: one (grids,) array or integer per axis.
-        step_frame: likewise; None is 0 on every axis.
-        step_row: likewise.
-        step_col: likewise.
-        denominator: (grids,) or one integer.
-        pieces: set by schemes that cut a grid into several affine pieces; every array above then has
-            one entry per piece.
+        origin: id of the first token times the denominator, one (grids,) array or integer per axis.
+        step_frame: step between frames, in the same form; None is 0 on every axis.
+        step_row: step between rows, in the same form.
+        step_col: step between columns, in the same form.
+        denominator: (grids,) array or one integer.
+        pieces: set by schemes that cut a grid into several affine pieces; the arrays above then have one entry per
+            piece.
     """
 
     origin: Steps
@@ -155,14 +156,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Grids cut into pieces, in token order.
+    """Grids cut into affine pieces, in token order.
 
     Args:
-        owner: (pieces,) index of the grid, ascending.
-        tokens: (pieces,) tokens of each piece.
-        skip: (pieces,) raster index of the piece's first token in the height and width below.
-        height: (pieces,) rows to count in.
-        width: (pieces,) columns to count in.
+        owner: (pieces,) index of the piece's grid, ascending.
+        tokens: (pieces,) number of tokens.
+        skip: (pieces,) raster index of the piece's first token in a raster of ``height`` and ``width``.
+        height: (pieces,) rows of the raster.
+        width: (pieces,) columns of the raster.
     """
 
     owner: IntArray
@@ -173,11 +174,11 @@ class Pieces:
 
 
 RATIONAL_PARAMETERS = frozenset({"tokens_per_second", "seconds_per_chunk", "frame_step", "row_step", "col_step"})
-"""Parameters of schemes that are exact numbers, whole or Fractions."""
+"""Scheme parameters whose values are exact: integers or Fractions."""
 
 
 class Scheme(ABC):
-    """A placement of text and grids; subclass it as a frozen dataclass to add your own.
+    """Base class of placement schemes; subclass it as a frozen dataclass to add a scheme.
 
     Ids must be affine in frame, row and column, exact (integers over a denominator), and
     translation-equivariant in the cursor, the id that the next text token would get.
@@ -188,75 +189,76 @@ class Scheme(ABC):
     fractional: bool = False
     """Whether ids may be fractions; dense ids are then float64."""
     strict: bool = False
-    """Whether two grids must have text between them, by default."""
+    """Whether ``place`` requires text between two grids by default."""
     frames: bool = True
     """Whether grids may have more than one frame."""
     text: bool = True
     """Whether documents may hold text."""
     audio: bool = True
-    """Whether documents may hold audio, whose ids are those of text."""
+    """Whether documents may hold audio, which is placed like text."""
     timed: bool = True
-    """Whether ids may follow the times of frames."""
+    """Whether ids may depend on the times of frames."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()
-    """Kinds of segments with markers that documents may hold and ``place`` counts: CLIP, or THUMBNAIL and TILE."""
+    """Segment kinds with markers that the scheme can place: CLIP, or THUMBNAIL and TILE."""
     by_shape: ClassVar[bool] = False
-    """Whether ids follow from the shape of the grid, the cursor, the first id of the document, the number of grids
-    before in it and its tokens of text alone, unless frames have times that they follow: ``place`` then asks the scheme
-    once per shape, if ids are linear in these. Each class must set it itself; equal instances must place alike, and
-    text must follow from cursor and first id alone."""
+    """Whether the ids of a grid without times depend only on its shape, the cursor, and in its document the first id,
+    the number of grids before it and the number of text tokens. If ids are also linear in the last four, ``place``
+    calls the scheme once per shape. Every class must set it itself; equal instances must place grids equally, and the
+    ids of text must depend only on the cursor and the first id."""
     kept: ClassVar[bool] = False
-    """Whether ``place`` keeps the tables of small batches that no plan places, since requests repeat sizes. Each class
-    must set it itself; equal instances must place alike."""
+    """Whether ``place`` caches the tables of small batches that it cannot place by shape, since requests repeat sizes.
+    Every class must set it itself; equal instances must place grids equally."""
     resumable: bool = True
-    """Whether one integer, the cursor, is the whole state: next positions and decoding exist."""
+    """Whether the cursor, one integer, is the whole state, so that next positions and decoding exist."""
 
     @cached_property
     def label(self) -> str:
-        """Its name, with the parameters that are not the defaults: rope-tie-v2(axes=3, rounding=floor)."""
+        """Name of the scheme and its non-default parameters: rope-tie-v2(axes=3, rounding=floor)."""
         return label(self)
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
-        """Count the ids that each grid consumes, (grids,): how far it moves the cursor."""
+        """Return the number of ids that each grid consumes, (grids,): how far it moves the cursor."""
 
     @abstractmethod
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        """Place the tokens of each grid, before which the cursor (grids,) stands."""
+        """Return the placement of each grid, given the cursor before it, (grids,)."""
 
     def unit(self, grids: Grids) -> IntArray | None:
-        """Give the denominator of the ids that each grid consumes, (grids,); None where all consume whole ids.
+        """Return the denominator of the ids that each grid consumes, (grids,); None if all consume integers.
 
-        Fractional schemes are asked for it. Where there is one, ``advance`` gives numerators over it; ``place``,
-        ``place_text`` and ``next_after`` get cursors over the common denominator of their document, and give next
-        positions over it.
+        Fractional schemes override it. If the unit is not None, ``advance`` returns numerators over it; ``place``,
+        ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and next
+        positions are over the same denominator.
         """
         return None
 
     def cleared(self, grids: Grids) -> IntArray | None:
-        """Count the ids that each grid keeps free before all text of its document, (grids,); the most of them count.
+        """Return the number of ids that each grid reserves before all text of its document, (grids,).
 
-        None where text follows the cursor alone. Schemes with ``unit`` have none.
+        The largest number in a document counts. None means that text depends on the cursor alone. Schemes with ``unit``
+        reserve none.
         """
         return None
 
     def advance_text(self, runs: TextRuns) -> IntArray:
-        """Count the ids that text consumes, (runs,): one per token."""
+        """Return the number of ids that each run of text consumes, (runs,): one per token."""
         return runs.lengths
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        """Place text: the same id on every axis, one more per token."""
+        """Return the placement of text: the same id on every axis, one more per token."""
         unit = 1 if runs.units is None else runs.units[runs.document]
         return Placement(origin=[cursor] * self.axes, step_col=[unit] * self.axes, denominator=unit)
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
-        """Give the lowest next position that each grid demands, (grids,), where the cursor does not say it."""
+        """Return the smallest next position that each grid permits, (grids,); None if only the cursor matters."""
         return None
 
 
 def changed_parameters(named: object) -> dict[str, Any]:
-    """List the parameters of a scheme or an encoding that are not the defaults, by name; weights are none."""
+    """Return the non-default parameters of a scheme or an encoding by name, without weights."""
     known = [field for field in fields(named) if field.init] if is_dataclass(named) else []
     values = {field.name: (getattr(named, field.name), field.default) for field in known}
     return {
@@ -267,7 +269,7 @@ def changed_parameters(named: object) -> dict[str, Any]:
 
 
 def label(named: Any) -> str:
-    """Label a scheme or an encoding: its name, with the parameters that are not the defaults.
+    """Return the label of a scheme or an encoding: its name and its non-default parameters.
 
     >>> from mmpos.encodings import Rope1D
     >>> label(Rope1D(theta=500.0)), label(Rope1D())
@@ -278,10 +280,10 @@ def label(named: Any) -> str:
 
 
 MAX_PIECES = 2**20
-"""Pieces that the grids of one batch may be cut into."""
+"""Maximum number of pieces into which a scheme may cut the grids of a batch."""
 
 
 def check_pieces(scheme: Scheme, count: int) -> None:
-    """Raise before a scheme that cuts grids into pieces would make too many of them."""
+    """Raise LimitExceededError if a scheme would cut the grids of a batch into too many pieces."""
     if count > MAX_PIECES:
         raise LimitExceededError(f"scheme {scheme.name!r}: got grids of {count} pieces, want at most {MAX_PIECES}")

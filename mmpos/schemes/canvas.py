@@ -1,4 +1,4 @@
-"""Canvas M-RoPE of MiniCPM-V 4.7: a thumbnail is stretched over the canvas on which its tiles lie."""
+"""Canvas M-RoPE of MiniCPM-V 4.7: a thumbnail is stretched over the canvas of its tiles."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmpos.support.ragged import ragged_arange
 class MRopeCanvas(Scheme):
     """Canvas M-RoPE: patch (i, j) of a tile at (c, c + y + i, c + x + j), where (y, x) is the corner of the tile.
 
-    Tiles lie in rows and columns on a canvas of H rows and W columns, as large as so many of its first tile; a picture
-    without tiles is its own canvas. Text goes on at c + max(H, W) + 1.
+    The tiles of a picture form rows and columns on a canvas of H × W patches, sized as if every tile were as large as
+    the first; a picture without tiles is its own canvas. Text continues at c + max(H, W) + 1.
 
-    - Patch (i, j) of a thumbnail of h×w is at c + round(i·(H−1)/(h−1)) and c + round(j·(W−1)/(w−1)), and at c where h
-      or w is 1; round is that of numbers in float32, halves to the even one.
-    - The marker before it is at max(c − 1, 0), the one after it at (c + H, c + W); those around a tile are at its first
-      and its last patch.
-    - Tokens between two tiles, which end a row of tiles, are at the row of its last patches and at column c + W. All
+    - Patch (i, j) of an h×w thumbnail is at c + round(i·(H−1)/(h−1)) and c + round(j·(W−1)/(w−1)), or at c if h or w
+      is 1; numbers are float32, and halves round to even.
+    - The marker before a thumbnail is at max(c − 1, 0), the marker after it at (c + H, c + W). The markers of a tile
+      are at its first and its last patch.
+    - Tokens between two tiles, which end a row of tiles, are at the row of the last patches and at column c + W. All
       other tokens after a marker are at c.
 
-    A grid is a picture alone, without markers. Source: MiniCPM-V 4.7 in Transformers.
+    A Grid is a picture without markers. Source: MiniCPM-V 4.7 in Transformers.
     """
 
     name: ClassVar[str] = "mrope-canvas"
@@ -43,7 +43,7 @@ class MRopeCanvas(Scheme):
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         if grids.kind is None:
             return None
-        # Tiles that are larger than the first one may reach over the canvas.
+        # Tiles larger than the first may extend beyond the canvas.
         layout = _Layout.of(grids)
         return np.where(layout.tile, cursor[layout.head] + (layout.corner + grids.extents[1:]).max(axis=0), cursor)
 
@@ -62,15 +62,15 @@ class MRopeCanvas(Scheme):
 
 
 class _Layout(NamedTuple):
-    """Where the thumbnails and tiles of a batch lie on their canvases.
+    """Layout of thumbnails and tiles on their canvases.
 
     Args:
-        tile: (grids,) whether each is a tile.
-        head: (grids,) index of the picture that each is or lies on.
+        tile: (grids,) whether the grid is a tile.
+        head: (grids,) index of the thumbnail or plain grid to which the grid belongs, itself included.
         sides: (2, grids) rows and columns of the canvas.
-        corner: (2, grids) row and column of the first patch on it.
-        row_end: (2, grids) row and column of the tokens between a tile and the next one; 0, 0 after all else.
-        stretched: (grids,) whether it is a thumbnail with tiles.
+        corner: (2, grids) row and column of the grid's first patch on the canvas.
+        row_end: (2, grids) row and column of the tokens between a tile and the next; 0, 0 for all other grids.
+        stretched: (grids,) whether the grid is a thumbnail with tiles.
     """
 
     tile: npt.NDArray[np.bool_]
@@ -93,18 +93,18 @@ class _Layout(NamedTuple):
         tiles = np.diff(heads, append=count) - 1
         number = np.arange(count) - heads[picture] - 1
         between = tile & (number + 1 < tiles[picture])
-        # The first tile with tokens after it ends the first row; rows of other lengths become one.
+        # The first tile with tokens after it ends the first row. Rows of unequal lengths are treated as one row.
         columns = tiles.copy()
         ends = between & (grids.extra_tokens > 0)
         np.minimum.at(columns, picture[ends], number[ends] + 1)
         columns = np.where(tiles % np.maximum(columns, 1) > 0, tiles, columns)[picture]
-        many = tiles[picture] > 0
+        has_tiles = tiles[picture] > 0
         rows = tiles[picture] // np.maximum(columns, 1)
         first = sides[:, np.minimum(heads + 1, count - 1)[picture]]
         cell = np.where(tile, np.stack(np.divmod(number, np.maximum(columns, 1))), 0)
-        canvas = np.where(many, first * np.stack([rows, columns]), sides)
+        canvas = np.where(has_tiles, first * np.stack([rows, columns]), sides)
         row_end = np.stack([(cell[0] + 1) * first[0] - 1, canvas[1]])
-        return cls(tile, heads[picture], canvas, cell * first, np.where(between, row_end, 0), ~tile & many)
+        return cls(tile, heads[picture], canvas, cell * first, np.where(between, row_end, 0), ~tile & has_tiles)
 
 
 class _Runs(NamedTuple):
@@ -112,14 +112,14 @@ class _Runs(NamedTuple):
 
     Args:
         owner: (runs,) index of the grid.
-        part: (runs,) the order of runs in a grid.
-        tokens: (runs,) how many there are.
-        skip: (runs,) raster index of the first of them.
-        height: (runs,) rows to count in.
-        width: (runs,) columns to count in.
+        part: (runs,) sort key of the run in its grid.
+        tokens: (runs,) number of tokens.
+        skip: (runs,) raster index of the first token in a raster of ``height`` and ``width``.
+        height: (runs,) rows of the raster.
+        width: (runs,) columns of the raster.
         ids: (3, runs) ids at row 0 and column 0.
-        down: (runs,) step of the second axis from row to row.
-        along: (runs,) step of the third axis from column to column, never 0: ids and steps of 0 are padding.
+        down: (runs,) step of the second axis between rows.
+        along: (runs,) step of the third axis between columns, never 0: ids and steps of 0 are padding.
     """
 
     owner: IntArray
@@ -134,30 +134,30 @@ class _Runs(NamedTuple):
 
 
 def _markers(grids: Grids, layout: _Layout, origin: IntArray) -> list[_Runs]:
-    """Make the runs before and after the patches of thumbnails and tiles: markers, and the tokens after the second."""
+    """Build the runs of the two markers of thumbnails and tiles, and of the tokens after the second marker."""
     assert grids.kind is not None
     assert grids.extra_tokens is not None
     marked = grids.kind >= THUMBNAIL
     opened = np.where(layout.tile, origin + layout.corner, np.maximum(origin - 1, 0))
     closed = origin + np.where(layout.tile, layout.corner + grids.extents[1:] - 1, layout.sides)
     after = origin + layout.row_end
-    many = np.iinfo(np.int64).max
+    last = np.iinfo(np.int64).max
     runs = []
     for part, rows_and_columns, tokens in (
         (-1, opened, marked.astype(np.int64)),
-        (many - 1, closed, marked.astype(np.int64)),
-        (many, after, grids.extra_tokens),
+        (last - 1, closed, marked.astype(np.int64)),
+        (last, after, grids.extra_tokens),
     ):
         (owner,) = tokens.nonzero()
         one = np.ones_like(owner)
         ids = np.stack([origin, *rows_and_columns])[:, owner]
-        # They stand in a column, on which nothing steps.
+        # The raster is a column, in which ``along`` moves no id.
         runs.append(_Runs(owner, part * one, tokens[owner], 0 * one, tokens[owner], one, ids, 0 * one, one))
     return runs
 
 
 def _patches(scheme: Scheme, grids: Grids, layout: _Layout, origin: IntArray) -> list[_Runs]:
-    """Make the runs of patches: one of every tile and every picture without tiles, several of stretched thumbnails."""
+    """Build the runs of patches: one per tile and per picture without tiles, several per stretched thumbnail."""
     (whole,) = (~layout.stretched).nonzero()
     height, width = grids.height[whole], grids.width[whole]
     ids = np.stack([origin, *(origin + layout.corner)])[:, whole]
@@ -167,12 +167,12 @@ def _patches(scheme: Scheme, grids: Grids, layout: _Layout, origin: IntArray) ->
     (stretched,) = layout.stretched.nonzero()
     patches = (grids.height * grids.width)[stretched]
     check_pieces(scheme, int(patches.astype(np.float64).sum()))
-    which, patch = ragged_arange(patches)
-    owner = stretched[which]
+    thumbnail, patch = ragged_arange(patches)
+    owner = stretched[thumbnail]
     row, column = np.divmod(patch, grids.width[owner])
     down = _spread(layout.sides[0, owner], grids.height[owner], row)
     along = _spread(layout.sides[1, owner], grids.width[owner], column)
-    # A patch goes on in the run of the one before it if it is as far from that as that is from its own, and not at 0.
+    # A patch joins the run of the previous patch if its step from that patch is positive and equals the run's step.
     step = np.diff(along, prepend=0)
     joins = (column > 0) & (step > 0) & ((column == 1) | (step == np.append(0, step[:-1])))
     (first,) = (~joins).nonzero()
@@ -186,10 +186,10 @@ def _patches(scheme: Scheme, grids: Grids, layout: _Layout, origin: IntArray) ->
 
 
 def _spread(side: IntArray, count: IntArray, index: IntArray) -> IntArray:
-    """Round ``index`` of ``count`` numbers, evenly from 0 to side − 1, as ``torch.linspace`` computes them in float32.
+    """Return element ``index`` of ``torch.linspace(0, side - 1, count)`` in float32, rounded to an integer.
 
-    Up to the middle it counts from the front, then from the back. Half an integer may become another one than by exact
-    halves, since the step is rounded, too: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
+    Like torch, compute the first half from the front and the rest from the back. Since the step is rounded, halves may
+    round otherwise than exact halves: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
     """
     last = (side - 1).astype(np.float32)
     step = last / np.maximum(count - 1, 1).astype(np.float32)

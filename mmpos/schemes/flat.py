@@ -1,4 +1,4 @@
-"""Schemes with one axis: patches in raster order, by whole or by fractional steps."""
+"""Schemes with one axis: patches in raster order, one id or a fraction of an id apart."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmpos.support.checks import IntArray, integer
 
 @dataclass(frozen=True)
 class Flatten(Scheme):
-    """Every token one more than the token before it, patches in raster order: plain RoPE-1D.
+    """Plain RoPE-1D: one id per token, patches in raster order.
 
-    Source: Fuyu, DeepSeek-VL, Emu2, as kexue.fm 10040 describes them.
+    Source: Fuyu, DeepSeek-VL, Emu2, as described in kexue.fm 10040.
     """
 
     name: ClassVar[str] = "flatten"
@@ -34,7 +34,7 @@ class Flatten(Scheme):
 
 @dataclass(frozen=True)
 class V2PE(Scheme):
-    """Patches advance by a fraction δ = stride/256 of a text step; text goes on at the next integer.
+    """Patches are δ = stride/256 of a text step apart; text continues at the next integer.
 
     Source: InternVL3 (V2PE): p + δ per patch, then ⌈last⌉ + 1.
 

@@ -1,4 +1,4 @@
-"""Schemes of models that generate images: text at rest or on axes of its own, each image on a plane of its own."""
+"""Schemes of image generation models: text is fixed or on separate axes, and each image is on a separate plane."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, intege
 
 NOT_AFFINE: Mapping[str, str] = MappingProxyType(
     {
-        "cogview4": "its ids ⌊i·base/side⌋ are rounded down, so that no step holds for a row; give dense ids to Rotary",
+        "cogview4": "its ids ⌊i·base/side⌋ are rounded down, so a row has no constant step; pass dense ids to Rotary",
         "z-image-omni": (
-            "its SigLIP ids are scaled to the image and truncated, so that no step holds for a row; give dense ids to "
-            "Rotary, or take lumina2(first=1) for Z-Image without SigLIP"
+            "its SigLIP ids are scaled to the image and truncated, so a row has no constant step; pass dense ids to "
+            "Rotary, or use lumina2(first=1) for Z-Image without SigLIP"
         ),
         "minimax-h3": (
-            "its ids are over √(h·w); take mmpos.schemes.MiniMaxH3() where h·w is a square, or give dense ids to Rotary"
+            "its ids are over √(h·w); use mmpos.schemes.MiniMaxH3() if h·w is a square, or pass dense ids to Rotary"
         ),
-        "mochi": "its frequencies are learned, for each head and each axis; an id has no fixed angle",
-        "framepack": "it averages the cosines and sines of its history, which are no rotation then",
-        "helios": "it averages the cosines and sines of its history, which are no rotation then",
+        "mochi": "its frequencies are learned per head and axis, so an id has no fixed angle",
+        "framepack": "it averages the cosines and sines of its history, and the averages are not rotations",
+        "helios": "it averages the cosines and sines of its history, and the averages are not rotations",
     }
 )
-"""Layouts of models that no scheme can hold for all sizes, and why."""
+"""Layouts that no scheme can represent for all sizes, with the reason."""
 
 
 class LatentScheme(Scheme):
-    """Text that runs on some axes and rests on the others, and grids that nothing before them pushes.
+    """Base class of schemes whose text advances on some axes only and whose grids consume no ids.
 
-    Ids count from the start of the document. A grid is what the transformer gets: patches of latents. The order of
-    grids says what each is: the first is generated and the others are its references, unless a scheme says otherwise.
+    Ids count from the start of the document. Grids are sized in the transformer's patches of latents. Their order
+    defines their roles: the first is generated and the others are references, unless a scheme says otherwise.
     """
 
     axes = 3
@@ -48,19 +48,19 @@ class LatentScheme(Scheme):
     timed = False
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
-    """Axes on which text runs."""
+    """Axes on which text advances; on the other axes its id is the start of the document."""
 
     def advance(self, grids: Grids) -> IntArray:
         return np.zeros_like(grids.height)
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        runs_on = [axis in self.text_axes for axis in range(self.axes)]
-        return Placement([cursor if on else runs.start for on in runs_on], step_col=[int(on) for on in runs_on])
+        advances = [axis in self.text_axes for axis in range(self.axes)]
+        return Placement([cursor if on else runs.start for on in advances], step_col=[int(on) for on in advances])
 
 
 @dataclass(frozen=True)
 class Flux(LatentScheme):
-    """Text at (0, 0, 0), image k of a document at (k, i, j): the image that is generated is 0, references are 1, 2, ….
+    """Text at (0, 0, 0), image k of a document at (k, i, j): the generated image is 0, references are 1, 2, ….
 
     Source: FluxPosEmbed and FluxPipeline, and for references FluxKontextPipeline and BriaFiboEditPipeline of diffusers;
     also Chroma, Bria, Krea 2 and HiDream-I1. VisualCloze counts its images from 1.
@@ -83,12 +83,12 @@ class Flux(LatentScheme):
 
 @dataclass(frozen=True)
 class Flux2(LatentScheme):
-    """Token n of text at (0, 0, 0, n), image k at (10·k, i, j, 0): the image that is generated is 0.
+    """Text token n at (0, 0, 0, n), image k at (10·k, i, j, 0): the generated image is 0.
 
     Source: Flux2PosEmbed and Flux2Pipeline of diffusers.
 
     Args:
-        reference_step: ids between an image and the next one.
+        reference_step: ids between an image and the next.
     """
 
     name: ClassVar[str] = "flux2"
@@ -110,7 +110,7 @@ class Flux2(LatentScheme):
 
 @dataclass(frozen=True)
 class Flux3(LatentScheme):
-    """Token n of text at (0, 0, 0, n), image k at (0, i/2, j/2, −k): the image that is generated is 0.
+    """Text token n at (0, 0, 0, n), image k at (0, i/2, j/2, −k): the generated image is 0.
 
     Source: Flux3PosEmbed and the modular pipeline of FLUX.3 in diffusers (``image_rope_scale``).
 
@@ -140,14 +140,14 @@ class Flux3(LatentScheme):
 
 @dataclass(frozen=True)
 class QwenImage(LatentScheme):
-    """Image k at (k, i − ⌈h/2⌉, j − ⌈w/2⌉), token n of text at M + n on every axis.
+    """Image k at (k, i − ⌈h/2⌉, j − ⌈w/2⌉), text token n at M + n on every axis.
 
-    M = max(⌊h/2⌋, ⌊w/2⌋) over all images. The image that is generated is 0, references are 1, 2, …. Source:
-    QwenEmbedRope of diffusers with ``scale_rope``, as all its models have it; also NucleusMoE-Image. The model's tables
-    have 4,096 rows of either sign.
+    M = max(⌊h/2⌋, ⌊w/2⌋) over all images. The generated image is 0, references are 1, 2, …. Source: QwenEmbedRope of
+    diffusers with ``scale_rope``, which all its models set; also NucleusMoE-Image. The model's tables have 4,096 rows
+    for either sign.
 
     Args:
-        layered: the last image, the condition, is at −1, and M at least the number of the others
+        layered: whether the last image is the condition, at −1, and M is at least the number of the other images
             (QwenEmbedLayer3DRope).
     """
 
@@ -176,7 +176,7 @@ class QwenImage(LatentScheme):
 
 @dataclass(frozen=True)
 class QwenImage21(Scheme):
-    """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), text going on at c + max(h, w): rows and columns ignore what stands before.
+    """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), next text at c + max(h, w): rows and columns ignore the tokens before.
 
     Source: QwenImage21Rope of diffusers, whose tables reach from −1,024 to 8,191.
     """
@@ -195,16 +195,17 @@ class QwenImage21(Scheme):
 
 @dataclass(frozen=True)
 class Lumina2(LatentScheme):
-    """Token n of text at (n, 0, 0), an image after n tokens at (n + t, i, j).
+    """Text token n at (n, 0, 0), an image after n text tokens at (n + t, i, j).
 
-    Source: Lumina2RotaryPosEmbed of diffusers. ``first=1`` is Z-Image, whose text is padded to a multiple of 32 tokens,
-    padding of text counted; ERNIE-Image has ``image_first``; BriaFibo 2 counts its gist from 1 and has
+    Source: Lumina2RotaryPosEmbed of diffusers. Z-Image has ``first=1``, with text padded to a multiple of 32 tokens and
+    the padding counted; ERNIE-Image has ``image_first=True``; BriaFibo 2 counts its gist from 1 and has
     ``image_at=max_num_gist_tokens + 1``.
 
     Args:
-        first: id of the first token of text, 0 or 1.
-        image_first: images stand before the text, and lie after all of it.
-        image_at: plane of the first image, whatever text there is, each reference on the next one; 0: after the text.
+        first: id of the first text token, 0 or 1.
+        image_first: whether images precede the text as tokens, with ids after all of the text.
+        image_at: plane of the first image, independently of the text, with each reference on the next plane; 0 puts
+            images after the text.
     """
 
     name: ClassVar[str] = "lumina2"
@@ -234,13 +235,13 @@ class Lumina2(LatentScheme):
 
 @dataclass(frozen=True)
 class LongCatImage(LatentScheme):
-    """Token n of text at (0, n, n), image k after L tokens at (1 + k, L + i, L + j): the generated image is 0.
+    """Text token n at (0, n, n), image k after L text tokens at (1 + k, L + i, L + j): the generated image is 0.
 
-    Source: LongCatImagePipeline and LongCatImageEditPipeline of diffusers, in which text has all its
+    Source: LongCatImagePipeline and LongCatImageEditPipeline of diffusers, in which text is padded to
     ``tokenizer_max_length`` tokens.
 
     Args:
-        image_at: L where it is not the number of tokens before the image, which 0 stands for.
+        image_at: L; 0 is the number of text tokens before the image.
     """
 
     name: ClassVar[str] = "longcat-image"
@@ -258,7 +259,7 @@ class LongCatImage(LatentScheme):
 
 @dataclass(frozen=True)
 class OvisImage(LatentScheme):
-    """Token n of text at (0, n, n), patch (i, j) of an image at (0, i, j).
+    """Text token n at (0, n, n), patch (i, j) of an image at (0, i, j).
 
     Source: OvisImagePosEmbed and OvisImagePipeline of diffusers.
     """
@@ -273,7 +274,7 @@ class OvisImage(LatentScheme):
 
 @dataclass(frozen=True)
 class Ideogram4(LatentScheme):
-    """Token n of text at (n, n, n), patch (i, j) of an image at (65536, 65536 + i, 65536 + j).
+    """Text token n at (n, n, n), patch (i, j) of an image at (65536, 65536 + i, 65536 + j).
 
     Source: Ideogram4MRoPE and Ideogram4Pipeline of diffusers.
 
@@ -295,7 +296,7 @@ class Ideogram4(LatentScheme):
 
 @dataclass(frozen=True)
 class HunyuanImage(LatentScheme):
-    """Text at rest at 0, which turns nothing, and patch (i, j) of an image at (i, j).
+    """All text at 0, where nothing is rotated; patch (i, j) of an image at (i, j).
 
     Source: HunyuanImageRotaryPosEmbed of diffusers; also GLM-Image's transformer and PRX.
 
@@ -318,12 +319,12 @@ class HunyuanImage(LatentScheme):
 
 @dataclass(frozen=True)
 class JoyImage(LatentScheme):
-    """Grids one after the other on the frame axis, at (t + frames before, i, j); text at rest at 0.
+    """Grids in sequence on the frame axis, at (t + frames before, i, j); all text at 0.
 
     Source: JoyImageTransformer3DModel and JoyImageEditPlusTransformer3DModel of diffusers.
 
     Args:
-        text_runs: text runs on every axis instead, from the id after the highest of all grids (``rope_type="mrope"``).
+        text_runs: whether text instead advances on every axis, from the highest grid id + 1 (``rope_type="mrope"``).
     """
 
     name: ClassVar[str] = "joyimage"
@@ -347,16 +348,16 @@ class JoyImage(LatentScheme):
         return Scheme.place_text(self, runs, cursor) if self.text_runs else super().place_text(runs, cursor)
 
     def _before(self, grids: Grids) -> IntArray:
-        """Count the frames before each grid in its document."""
+        """Return the number of frames before each grid in its document, (grids,)."""
         before = grids.frames.cumsum() - grids.frames
         return before - before[grids.document.searchsorted(grids.document)]
 
 
 @dataclass(frozen=True)
 class Bagel(Scheme):
-    """All tokens of an image, and the markers around them, at one id; the next text at the id after it.
+    """All tokens of an image and its two markers at one id; next text at the next id.
 
-    A ``Thumbnail`` is an image with its two markers, a ``Grid`` one without. Source: BAGEL, and its pipeline of
+    A ``Thumbnail`` is an image with its two markers, a ``Grid`` an image without. Source: BAGEL, and its pipeline in
     vLLM-Omni.
     """
 
@@ -377,7 +378,7 @@ class Bagel(Scheme):
 
 @dataclass(frozen=True)
 class OmniGen2(MRopeInterleaveReset):
-    """Patch (i, j) of an image at (c, i, j), text going on at c + max(h, w): the same as mrope-interleave-reset.
+    """Patch (i, j) of an image at (c, i, j), next text at c + max(h, w): the same as mrope-interleave-reset.
 
     Source: OmniGen2 in vLLM-Omni; also Boogu and MammothModa 2.
     """
@@ -387,13 +388,13 @@ class OmniGen2(MRopeInterleaveReset):
 
 
 def check_steps(scheme: Scheme, *names: str) -> None:
-    """Check steps, integers or Fractions above 0."""
+    """Check that the named steps are integers or Fractions above 0."""
     for name in names:
         checked_rate(f"{type(scheme).__name__}.{name}", getattr(scheme, name))
 
 
 def over_one(*steps: int | Fraction) -> tuple[int, list[int]]:
-    """Bring numbers over one denominator: it, and their numerators.
+    """Return the common denominator of steps and their numerators over it.
 
     >>> over_one(Fraction(1, 2), 3, Fraction(2, 3))
     (6, [3, 18, 4])

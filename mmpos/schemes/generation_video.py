@@ -1,4 +1,4 @@
-"""Schemes of models that generate videos: frames, rows and columns from 0, stretched, centred or in seconds."""
+"""Schemes of video generation models: frames, rows and columns from 0, stretched, centred or in seconds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from mmpos.support.ragged import ragged_arange
 
 @dataclass(frozen=True)
 class Wan(LatentScheme):
-    """Patch (t, i, j) at (t, i, j); text is read through cross-attention and has no ids.
+    """Patch (t, i, j) at (t, i, j); text is used in cross-attention and has no ids.
 
     Source: WanRotaryPosEmbed of diffusers; also SkyReels V2, Sana-Video, SANA-WM, AnyFlow and VACE.
 
     Args:
-        skip_length: the two frames of a grid of two are at 0 and ``skip_length − 1``, as the ``temporal_skip_len`` of
-            ChronoEdit says (8); 0: at 0 and 1.
-        beside: grids after the first, the references, lie beside it, at (1 + t, i, w + j), as in Wan-Animate 2.
+        skip_length: the frames of a grid of two frames are at 0 and ``skip_length − 1``, like ``temporal_skip_len`` of
+            ChronoEdit (8); with 0 they are at 0 and 1.
+        beside: whether grids after the first, the references, are to the right of it, at (1 + t, i, w + j), as in
+            Wan-Animate 2.
     """
 
     name: ClassVar[str] = "wan"
@@ -52,15 +53,15 @@ class Wan(LatentScheme):
 
 @dataclass(frozen=True)
 class AnyFlowFar(LatentScheme):
-    """A compressed context, at (t, r·i + (r−1)/2, r·j + (r−1)/2), then frames at full size.
+    """A compressed context at (t, r·i + (r−1)/2, r·j + (r−1)/2), then frames at full size.
 
-    The context is the first grid, of f frames. Each other grid is at (f + t, i, j): the frames that are generated, and
-    in training the same ones without noise. Without a compressed context it is ``wan``. The mean of r neighbouring
-    rotations, brought to length 1, is exactly the rotation in their middle. Source: AnyFlowCausalRotaryPosEmbed of
-    diffusers.
+    The context is the first grid, with f frames. The other grids are at (f + t, i, j): the generated frames, and in
+    training the same frames without noise. Without a compressed context the ids are those of ``wan``. The mean of r
+    neighbouring rotations, scaled to length 1, is exactly the rotation by their mean angle. Source:
+    AnyFlowCausalRotaryPosEmbed of diffusers.
 
     Args:
-        ratio: patches of a frame along each side of one patch of the context (compressed_patch_size / patch_size).
+        ratio: frame patches along each side of a context patch (compressed_patch_size / patch_size).
     """
 
     name: ClassVar[str] = "anyflow-far"
@@ -84,7 +85,7 @@ class AnyFlowFar(LatentScheme):
 
 @dataclass(frozen=True)
 class HunyuanVideo(LatentScheme):
-    """Text at rest at 0, which turns nothing, and patch (t, i, j) at (t, i, j).
+    """All text at 0, where nothing is rotated; patch (t, i, j) at (t, i, j).
 
     Source: HunyuanVideoRotaryPosEmbed of diffusers; also HunyuanVideo 1.5, Motif-Video and CogVideoX 1.5.
     """
@@ -99,17 +100,17 @@ class HunyuanVideo(LatentScheme):
 
 @dataclass(frozen=True)
 class CogVideoX(LatentScheme):
-    """Text at rest at 0, frame t at t; rows and columns stretched over a part of a base grid of 30 × 45.
+    """All text at 0, frame t at t; rows and columns stretched over a region of a base grid of 30 × 45.
 
-    The part has the grid's proportions, as large as fits and centred. Source: ``get_resize_crop_region_for_grid`` and
-    ``get_3d_rotary_pos_embed`` of diffusers; also EasyAnimate and ConsisID. CogVideoX 1.5 is ``hunyuan-video``.
+    The region is the largest centred one with the grid's aspect ratio. Source: ``get_resize_crop_region_for_grid`` and
+    ``get_3d_rotary_pos_embed`` of diffusers; also EasyAnimate and ConsisID. CogVideoX 1.5 uses ``hunyuan-video``.
 
     Args:
         base_height: rows of the base grid, sample_height / patch_size.
-        base_width: its columns.
-        as_released: where the part begins at s and ends at e, n rows step by (e·(n−1)/n − s)/(n−1), as diffusers
-            computes them, which is right for s = 0 only; False: by (e − s)/n, as its comments and the code that the
-            checkpoints were trained with mean.
+        base_width: columns of the base grid.
+        as_released: step of n rows over a region from s to e. True: (e·(n−1)/n − s)/(n−1), as computed by diffusers,
+            which is correct for s = 0 only. False: (e − s)/n, as intended by its comments and by the code that trained
+            the checkpoints.
     """
 
     name: ClassVar[str] = "cogvideox"
@@ -129,7 +130,7 @@ class CogVideoX(LatentScheme):
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         height, width, tall, wide = grids.height, grids.width, self.base_height, self.base_width
         upright = height * wide > tall * width
-        # In float64, in this order: rounding halves to even, other roundings before it decide.
+        # float64 in diffusers' order of operations, whose rounding errors decide how np.rint rounds halves.
         rows = np.where(upright, tall, np.rint(wide / width * height)).astype(np.int64)
         columns = np.where(upright, np.rint(tall / height * width), wide).astype(np.int64)
         top, down, over_rows = self._spread(tall, rows, height)
@@ -146,7 +147,7 @@ class CogVideoX(LatentScheme):
         )
 
     def _spread(self, base: int, part: IntArray, count: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Spread ``count`` ids over a centred part of a base: the first, and the step over its denominator."""
+        """Return the first id, and numerator and denominator of the step, of ``count`` ids over a centred region."""
         first = np.rint((base - part) / 2).astype(np.int64)
         step, over = part, count
         if self.as_released:
@@ -159,7 +160,7 @@ class CogVideoX(LatentScheme):
 
 @dataclass(frozen=True)
 class _Scaled(LatentScheme):
-    """Patch (t, i, j) at (t, i, j), each times a step; text is read through cross-attention and has no ids."""
+    """Patch (t, i, j) at (t, i, j) times the steps; text is used in cross-attention and has no ids."""
 
     text = False
     frames = True
@@ -178,7 +179,7 @@ class _Scaled(LatentScheme):
 
 @dataclass(frozen=True)
 class Allegro(_Scaled):
-    """Patch (t, i, j) at (t/2.2, i/2, j/2); text is read through cross-attention and has no ids.
+    """Patch (t, i, j) at (t/2.2, i/2, j/2); text is used in cross-attention and has no ids.
 
     Source: ``get_3d_rotary_pos_embed_allegro`` of diffusers.
 
@@ -197,7 +198,7 @@ class Allegro(_Scaled):
 
 @dataclass(frozen=True)
 class Kandinsky(_Scaled):
-    """Patch (t, i, j) at (t, i, j), each over the scale factor of its axis; text has a rotation of its own.
+    """Patch (t, i, j) at (t, i, j), each divided by the scale factor of its axis; text has a separate rotation.
 
     Source: Kandinsky5RoPE3D and Kandinsky6RoPE3D of diffusers.
 
@@ -213,9 +214,10 @@ class Kandinsky(_Scaled):
 
 @dataclass(frozen=True)
 class _Ltx(LatentScheme):
-    """Ids 2x − 1, x the time or place of a latent in parts of a base: as the first frame is one frame, two pieces.
+    """Base class of LTX schemes: ids 2x − 1, where x is the time or place of a latent relative to a base size.
 
-    ``seconds_per_frame`` is that of the video, 1/fps; 1/25 or 1/24 where it is not given, as pipelines have it.
+    Every grid is two pieces, since its first latent covers fewer frames of the video. ``seconds_per_frame`` is 1/fps of
+    the video; a grid without a time has 1/25 or 1/24, the defaults of the pipelines.
     """
 
     text = False
@@ -223,7 +225,7 @@ class _Ltx(LatentScheme):
     timed = True
     fractional = True
     fps: ClassVar[int]
-    """Frames per second where a grid does not say it."""
+    """Frames per second of a grid without a time."""
     row_step: int | Fraction = Fraction(1, 32)
     col_step: int | Fraction = Fraction(1, 32)
     tokens_per_second: int | Fraction = Fraction(1, 10)
@@ -241,14 +243,14 @@ class _Ltx(LatentScheme):
     @property
     @abstractmethod
     def firsts(self) -> tuple[int, int, int]:
-        """Halves of a frame from 0 to latent 0, and to where latent 0 would be if all were alike; halves of a row."""
+        """Position of latent 0, and its extrapolation from later latents, in half frames; of row 0 in half rows."""
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         owner, piece = ragged_arange(np.minimum(grids.frames, 2))
         height, width = grids.height[owner], grids.width[owner]
         frame = height * width
         tokens, skip = np.where(piece > 0, (grids.frames[owner] - 1) * frame, frame), piece * frame
-        alone, alike, half = self.firsts
+        first, extrapolated, half = self.firsts
         numerator, denominator = frame_steps(self, _timed(grids, self.fps), self.tokens_per_second)
         numerator, denominator = numerator[owner], 2 * denominator[owner]
         common: IntArray = np.gcd(numerator, denominator)
@@ -258,7 +260,7 @@ class _Ltx(LatentScheme):
         time, place = numerator // common * (over // denominator), over // space
         start = (grids.start[owner] - 1) * over
         origin = [
-            start + np.where(piece > 0, alike, alone) * time,
+            start + np.where(piece > 0, extrapolated, first) * time,
             start + half * down * place,
             start + half * right * place,
         ]
@@ -267,24 +269,24 @@ class _Ltx(LatentScheme):
             [0, 2 * down * place, 0],
             [0, 0, 2 * right * place],
         ]
-        onward, below, beside = (steps[: self.axes] for steps in moves)
+        step_frame, step_row, step_col = (steps[: self.axes] for steps in moves)
         pieces = Pieces(owner, tokens, skip, height, width)
-        return Placement(origin[: self.axes], onward, below, beside, over, pieces)
+        return Placement(origin[: self.axes], step_frame, step_row, step_col, over, pieces)
 
 
 @dataclass(frozen=True)
 class Ltx(_Ltx):
-    """Latent (t, i, j) at 2·max(0, 8t − 7)/fps/20 − 1, i/32 − 1, j/32 − 1; text is read through cross-attention.
+    """Latent (t, i, j) at 2·max(0, 8t − 7)/fps/20 − 1, i/32 − 1, j/32 − 1; text is used in cross-attention.
 
-    ``seconds_per_frame`` of a grid is that of the video, 1/fps; 1/25 where it is not given. Source:
-    LTXVideoRotaryPosEmbed and LTXConditionPipeline of diffusers; LTXPipeline has ``causal_offset=8``.
+    ``seconds_per_frame`` of a grid is 1/fps of the video, and 1/25 by default. Source: LTXVideoRotaryPosEmbed and
+    LTXConditionPipeline of diffusers; LTXPipeline has ``causal_offset=8``.
 
     Args:
         row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
         col_step: ids between two columns.
-        tokens_per_second: ids in a second, 2 / base_num_frames.
-        causal_offset: frames of the video in the first latent, as max(0, 8t + causal_offset − 8) counts them.
-        frames_per_latent: frames of the video from a latent to the next.
+        tokens_per_second: ids per second, 2 / base_num_frames.
+        causal_offset: video frames in the first latent; latent t is at frame max(0, 8t + causal_offset − 8).
+        frames_per_latent: video frames between two latents.
     """
 
     name: ClassVar[str] = "ltx"
@@ -298,19 +300,19 @@ class Ltx(_Ltx):
 
 @dataclass(frozen=True)
 class Ltx2(_Ltx):
-    """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: in the middle of its frames and pixels.
+    """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: the middle of its frames and pixels.
 
-    The first latent is at ½/fps/10 − 1. ``seconds_per_frame`` of a grid is that of the video, 1/fps; 1/24 where it is
-    not given. Audio is a grid of 1 × 1 with a frame for each latent, of 1/100 seconds, in the scheme with ``axes=1``
-    and ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
+    The first latent is at ½/fps/10 − 1. ``seconds_per_frame`` of a grid is 1/fps of the video, and 1/24 by default.
+    Audio is a grid of 1 × 1 with one frame per latent and 1/100 seconds per frame, in the scheme with ``axes=1`` and
+    ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
 
     Args:
         row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
         col_step: ids between two columns.
-        tokens_per_second: ids in a second, 2 / base_num_frames.
-        causal_offset: frames of the video in the first latent.
-        frames_per_latent: frames of the video from a latent to the next.
-        axes: 3, or 1 for audio, and for video where it meets audio.
+        tokens_per_second: ids per second, 2 / base_num_frames.
+        causal_offset: video frames in the first latent.
+        frames_per_latent: video frames between two latents.
+        axes: 3, or 1 for audio and for video in its cross-attention with audio.
     """
 
     name: ClassVar[str] = "ltx2"
@@ -331,13 +333,13 @@ class Ltx2(_Ltx):
 
 @dataclass(frozen=True)
 class Cosmos(LatentScheme):
-    """Patch (t, i, j) at (24·t/fps, i, j); text is read through cross-attention and has no ids.
+    """Patch (t, i, j) at (24·t/fps, i, j); text is used in cross-attention and has no ids.
 
-    ``seconds_per_frame`` of a grid is 1/fps as the pipeline takes it; where it is not given, frame t is at t, as of
-    images. Source: CosmosRotaryPosEmbed of diffusers, whose base of angles differs by axis.
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it frame t is at t, as in images. Source:
+    CosmosRotaryPosEmbed of diffusers, whose theta differs by axis.
 
     Args:
-        tokens_per_second: ids of a second, ``base_fps``, an integer or a Fraction.
+        tokens_per_second: ids per second, ``base_fps``, an integer or a Fraction.
     """
 
     name: ClassVar[str] = "cosmos"
@@ -357,24 +359,24 @@ class Cosmos(LatentScheme):
         return self._timed(grids, grids.start)
 
     def _timed(self, grids: Grids, first: IntArray) -> Placement:
-        """Place grids whose first frames are at these whole ids."""
+        """Place grids whose first frames have the integer ids ``first``."""
         step, over = frame_steps(self, grids, self.tokens_per_second)
-        given = _is_timed(grids)
-        step, over = np.where(given, step, 1), np.where(given, over, 1)
+        timed = _is_timed(grids)
+        step, over = np.where(timed, step, 1), np.where(timed, over, 1)
         start = grids.start * over
         return Placement([first * over, start, start], [step, 0, 0], [0, over, 0], [0, 0, over], over)
 
 
 @dataclass(frozen=True)
 class Cosmos3(Cosmos):
-    """Token n of text at (n, n, n), and all grids after it: patch (t, i, j) at (n + 15000 + 24·t/fps, i, j).
+    """Text token n at (n, n, n), every grid after n text tokens at (n + 15000 + 24·t/fps, i, j).
 
-    ``seconds_per_frame`` of a grid is 1/fps as the pipeline takes it; where it is not given, frames are one id apart.
-    Sound is a grid of 1 × 1 with a frame for each latent. Source: Cosmos3OmniPipeline of diffusers with
-    ``unified_3d_mrope_reset_spatial_ids``; actions, which it counts from 1, are left out.
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it frames are one id apart. Sound is a grid
+    of 1 × 1 with one frame per latent. Source: Cosmos3OmniPipeline of diffusers with
+    ``unified_3d_mrope_reset_spatial_ids``; its actions, counted from 1, are not supported.
 
     Args:
-        tokens_per_second: ids of a second, ``base_fps``, an integer or a Fraction.
+        tokens_per_second: ids per second, ``base_fps``, an integer or a Fraction.
         margin: ids between text and grids, ``unified_3d_mrope_temporal_modality_margin``.
     """
 
@@ -395,11 +397,11 @@ class Cosmos3(Cosmos):
 
 @dataclass(frozen=True)
 class MiniMaxH3(LatentScheme):
-    """Token n of text at (n, 0, 0); latent t of a video after n tokens at n + 5/3·(0, 1, 5, 9, 13, 17, 18, …).
+    """Text token n at (n, 0, 0); latent t of a video after n text tokens at n + 5/3·(0, 1, 5, 9, 13, 17, 18, …).
 
-    Patch (i, j) of h × w is at 16·(1 − h/√hw) + 32·i/√hw, likewise j: a number that a table can hold where h·w is a
-    square; other sizes are refused. Its audio, pinned to the ends of the width, is left out. Source: the modular
-    pipeline of MiniMax-H3 in diffusers.
+    Row i of an h × w grid is at 16·(1 − h/√hw) + 32·i/√hw, and column j at 16·(1 − w/√hw) + 32·j/√hw. These numbers are
+    rational only if h·w is a square; other sizes are refused. Audio, which is fixed to the ends of the width, is not
+    supported. Source: the modular pipeline of MiniMax-H3 in diffusers.
     """
 
     name: ClassVar[str] = "minimax-h3"
@@ -414,8 +416,8 @@ class MiniMaxH3(LatentScheme):
         if (root * root != area).any():
             i = int((root * root != area).argmax())
             got = f"a grid of {grids.height[i]} × {grids.width[i]}, whose ids are over √{area[i]}"
-            raise UnsupportedError(f"minimax-h3: got {got}, want h·w a square, or dense ids for Rotary")
-        # Latent 0 alone, then five at a time, four frames apart; the first of each five is one after the last.
+            raise UnsupportedError(f"minimax-h3: got {got}, want h·w to be a square; pass dense ids to Rotary instead")
+        # Latent 0 is a piece, then every five latents, four frames apart; each five begin one frame after the last.
         owner, five = ragged_arange(1 + -(-(grids.frames - 1) // 5))
         height, width, root = grids.height[owner], grids.width[owner], root[owner]
         first = np.maximum(5 * five - 4, 0)
@@ -439,13 +441,13 @@ class MiniMaxH3(LatentScheme):
 
 
 def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
-    """(grids,) whether the seconds per frame of each are given."""
+    """Return whether each grid has a time, (grids,)."""
     if grids.seconds_per_frame is None:
         return np.zeros(grids.frames.size, np.bool_)
     return grids.seconds_per_frame[0] > 0
 
 
 def _timed(grids: Grids, fps: int) -> Grids:
-    """Give grids this rate where they have none."""
+    """Return the grids with 1/fps as the seconds per frame of grids without a time."""
     seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
     return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

@@ -1,4 +1,4 @@
-"""The M-RoPE family of Qwen vision-language models: (frame, row, column) counted from the cursor."""
+"""The M-RoPE family of the Qwen vision-language models: (frame, row, column) counted from the cursor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmpos.support.ragged import ragged_arange
 class MRope(Scheme):
     """Patch (t, i, j), counted from zero, at (c + t, c + i, c + j); next text at c + max(f, h, w).
 
-    Source: Qwen2-VL; the form of vLLM and SGLang.
+    Source: Qwen2-VL, as implemented in vLLM and SGLang.
     """
 
     name: ClassVar[str] = "mrope"
@@ -35,7 +35,7 @@ class MRope(Scheme):
 
 @dataclass(frozen=True)
 class MRopeQwen3(MRope):
-    """M-RoPE where every frame of a video is a grid of its own with timestamp text between.
+    """M-RoPE in which every frame of a video is a separate grid, with timestamp text between frames.
 
     Source: Qwen3-VL. Build tables with ``frames_apart=True`` or one Grid per frame.
     """
@@ -47,9 +47,9 @@ class MRopeQwen3(MRope):
 
 @dataclass(frozen=True)
 class MRopeInterleaveReset(MRope):
-    """M-RoPE whose rows and columns restart at zero in every grid: (c, i, j), next text at c + 1 + max(local).
+    """M-RoPE whose rows and columns restart at zero in every grid: (c + t, i, j), next text at c + max(f, h, w).
 
-    Only text and the frame axis follow the cursor. Source: arXiv 2510.23095.
+    Only text and the frame axis depend on the cursor. Source: arXiv 2510.23095.
     """
 
     name: ClassVar[str] = "mrope-interleave-reset"
@@ -61,20 +61,20 @@ class MRopeInterleaveReset(MRope):
 
 @dataclass(frozen=True)
 class TimedMRope(MRope):
-    """M-RoPE whose frames are at c + what ``frame_ids`` gives, each a piece of its own, since floors are not affine."""
+    """M-RoPE whose frames are at c + ``frame_ids``; every frame is a piece, since floors are not affine."""
 
     timed = True
     tokens_per_second: int | Fraction | None = None
 
     def frame_ids(self, grids: Grids, grid: IntArray, frame: IntArray) -> IntArray:
-        """Count the ids from the first frame of grids, of these indices, to frames: ⌊frame · seconds · rate⌋."""
+        """Return ⌊frame · seconds · rate⌋, the ids between the first frame and each frame of the indexed grids."""
         if self.tokens_per_second is None:
             return frame
         numerator, denominator = frame_steps(self, grids, self.tokens_per_second)
         return frame * numerator[grid] // denominator[grid]
 
     def last_ids(self, grids: Grids) -> IntArray:
-        """(grids,) ids from the first frame to the last, refused before place makes a piece of every frame."""
+        """Return the ids between the first and the last frame, (grids,); raise before ``place`` cuts frames apart."""
         last = self.frame_ids(grids, np.arange(grids.frames.size), grids.frames - 1)
         if last.max(initial=0) > 2 * INT32_MAX:
             got = f"a last frame {last.max()} ids after the first"
@@ -93,13 +93,14 @@ class TimedMRope(MRope):
 
 @dataclass(frozen=True)
 class MRopeTransformers(TimedMRope):
-    """M-RoPE as Transformers 5 computes it: text goes on at c + max(h, w), frames ignored.
+    """M-RoPE as computed by Transformers 5: text continues at c + max(h, w), independently of the frames.
 
-    The next position is the maximum of all ids plus one, which on long videos is beyond the next text id.
+    The next position is the maximum of all ids plus one, which on long videos exceeds the id of the text after them.
 
     Args:
-        tokens_per_second: of Qwen2.5-VL: frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
-            first (one second where not given); None, as for Qwen2-VL and Qwen3-VL: frames are one id apart.
+        tokens_per_second: for Qwen2.5-VL: frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
+            first, with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL: frames are one
+            id apart.
     """
 
     name: ClassVar[str] = "mrope-transformers"
@@ -126,8 +127,8 @@ class MRopeTransformers(TimedMRope):
 class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
-    The floor is that of the exact product. Grids without a time count one second per frame.
-    Source: Qwen2.5-VL; the form of the serving engines.
+    The product under the floor is exact. Grids without a time have one second per frame.
+    Source: Qwen2.5-VL; the ids of vLLM and SGLang up to their rounding.
 
     Args:
         tokens_per_second: ids per second, an integer or a Fraction.
@@ -146,10 +147,10 @@ class MRopeQwen25(TimedMRope):
 
 
 def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction) -> tuple[IntArray, IntArray]:
-    """Give the ids between two frames, seconds · rate, as (grids,) numerators and denominators without common factors.
+    """Return the ids between two frames, seconds · rate, as numerators and denominators in lowest terms, (grids,) each.
 
     Raises:
-        LimitExceededError: a numerator times a frame would be beyond 2**62.
+        LimitExceededError: a frame index times its numerator exceeds 2**62.
     """
     seconds, per = grids.seconds
     numerator, denominator = seconds * rate.numerator, per * rate.denominator
@@ -163,7 +164,7 @@ def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction) -> tuple[Int
 
 
 def checked_rate(name: str, rate: Any) -> int | Fraction:
-    """Check a number above 0 that is exact and whose terms fit a table."""
+    """Check that a rate is an integer or Fraction above 0 with terms below 2**31, and return it."""
     if isinstance(rate, np.integer):
         rate = int(rate)
     if isinstance(rate, bool) or not isinstance(rate, int | Fraction) or rate <= 0:

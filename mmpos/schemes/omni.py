@@ -1,4 +1,4 @@
-"""TMRoPE of the Qwen Omni models: video and audio on one clock, whose tokens take turns by time."""
+"""TMRoPE of the Qwen Omni models: video and audio on one time axis, with tokens interleaved by time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmpos.support.checks import IntArray, one_of
 from mmpos.support.ragged import ragged_arange
 
 PATCHES, SOUND, BEFORE, AFTER = range(4)
-"""Contents of runs: patches, audio, the two markers before a clip and the two after it."""
+"""Contents of a run: patches, audio tokens, the two markers before a clip, or the two after it."""
 
 
-class Turns(NamedTuple):
-    """Turns of tokens of one content, in the order of tokens.
+class Runs(NamedTuple):
+    """Runs of tokens with the same content, in token order.
 
     Args:
         owner: (runs,) index of the grid, ascending.
         content: (runs,) PATCHES, SOUND, BEFORE or AFTER.
-        first: (runs,) index of the first token among those of this content in its grid.
-        tokens: (runs,) how many there are, at least 1.
+        first: (runs,) index of the first token among the grid's tokens with this content.
+        tokens: (runs,) number of tokens, at least 1.
     """
 
     owner: IntArray
@@ -37,18 +37,17 @@ class Turns(NamedTuple):
     tokens: IntArray
 
     @classmethod
-    def joined(cls, *parts: Turns, keys: tuple[IntArray, ...] = ()) -> Turns:
-        """Join runs, sorted by owner and then by these keys, the last of them first; equal ones stay in order."""
+    def sorted(cls, *parts: Runs, keys: tuple[IntArray, ...] = ()) -> Runs:
+        """Concatenate runs that are not empty and sort them stably by owner, then by ``keys``, the last key first."""
         together = cls(*map(np.concatenate, zip(*parts, strict=True)))
         order = np.lexsort((*keys, together.owner))
         order = order[together.tokens[order] > 0]
         return cls(*(values[order] for values in together))
 
     @classmethod
-    def alike(cls, content: int, owner: IntArray, first: IntArray | int, tokens: IntArray | int) -> Turns:
-        """Make runs of one content."""
-        owner, whole, first, tokens = np.broadcast_arrays(owner, content, first, tokens)
-        return cls(owner, whole, first, tokens)
+    def of(cls, content: int, owner: IntArray, first: IntArray | int, tokens: IntArray | int) -> Runs:
+        """Build runs with one content, broadcasting the other columns."""
+        return cls(*np.broadcast_arrays(owner, content, first, tokens))
 
 
 class Clips(NamedTuple):
@@ -56,11 +55,11 @@ class Clips(NamedTuple):
 
     Args:
         grid: (clips,) index among the grids.
-        frames: (clips,) frames of the video.
-        patches: (clips,) patches of a frame.
-        audio: (clips,) tokens of the audio.
-        step: (clips,) ids between two frames, over ``per``.
-        per: (clips,) denominator of step.
+        frames: (clips,) number of video frames.
+        patches: (clips,) patches per frame.
+        audio: (clips,) number of audio tokens.
+        step: (clips,) numerator of the ids between two frames.
+        per: (clips,) denominator of the ids between two frames.
     """
 
     grid: IntArray
@@ -75,7 +74,7 @@ class Clips(NamedTuple):
 class _Omni(Scheme):
     """Patch (t, i, j) at (c + t·seconds·rate, c + i, c + j); audio token k of the same clip at c + k on every axis.
 
-    In which order patches and audio of a clip follow each other a member of the family says.
+    Subclasses define the order of the patches and audio tokens of a clip.
     """
 
     axes = 3
@@ -92,24 +91,20 @@ class _Omni(Scheme):
     @property
     @abstractmethod
     def num_marker_ids(self) -> int:
-        """Number of ids that the two markers before a clip take, and the two after it: 1 if they share one, else 2."""
+        """Number of ids that each pair of markers around a clip consumes: 1 if the pair shares an id, else 2."""
 
     @abstractmethod
-    def merged(self, clips: Clips) -> Turns:
-        """List the runs of PATCHES and SOUND of clips, in order; owners are indices of clips."""
+    def merged(self, clips: Clips) -> Runs:
+        """Return the runs of PATCHES and SOUND of clips, in token order; owners are indices of clips."""
 
     @abstractmethod
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
-        """(clips,) whether the last run is one of audio."""
+        """Return whether the last run of each clip is audio, (clips,)."""
 
     def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
-        """Count the whole ids from the first frame to these, given what lies between two of their grid: step over per.
+        """Return the integer ids between the first frame of a grid and each frame: ⌊frame · step / per⌋.
 
-        Args:
-            grid: index of the grid of each frame.
-            frame: index of each in its grid.
-            step: numerators, of the same shape.
-            per: denominators, likewise.
+        ``grid`` is the index of the grid of each frame, for subclasses that round otherwise.
         """
         return frame * step // per
 
@@ -123,7 +118,7 @@ class _Omni(Scheme):
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         if self.engine == "serving" or grids.kind is None:
             return None
-        # Transformers goes on after the last run of a clip, and decodes after the highest id, which may lie before it.
+        # In Transformers text continues after the last run of a clip, decoding after the highest id of all its runs.
         highest, unit = self._content(grids, highest=True)
         scale = 1 if grids.unit is None else grids.unit // unit
         return cursor + (highest + self.num_marker_ids * unit) * _is_clip(grids) * scale
@@ -143,7 +138,7 @@ class _Omni(Scheme):
         if not self.fractional:
             frames = np.where(patches, first // (height * width), 0)
             time, frame = self.frame_ids(owner, frames, steps[owner], own[owner]), 0 * frame
-        # Markers of one id stand in a column, whose steps are not 0: a run at id 0 without steps is padding.
+        # Markers that share an id form a column with steps other than 0, since a run at id 0 without steps is padding.
         column = (content >= BEFORE) & (self.num_marker_ids == 1)
         pieces = Pieces(
             owner,
@@ -159,8 +154,8 @@ class _Omni(Scheme):
             [start + time, start, start], moves, [0, down, 0], [along, along, one], self._over(one), pieces
         )
 
-    def runs(self, grids: Grids) -> Turns | None:
-        """List the runs of all grids; None where each grid is one affine run and none is a clip."""
+    def runs(self, grids: Grids) -> Runs | None:
+        """Return the runs of all grids; None if every grid is one affine run and no grid is a clip."""
         if grids.kind is None and (self.fractional or not (grids.frames > 1).any()):
             return None
         check_pieces(self, int(grids.frames.sum()))
@@ -168,23 +163,23 @@ class _Omni(Scheme):
         frames = np.ones_like(plain) if self.fractional else grids.frames[plain]
         owner, frame = ragged_arange(frames)
         tokens = (grids.tokens[plain] // frames)[owner]
-        still = Turns.alike(PATCHES, plain[owner], frame * tokens, tokens)
+        of_plain = Runs.of(PATCHES, plain[owner], frame * tokens, tokens)
         if grids.kind is None:
-            return still
+            return of_plain
         clips = self._clips(grids)
-        merged = self.merged(clips)
-        return Turns.joined(
-            Turns.alike(BEFORE, clips.grid, 0, 2),
-            merged._replace(owner=clips.grid[merged.owner]),
-            Turns.alike(AFTER, clips.grid, 0, 2),
-            still,
+        interleaved = self.merged(clips)
+        return Runs.sorted(
+            Runs.of(BEFORE, clips.grid, 0, 2),
+            interleaved._replace(owner=clips.grid[interleaved.owner]),
+            Runs.of(AFTER, clips.grid, 0, 2),
+            of_plain,
         )
 
     def _over(self, unit: IntArray) -> IntArray | int:
         return unit if self.fractional else 1
 
-    def _clip_offsets(self, grids: Grids, runs: Turns, scale: IntArray, unit: IntArray) -> IntArray:
-        """(runs,) ids from the cursor before a clip to its audio and video, or to the markers after them; else 0."""
+    def _clip_offsets(self, grids: Grids, runs: Runs, scale: IntArray, unit: IntArray) -> IntArray:
+        """Return the offset of each run from the cursor, (runs,); it is 0 outside of clips and at their start."""
         inside = self.num_marker_ids * unit * _is_clip(grids)
         after = inside + self._content(grids)[0] * scale
         return np.where(
@@ -192,7 +187,7 @@ class _Omni(Scheme):
         )
 
     def _steps(self, grids: Grids) -> tuple[IntArray, IntArray]:
-        """(grids,) ids between two frames as numerators and denominators; 0 and 1 where there is one frame."""
+        """Return numerators and denominators of the ids between two frames, (grids,) each; 0 and 1 for one frame."""
         moving = grids.frames > 1
         if not moving.any():
             return np.zeros_like(grids.frames), np.ones_like(grids.frames)
@@ -200,11 +195,11 @@ class _Omni(Scheme):
         return np.where(moving, numerator, 0), np.where(moving, denominator, 1)
 
     def _content(self, grids: Grids, highest: bool = False) -> tuple[IntArray, IntArray]:
-        """(grids,) ids that grids consume, markers not counted, over (grids,) units of their own.
+        """Return the ids that grids consume without markers, as numerators and denominators, (grids,) each.
 
         Args:
             grids: the grids.
-            highest: whether to count to the highest id of a clip, whatever its last run is.
+            highest: whether to count up to the highest id of a clip instead of the highest id of its last run.
         """
         step, per = self._steps(grids)
         unit = per if self.fractional else np.ones_like(per)
@@ -232,15 +227,15 @@ def _is_clip(grids: Grids) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class TMRope(_Omni):
-    """TMRoPE in chunks: of every two seconds first the frames, at ⌊t · seconds · rate⌋, then the audio.
+    """TMRoPE in chunks of two seconds: first the frames of a chunk, at ⌊t · seconds · rate⌋, then its audio.
 
-    Source: Qwen2.5-Omni. In Transformers the two markers before a clip share an id, as those after it do, and text goes
-    on after the last chunk; in vLLM each marker has its own, and text goes on at the highest id plus one.
+    Source: Qwen2.5-Omni. In Transformers the two markers before a clip share an id, as do the two after it, and text
+    continues after the last chunk; in vLLM each marker has an id, and text continues at the highest id plus one.
 
     Args:
-        tokens_per_second: ids per second, an integer or a Fraction; an audio token is one id.
-        engine: "transformers" or "serving".
-        seconds_per_chunk: seconds of a chunk, an integer or a Fraction.
+        tokens_per_second: ids per second, an integer or a Fraction; each audio token consumes one id.
+        engine: "transformers", or "serving" for vLLM.
+        seconds_per_chunk: length of a chunk in seconds, an integer or a Fraction.
     """
 
     name: ClassVar[str] = "tmrope"
@@ -251,31 +246,31 @@ class TMRope(_Omni):
         seconds = checked_rate("TMRope.seconds_per_chunk", self.seconds_per_chunk)
         object.__setattr__(self, "seconds_per_chunk", seconds)
         if seconds * self.tokens_per_second < 1:
-            raise InvalidInputError(f"TMRope.seconds_per_chunk: got {seconds}, want one id of audio or more in a chunk")
+            raise InvalidInputError(f"TMRope.seconds_per_chunk: got {seconds}, want at least one audio token per chunk")
 
     @property
     def num_marker_ids(self) -> int:
         return 1 if self.engine == "transformers" else 2
 
-    def merged(self, clips: Clips) -> Turns:
+    def merged(self, clips: Clips) -> Runs:
         size = self._chunk_ids
         owner, frame, wanted, count = self._chunks(clips)
         before = np.where(frame == 0, 1, np.append(0, count[:-1]))
         patches = clips.patches[owner]
-        # Transformers opens one chunk a token: a frame that skips chunks leaves a token in each of them.
+        # Transformers opens at most one chunk per token: a frame that skips chunks leaves a token in each of them.
         single = np.clip(wanted - 1 - before, 0, patches)
         check_pieces(self, int(single.sum() + (clips.audio // size + 1).sum()))
         of_frame, k = ragged_arange(single)
-        sounding, chunk = ragged_arange(-(-clips.audio // size))
-        singles = Turns.alike(PATCHES, owner[of_frame], (frame * patches)[of_frame] + k, 1)
-        rest = Turns.alike(PATCHES, owner, frame * patches + single, patches - single)
-        sound = Turns.alike(SOUND, sounding, chunk * size, np.minimum(size, clips.audio[sounding] - chunk * size))
+        of_audio, chunk = ragged_arange(-(-clips.audio // size))
+        singles = Runs.of(PATCHES, owner[of_frame], (frame * patches)[of_frame] + k, 1)
+        rest = Runs.of(PATCHES, owner, frame * patches + single, patches - single)
+        sound = Runs.of(SOUND, of_audio, chunk * size, np.minimum(size, clips.audio[of_audio] - chunk * size))
         chunks = np.concatenate([before[of_frame] + 1 + k, wanted, chunk + 1])
         parts = (singles, rest, sound)
         content, first = (
             np.concatenate(columns) for columns in zip(*((p.content, p.first) for p in parts), strict=True)
         )
-        return Turns.joined(*parts, keys=(first, content, chunks))
+        return Runs.sorted(*parts, keys=(first, content, chunks))
 
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
         last = self._chunks(clips)[3][clips.frames.cumsum() - 1]
@@ -286,13 +281,13 @@ class TMRope(_Omni):
         return int(self.tokens_per_second * self.seconds_per_chunk)
 
     def _chunks(self, clips: Clips) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Number the chunks of frames from 1: owner, frame, chunk by time, and how many there are after the frame."""
+        """Return owner, index and chunk by time, counted from 1, of each frame, and the number of chunks after it."""
         owner, frame = ragged_arange(clips.frames)
         ids = self.frame_ids(clips.grid[owner], frame, clips.step[owner], clips.per[owner])
         wanted = ids // self._chunk_ids + 1
-        # Chunks after frame f of n patches are min(wanted, n + chunks before): n·f + the least of wanted − n·g, g ≤ f.
+        # Frame f of n patches leaves min(wanted, n + previous count) chunks: n·f + min of wanted − n·g over g ≤ f.
         opened = frame * clips.patches[owner]
-        # Owners are so far apart that the least of one is above all of the next.
+        # The offset per owner keeps the running minimum of one owner from reaching the next.
         apart = owner << 34
         count = np.minimum.accumulate(wanted - opened - apart) + apart + opened
         return owner, frame, wanted, count
@@ -300,15 +295,15 @@ class TMRope(_Omni):
 
 @dataclass(frozen=True)
 class TMRopeQwen3(_Omni):
-    """TMRoPE token by token: a frame at t · seconds · rate stands before the first audio token that is not earlier.
+    """TMRoPE by token: a frame at t · seconds · rate precedes the first audio token that is not earlier.
 
-    Source: Qwen3-Omni. In Transformers times are fractions, each marker has an id, and text goes on after the last run;
-    in vLLM times are floored, the two markers before a clip share an id, as those after it do, and text goes on at the
-    highest id plus one.
+    Source: Qwen3-Omni. In Transformers times are fractions, each marker has an id, and text continues after the last
+    run; in vLLM times are floored, the two markers before a clip share an id, as do the two after it, and text
+    continues at the highest id plus one.
 
     Args:
-        tokens_per_second: ids per second, an integer or a Fraction; an audio token is one id.
-        engine: "transformers" or "serving".
+        tokens_per_second: ids per second, an integer or a Fraction; each audio token consumes one id.
+        engine: "transformers", or "serving" for vLLM.
     """
 
     name: ClassVar[str] = "tmrope-qwen3"
@@ -322,22 +317,22 @@ class TMRopeQwen3(_Omni):
     def num_marker_ids(self) -> int:
         return 1 if self.engine == "serving" else 2
 
-    def merged(self, clips: Clips) -> Turns:
+    def merged(self, clips: Clips) -> Runs:
         owner, frame = ragged_arange(clips.frames)
         before = self._audio_before(clips, owner, frame)
         earlier = np.where(frame == 0, 0, np.append(0, before[:-1]))
         patches = clips.patches[owner]
-        sound = Turns.alike(SOUND, owner, earlier, before - earlier)
-        video = Turns.alike(PATCHES, owner, frame * patches, patches)
-        turns = Turns(*(np.stack(columns, axis=1).ravel() for columns in zip(sound, video, strict=True)))
-        heard = before[clips.frames.cumsum() - 1]
-        return Turns.joined(turns, Turns.alike(SOUND, np.arange(heard.size), heard, clips.audio - heard))
+        sound = Runs.of(SOUND, owner, earlier, before - earlier)
+        video = Runs.of(PATCHES, owner, frame * patches, patches)
+        pairs = Runs(*(np.stack(columns, axis=1).ravel() for columns in zip(sound, video, strict=True)))
+        merged = before[clips.frames.cumsum() - 1]
+        return Runs.sorted(pairs, Runs.of(SOUND, np.arange(merged.size), merged, clips.audio - merged))
 
     def ends_in_audio(self, clips: Clips) -> npt.NDArray[np.bool_]:
         return np.asarray(self._audio_before(clips, np.arange(clips.frames.size), clips.frames - 1) < clips.audio)
 
     def _audio_before(self, clips: Clips, owner: IntArray, frame: IntArray) -> IntArray:
-        """Count the audio tokens before these frames: those whose id is below the frame's."""
+        """Return the number of audio tokens before each frame, whose ids are below the frame's."""
         ids = frame * clips.step[owner]
         time = -(-ids // clips.per[owner]) if self.fractional else ids // clips.per[owner]
         return np.minimum(time, clips.audio[owner])

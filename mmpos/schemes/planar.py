@@ -1,4 +1,4 @@
-"""Schemes with plain row and column numbers: unscaled, typographic, and those of vision encoders."""
+"""Schemes with unscaled row and column numbers: naive, typographic, and for vision encoders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mmpos.support.ragged import ragged_arange
 
 @dataclass(frozen=True)
 class Naive2D(Scheme):
-    """Strides of one from the text before: patch (i, j) at (L + i, L + j), next text at L + max(h, w) + 1.
+    """Patch (i, j), counted from one, at (L + i, L + j), where L is the last text id; next text at L + max(h, w) + 1.
 
-    The token that ends row i is at (L + i, L + w + 1), as one column more. Symmetric only for h = w.
-    Source: kexue.fm 10040, the form before the strides; the processor of NeoMME in Transformers.
+    The token that ends row i is at (L + i, L + w + 1), like one more column. Symmetric only for h = w.
+    Source: kexue.fm 10040, the form without strides; the processor of NeoMME in Transformers.
     """
 
     name: ClassVar[str] = "naive-2d"
@@ -36,9 +36,9 @@ class Naive2D(Scheme):
 
 @dataclass(frozen=True)
 class PageRows(Scheme):
-    """A page of lines: adjacent text is one line, a grid is h lines; ids are (line, column in the line).
+    """Lines of a page: adjacent text is one line, a grid is h lines; ids are (line, column).
 
-    Text alone is not RoPE-1D. Its state is a line and a column, so there is no next position.
+    Text alone is not RoPE-1D. The state is a line and a column, so there is no next position.
     Source: kexue.fm 10040, the unified two-dimensional form.
     """
 
@@ -62,17 +62,17 @@ class PageRows(Scheme):
 
 @dataclass(frozen=True)
 class Grid2D(Scheme):
-    """The positions of a vision encoder: every grid starts anew at (start, start), every frame alike.
+    """Positions of a vision encoder: rows and columns of every grid start at (start, start), the same in every frame.
 
     Source: the rotary embeddings of the encoders of Pixtral ("raster"), Qwen-VL ("merged"), MiniMax-M3 (three axes) and
     Llama 4 and Inkling 2 (first=1).
 
     Args:
-        order: "raster", or "merged" when the patches that will be merged stand together.
-        spatial_merge_size: side of these blocks; grids are then given before merging.
-        axes: 2, rows and columns, or 3, frames before them.
-        first: id of the first frame, row and column, 0 or 1, above start. With 1 there may be text beside the grids:
-            each ``Text(1)`` is a class token, at start on every axis.
+        order: order of patches: "raster", or "merged" if the patches of a block to be merged are adjacent.
+        spatial_merge_size: side of a block; grids are sized before merging.
+        axes: 2 for rows and columns, or 3 for frames, rows and columns.
+        first: offset of the first frame, row and column from start, 0 or 1. With 1, documents may also hold class
+            tokens: each ``Text(1)`` is at start on every axis.
     """
 
     name: ClassVar[str] = "grid-2d"
@@ -97,7 +97,7 @@ class Grid2D(Scheme):
     def advance_text(self, runs: TextRuns) -> IntArray:
         if runs.lengths.max(initial=1) > 1:
             raise UnsupportedError(
-                f"grid-2d: got a text of {runs.lengths.max()} tokens, want class tokens, each Text(1)"
+                f"grid-2d: got text of {runs.lengths.max()} tokens, want class tokens, each a Text(1)"
             )
         return np.zeros_like(runs.lengths)
 
@@ -109,11 +109,11 @@ class Grid2D(Scheme):
         return Placement([start] * n, [1, 0, 0][-n:], [0, 1, 0][-n:], [0, 0, 1][-n:])
 
     def _place_merged(self, grids: Grids, start: IntArray) -> Placement:
-        """One piece per row of blocks: its frame counts blocks, its row and column lie inside a block."""
+        """Return one piece per row of blocks, whose frames are blocks and whose rows and columns are inside a block."""
         side = self.spatial_merge_size
         if (grids.extents[1:] % side).any():
             raise UnsupportedError(
-                f"grid-2d: got a grid whose sides spatial_merge_size={side} does not divide, want whole blocks"
+                f"grid-2d: got a grid whose sides are not divisible by spatial_merge_size={side}, want whole blocks"
             )
         bands = grids.height // side
         check_pieces(self, int((grids.frames * bands).sum()))

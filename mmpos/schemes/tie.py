@@ -1,4 +1,4 @@
-"""The Tie family (Su Jianlin, kexue.fm 10040 and 10352): every grid symmetric between the texts around it."""
+"""The RoPE-Tie family (Su Jianlin, kexue.fm 10040 and 10352): grids symmetric between the texts before and after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Tie(Scheme):
     """A grid centred on every axis between the text ids L before it and K = L + E + 1 after it.
 
     With n_a tokens along axis a, counted i = 1..n_a, and E ids consumed, the id on axis a is
-    (L + K)/2 + γ_a·(i − (n_a + 1)/2). A member of the family chooses E and the strides γ.
+    (L + K)/2 + γ_a·(i − (n_a + 1)/2). Subclasses define E and the strides γ.
     """
 
     axes: int = 2
@@ -35,11 +35,11 @@ class _Tie(Scheme):
 
     @abstractmethod
     def consumed(self, sides: IntArray) -> IntArray:
-        """(grids,) ids consumed E, from (axes, grids) sides n_a."""
+        """Return the number of ids consumed E, (grids,), for sides n_a, (axes, grids)."""
 
     @abstractmethod
     def strides(self, sides: IntArray) -> tuple[IntArray, IntArray | int]:
-        """Strides γ as (axes, grids) numerators and a denominator that makes every id exact."""
+        """Return the strides γ as numerators, (axes, grids), and a denominator that makes every id exact."""
 
     def advance(self, grids: Grids) -> IntArray:
         return self.consumed(grids.extents[3 - self.axes :])
@@ -49,7 +49,7 @@ class _Tie(Scheme):
         stride, denominator = self.strides(sides)
         origin = (cursor - 1) * denominator + stride
         if self.centred:
-            # The centre (L + K)/2 less γ(n + 1)/2; the difference is even for every member.
+            # The centre (L + K)/2 minus γ(n + 1)/2; the difference is even in every subclass.
             origin += (denominator * (self.consumed(sides) + 1) - stride * (sides + 1)) // 2
         rows = list(stride)
         step = [[0] * axis + [rows[axis]] + [0] * (self.axes - 1 - axis) for axis in range(self.axes)]
@@ -63,7 +63,7 @@ class RopeTie(_Tie):
     Source: kexue.fm 10040, (h+1)s = (w+1)t with the simplest integers s = w+1, t = h+1.
 
     Args:
-        axes: 2, or 3 with a frame axis, strides the product of the other sides plus one.
+        axes: 2, or 3 with a frame axis; each stride is then the product of the other two sides plus one.
     """
 
     name: ClassVar[str] = "rope-tie"
@@ -78,7 +78,7 @@ class RopeTie(_Tie):
 
 @dataclass(frozen=True)
 class RopeTieFractional(_Tie):
-    """RoPE-Tie where an image of h × w patches is worth h·w ids: s = (wh+1)/(h+1), t = (wh+1)/(w+1).
+    """RoPE-Tie in which an image of h × w patches consumes h·w ids: s = (wh+1)/(h+1), t = (wh+1)/(w+1).
 
     Source: kexue.fm 10040, the form with fractional ids. Denominators are lcm(h+1, w+1).
 
@@ -102,7 +102,7 @@ class RopeTieFractional(_Tie):
 class RopeTieLcm(_Tie):
     """RoPE-Tie with the smallest integer strides that keep the symmetry: lcm(h+1, w+1)/(n+1).
 
-    The advance lcm − 1 jumps with the sizes: 24×24 consumes 24 ids, 24×25 consumes 649.
+    The number of ids consumed, lcm − 1, varies strongly with the size: 24 for 24×24, 649 for 24×25.
     Source: the smallest integer solution of (h+1)s = (w+1)t in kexue.fm 10040.
 
     Args:
@@ -123,11 +123,11 @@ class RopeTieLcm(_Tie):
 class RopeTieV2(_Tie):
     """RoPE-Tie-v2: strides of one, centred, h·w ids consumed; ids are half-integers.
 
-    Source: kexue.fm 10352; ships in HunyuanImage-3.0, which truncates the halves.
+    Source: kexue.fm 10352; used by HunyuanImage-3.0, which truncates the halves.
 
     Args:
         axes: 2, or 3 with a frame axis.
-        rounding: "floor" for checkpoints trained on truncated ids; it loses the symmetry.
+        rounding: None, or "floor" for checkpoints trained on truncated ids, which are not symmetric for every size.
     """
 
     name: ClassVar[str] = "rope-tie-v2"

@@ -1,4 +1,4 @@
-"""Schemes made for video: grids centred around a moving diagonal, and four symmetric axes."""
+"""Schemes for video understanding: VideoRoPE with frames centred on a diagonal, and VRoPE with four symmetric axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmpos.support.checks import INT32_MAX, IntArray, integer
 
 @dataclass(frozen=True)
 class VideoRope(Scheme):
-    """Frames δ apart on the diagonal, rows and columns centred around it; next text at the last frame's id + 1.
+    """Frames δ ids apart on the diagonal, rows and columns centred on it; next text at the last frame's id + 1.
 
     An image at the start of a document has negative ids. Source: VideoRoPE (arXiv 2502.05173).
 
@@ -42,7 +42,7 @@ class VideoRope(Scheme):
 
 @dataclass(frozen=True)
 class VRope(Scheme):
-    """Four axes i+j, i+w̄−j, h̄−i+j, h̄−i+w̄−j (bar: minus one), each frame h+w−1 further: symmetric for every size.
+    """Four axes i+j, i−j+w−1, j−i+h−1, h+w−2−i−j, frames h+w−1 apart: symmetric for every size.
 
     Source: VRoPE (arXiv 2502.11664).
     """

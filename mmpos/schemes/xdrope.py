@@ -1,4 +1,4 @@
-"""XD-RoPE of HunYuan-VL: text as ever, images by column, row and number."""
+"""XD-RoPE of HunYuan-VL: images by token index, column, row and image number."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from mmpos.support.checks import INT32_MAX, IntArray, integer, one_of
 
 @dataclass(frozen=True)
 class XDRope(Scheme):
-    """XD-RoPE: patch (i, j) of image n at (its place among the tokens, j, i, n); text goes on at the next place.
+    """Patch (i, j) of image n at (token index, j, i, n); text continues at the next token index.
 
-    Columns, rows and images count from zero, whatever stands before the image; the token that ends a row has the column
-    after its last patch. A prompt that ends in an image goes on at the place after it, also without an axis of places.
-    Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and Transformers.
+    Columns, rows and images count from zero, independently of the tokens before the image; the token that ends a row
+    has the column after the last patch. After a prompt that ends in an image, the next position is the next token
+    index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and
+    Transformers.
 
     Args:
-        axes: 4; 3 without the axis of places; more of those at the front.
-        counting: "document": images are counted in each document, as in vLLM; "batch": over all, as in Transformers,
-            where the next position is beyond the number of the last image, too.
-        first_image: images before the first one, to go on with a document.
+        axes: 4; 3 without the axis of token indices; above 4, more axes of token indices at the front.
+        counting: "document": images are counted in each document, as in vLLM; "batch": images are counted over the
+            batch, as in Transformers, where the next position also exceeds the number of the last image.
+        first_image: number of the first image, to continue a document.
     """
 
     name: ClassVar[str] = "xd-rope"
@@ -43,17 +44,17 @@ class XDRope(Scheme):
         return grids.tokens
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        places = self.axes - 3
+        indices = self.axes - 3
         return Placement(
-            [*[cursor] * places, 0, 0, self._numbers(grids)],
-            step_row=[*[grids.row_tokens] * places, 0, 1, 0],
-            step_col=[*[1] * places, 1, 0, 0],
+            [*[cursor] * indices, 0, 0, self._numbers(grids)],
+            step_row=[*[grids.row_tokens] * indices, 0, 1, 0],
+            step_col=[*[1] * indices, 1, 0, 0],
         )
 
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         return self._numbers(grids) + 1 if self.counting == "batch" else None
 
     def _numbers(self, grids: Grids) -> IntArray:
-        """(grids,) images before each."""
+        """Return the number of each image, (grids,)."""
         count = grids.number if self.counting == "document" else np.arange(grids.document.size)
         return count + self.first_image

@@ -196,7 +196,7 @@ def test_a_reader_without_mmpos_verifies_its_own_schemes(name: str, damaged: Pat
     assert (done.stdout, done.stderr) == ("53 the same, 0 different\n", "")
     refused = subprocess.run([*command, str(damaged)], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "schemes/mrope.jsonl: another checksum" in refused.stderr
+    assert "schemes/mrope.jsonl: the checksum differs" in refused.stderr
 
 
 def test_a_cpp_program_answers_cases(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import grpc
 import pytest
 import torch
 from certificates import make_certificate
-from clients import failure, opened
+from clients import failure, open_client
 from fake_server import UNAVAILABLE, Fake, Place, echo, serving
-from results import same
+from results import assert_equal
 from waiting import eventually
 
 import mmpos.rotary
@@ -181,7 +181,7 @@ def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
 
 
 def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
-    with opened(kind, server) as client:
+    with open_client(kind, server) as client:
         info = client.info()
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
         assert failure(lambda: client.healthy(3)) == (InvalidInputError, "service: got 3, want a name")
@@ -208,12 +208,12 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
 
 def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
     handler, count = aborting(*[UNAVAILABLE] * 3)
-    with serving(Fake(handler)) as address, opened(kind, address) as client:
-        same(client.place(SEGMENTS), place(SEGMENTS))
+    with serving(Fake(handler)) as address, open_client(kind, address) as client:
+        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
     assert count == [4]
     for attempts in (1, 2):
         handler, count = aborting(*[UNAVAILABLE] * 9)
-        with serving(Fake(handler)) as address, opened(kind, address, attempts=attempts) as client:
+        with serving(Fake(handler)) as address, open_client(kind, address, attempts=attempts) as client:
             assert failure(client.place, SEGMENTS) == (ServiceUnavailableError, "gone")
         assert count == [attempts]
 
@@ -221,7 +221,7 @@ def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
 def test_calls_cancelled_by_a_stopping_server_are_retried() -> None:
     handler, count = aborting((grpc.StatusCode.CANCELLED, "bye", ()))
     with serving(Fake(handler)) as address, Client(address) as client:
-        same(client.place(SEGMENTS), place(SEGMENTS))
+        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
     assert count == [2]
 
 
@@ -255,7 +255,7 @@ def test_no_call_takes_longer_than_its_timeout(kind: str) -> None:
         assert over.wait(60)
         return echo(request, context)
 
-    with serving(Fake(slow)) as address, opened(kind, address, timeout=0.2) as client:
+    with serving(Fake(slow)) as address, open_client(kind, address, timeout=0.2) as client:
         assert failure(client.place, SEGMENTS)[0] is ServiceTimeoutError
         over.set()
 
@@ -331,7 +331,7 @@ def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destinatio
 
 def test_a_unix_socket_is_an_address(tmp_path: Path) -> None:
     with serving(Fake(), f"unix:{tmp_path}/socket") as address, Client(address) as client:
-        same(client.place(SEGMENTS), place(SEGMENTS))
+        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
 
 
 def test_a_large_answer_is_received() -> None:
@@ -339,7 +339,7 @@ def test_a_large_answer_is_received() -> None:
     with serving(Fake()) as address, Client(address) as client:
         table = client.place(many)
     assert table.table.nbytes > 4 * 2**20  # what gRPC takes by itself
-    same(table, place(many))
+    assert_equal(table, place(many))
 
 
 def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
@@ -352,9 +352,9 @@ def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
     server.start()
     tls = Tls(cert, str(client_cert), client_key.read_bytes(), "server.test")
-    with opened(kind, address, tls=tls) as client:
-        same(client.place(SEGMENTS), place(SEGMENTS))
-    with opened(kind, address, tls=Tls(cert, server_name="server.test"), attempts=1) as client:
+    with open_client(kind, address, tls=tls) as client:
+        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
+    with open_client(kind, address, tls=Tls(cert, server_name="server.test"), attempts=1) as client:
         assert failure(client.place, SEGMENTS)[0] is ServiceUnavailableError
     server.stop(0).wait()
 
@@ -362,10 +362,10 @@ def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
 def test_a_client_that_was_closed_opens_again(server: str) -> None:
     client = Client(server)
     client.close()
-    same(client.place(SEGMENTS), place(SEGMENTS))
+    assert_equal(client.place(SEGMENTS), place(SEGMENTS))
     client.close()
     client.close()
-    same(client.place(SEGMENTS), place(SEGMENTS))
+    assert_equal(client.place(SEGMENTS), place(SEGMENTS))
     client.close()
 
 
@@ -421,11 +421,11 @@ def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_call
 def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> None:
     client = AsyncClient(server)
     for _ in range(2):  # the first loop leaves its channel open
-        same(asyncio.run(client.place(SEGMENTS)), place(SEGMENTS))
+        assert_equal(asyncio.run(client.place(SEGMENTS)), place(SEGMENTS))
     assert len(client._channels._open) == 1
 
     async def last() -> None:
-        same(await client.place(SEGMENTS), place(SEGMENTS))
+        assert_equal(await client.place(SEGMENTS), place(SEGMENTS))
         await client.close()
 
     asyncio.run(last())
@@ -442,7 +442,7 @@ def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> No
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: garbage}),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with opened(kind, f"127.0.0.1:{port}", timeout=60) as client:
+    with open_client(kind, f"127.0.0.1:{port}", timeout=60) as client:
         with pytest.raises(ServiceError, match=r"^INTERNAL: Exception deserializing response!$"):
             client.place(SEGMENTS)
         assert client.healthy() is False
@@ -452,7 +452,7 @@ def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> No
 def test_threads_share_one_channel(server: str) -> None:
     with Client(server) as client, ThreadPoolExecutor(8) as pool:
         for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):
-            same(table, place(SEGMENTS))
+            assert_equal(table, place(SEGMENTS))
         assert len(client._channels._open) == 1
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clients import opened
-from results import same
+from clients import open_client
+from results import assert_equal
 from shared_objects import PREFIX, names
 
 from mmpos import Grid, SegmentTable, Text, place
@@ -91,14 +91,14 @@ def test_large_tensors_travel_beside_the_messages(server: str) -> None:
         with Client(address, timeout=60) as plain, pytest.raises(LimitExceededError, match="message larger than max"):
             plain.apply_rotary(q, k, TABLE, ROTARY)
         with Client(address, shared_memory=64 * MIB, timeout=60) as client:
-            same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+            assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
 
 
 def test_results_are_the_callers_own(client: Client) -> None:
     first, second = tensors(1), tensors(2)
     rotated = client.apply_rotary(*first, TABLE, ROTARY)
     client.apply_rotary(*second, TABLE, ROTARY)
-    same(rotated, apply_rotary(*first, TABLE, ROTARY))
+    assert_equal(rotated, apply_rotary(*first, TABLE, ROTARY))
     rotated[0].zero_()
     patches = client.build([Path(PHOTOS[0])]).patches
     assert patches is not None
@@ -117,7 +117,7 @@ def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
 ) -> None:
     q, k = tensors()
     want = apply_rotary(q, k, TABLE, ROTARY)
-    same(client.apply_rotary(q, k, TABLE, ROTARY), want)
+    assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), want)
     links = [os.readlink(f"/dev/shm/{name}") for name in names()]
     assert len(links) == 3
     for link in links:
@@ -128,14 +128,14 @@ def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
     monkeypatch.setattr(shared_memory, "process_space", lambda: "pid:[1]")
     before = names()
     with client.with_options(timeout=50), pickle.loads(pickle.dumps(client)) as other:
-        same(other.apply_rotary(q, k, TABLE, ROTARY), want)
+        assert_equal(other.apply_rotary(q, k, TABLE, ROTARY), want)
         files = [Path("/dev/shm", name) for name in names() - before]
         assert [path.is_symlink() for path in files] == [False] * 3
 
 
 def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
     want = "^shared_memory requires a server on this machine, started with --shared-memory$"
-    with running(CONFIG) as address, opened(kind, address, shared_memory=MIB) as client:
+    with running(CONFIG) as address, open_client(kind, address, shared_memory=MIB) as client:
         assert client.info().shared_memory_prefix == ""
         with pytest.raises(UnsupportedError, match=want):
             client.place(SEGMENTS)
@@ -239,7 +239,7 @@ def test_regions_of_a_call_that_failed_are_given_up() -> None:
         with pytest.raises(InvalidInputError, match=r"^k: got shape"):
             client.apply_rotary(q[1:], k, TABLE, ROTARY)
         assert names() == set()
-        same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+        assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
         assert len(names()) == 3
         assert not names() & before
 
@@ -263,10 +263,10 @@ def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     counts = []
     with (
         running(CONFIG, shared_memory=TAKES, methods=rotations_by(once)) as address,
-        opened(kind, address, shared_memory=64 * MIB, timeout=60) as client,
+        open_client(kind, address, shared_memory=64 * MIB, timeout=60) as client,
     ):
         for _ in range(2):
-            same(client.apply_rotary(q, k, TABLE, ROTARY), want)
+            assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), want)
             counts.append(len(names()))
     assert (len(refused), counts) == (1, [0, 3])
 
@@ -303,7 +303,7 @@ def test_many_tasks_at_once(server: str) -> None:
         async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
             pairs = [tensors(seed) for seed in range(6)]
             rotated = await asyncio.gather(*(client.apply_rotary(*pair, TABLE, ROTARY) for pair in pairs))
-            same(list(rotated), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
+            assert_equal(list(rotated), [apply_rotary(*pair, TABLE, ROTARY) for pair in pairs])
 
     asyncio.run(scenario())
     assert names() == set()
@@ -427,7 +427,7 @@ def test_a_client_that_is_killed_harms_nobody(client: Client, server: str) -> No
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGKILL)
         q, k = tensors()
-        same(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
+        assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
         # Nobody is left to remove what it had; its names hold the id of its process.
         for name in names(f"{PREFIX}{process.pid}-"):
             Path("/dev/shm", name).unlink()

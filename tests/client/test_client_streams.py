@@ -16,9 +16,9 @@ from typing import Any
 import fake_server
 import grpc
 import pytest
-from clients import failure, opened
+from clients import failure, open_client
 from fake_server import UNAVAILABLE, Fake, Stream, echo_stream, serving
-from results import same
+from results import assert_equal
 from waiting import eventually
 
 from mmpos import Grid, SegmentTable, SequenceBuilder, Text, place
@@ -39,25 +39,25 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: int, server: str) -> None:
-    with opened(kind, server, window=window) as client:
-        same(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
+    with open_client(kind, server, window=window) as client:
+        assert_equal(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
         batches: list[list[list[Any]]] = [[["a"], ["b", Grid(1, 2)]], [["c"]], []]
-        same(list(client.stream_build(batches)), [SequenceBuilder().build_batch(batch) for batch in batches])
+        assert_equal(list(client.stream_build(batches)), [SequenceBuilder().build_batch(batch) for batch in batches])
         ((built,),) = client.stream_build([[["c"]]], scheme="mrope", start=7)
-        same(built, SequenceBuilder(scheme="mrope", start=7).build(["c"]))
+        assert_equal(built, SequenceBuilder(scheme="mrope", start=7).build(["c"]))
 
 
 def test_errors_of_a_stream_stand_in_their_place_or_end_it(kind: str, server: str) -> None:
     queries = [*numbered(2), WRONG, UNSENT, *numbered(1)]
     batches: list[Any] = [[["a"], [0.5]], [["b"]]]
-    with opened(kind, server) as client:
+    with open_client(kind, server) as client:
 
         def failed(name: str, *args: object, **kwargs: object) -> tuple[type, str]:
             return failure(lambda: list(getattr(client, name)(*args, **kwargs)))
 
         results = list(client.stream(queries, errors="return"))
-        same([results[i] for i in (0, 1, 4)], [query.run() for query in (*numbered(2), *numbered(1))])
+        assert_equal([results[i] for i in (0, 1, 4)], [query.run() for query in (*numbered(2), *numbered(1))])
         unsent = InvalidInputError, "query: got str, want a PositionsQuery"
         assert [(type(e), str(e)) for e in results[2:4]] == [failure(WRONG.run), unsent]
         assert failed("stream", queries) == failure(WRONG.run)
@@ -65,7 +65,7 @@ def test_errors_of_a_stream_stand_in_their_place_or_end_it(kind: str, server: st
         want = failure(lambda: SequenceBuilder(images=ImageProcessor()).build_batch(batches[0]))
         (_, wrong), (right,) = client.stream_build(batches, errors="return")
         assert (type(wrong), str(wrong)) == want
-        same(right, SequenceBuilder().build(["b"]))
+        assert_equal(right, SequenceBuilder().build(["b"]))
         assert failed("stream_build", batches) == want
         (refused,) = client.stream_build([[["a"], ["b"]]], errors="return", scheme="none")
         assert [type(error) for error in refused] == [InvalidInputError] * 2
@@ -84,7 +84,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
             read += 1
             yield query
 
-    with opened(kind, server, window=window) as client:
+    with open_client(kind, server, window=window) as client:
         ahead = [read - i for i, _ in enumerate(client.stream(source()))]
     assert len(ahead) == 30
     assert max(ahead) <= window
@@ -121,7 +121,7 @@ def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str,
             asked.append(query)
             yield query
 
-    with opened(kind, server) as client:
+    with open_client(kind, server) as client:
         counts = [len(asked) for _ in client.stream(slowly() if kind == "sync" else slowly_awaited())]
     assert len(counts) == 4
     assert counts[0] < 4
@@ -132,7 +132,7 @@ def test_an_error_of_the_source_is_the_callers(kind: str, server: str) -> None:
         yield from numbered(1)
         raise KeyError("mine")
 
-    with opened(kind, server, window=1) as client, pytest.raises(KeyError, match="mine"):
+    with open_client(kind, server, window=1) as client, pytest.raises(KeyError, match="mine"):
         list(client.stream(broken()))
 
 
@@ -146,9 +146,9 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
         yield next(echo_stream(requests, context))
         ended.wait(60)  # which nothing but the end of the call sets
 
-    with serving(Fake(stream=stream)) as address, opened(kind, address) as client:
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         results = client.stream(numbered(10))
-        same(next(results), numbered(1)[0].run())
+        assert_equal(next(results), numbered(1)[0].run())
         assert not ended.is_set()
         results.close()
         assert ended.wait(30)
@@ -164,7 +164,7 @@ def test_a_stream_that_is_done_is_not_cancelled(kind: str) -> None:
         time.sleep(0.1)
         active.append(context.is_active())
 
-    with serving(Fake(stream=stream)) as address, opened(kind, address) as client:
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         assert len(list(client.stream(numbered(3)))) == 3
     assert active == [True]
 
@@ -190,8 +190,8 @@ def test_a_stream_that_breaks_while_nothing_is_under_way_has_lost_nothing(kind: 
         context.abort(*UNAVAILABLE[:2])
 
     source = slowly() if kind == "sync" else slowly_awaited()
-    with serving(Fake(stream=ending)) as address, opened(kind, address, attempts=1, window=1) as client:
-        same(list(client.stream(source)), [query.run() for query in numbered(3)])
+    with serving(Fake(stream=ending)) as address, open_client(kind, address, attempts=1, window=1) as client:
+        assert_equal(list(client.stream(source)), [query.run() for query in numbered(3)])
 
 
 def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
@@ -214,8 +214,8 @@ def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
 
 def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
     stream, asked = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
-    with serving(Fake(stream=stream)) as address, opened(kind, address, attempts=2) as client:
-        same(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
+        assert_equal(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
     # An answer that was on its way as the stream broke may have to be given again.
     assert asked[:6] == [4] * 6
     assert asked[6] >= 6
@@ -223,7 +223,7 @@ def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
 
 def test_a_stream_that_breaks_too_often_without_an_answer_is_an_error(kind: str) -> None:
     stream, asked = breaking(after=0, times=9)
-    with serving(Fake(stream=stream)) as address, opened(kind, address, attempts=2) as client:
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
         error, words = failure(lambda: list(client.stream(numbered(3))))
     # A write may find the stream broken before its status is read.
     assert error is ServiceUnavailableError
@@ -245,8 +245,8 @@ def test_a_stream_that_ends_too_early_is_taken_up_again(kind: str) -> None:
         yield next(answers)
         yield next(answers)
 
-    with serving(Fake(stream=stream)) as address, opened(kind, address) as client:
-        same(list(client.stream(numbered(6))), [query.run() for query in numbered(6)])
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
+        assert_equal(list(client.stream(numbered(6))), [query.run() for query in numbered(6)])
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(
         next(requests)
         yield response
 
-    with serving(Fake(stream=stream)) as address, opened(kind, address) as client:
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
@@ -278,7 +278,7 @@ def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> Non
             yield response
 
     error = ServiceTimeoutError, "stream: no answer in 0.2 seconds"
-    with serving(Fake(stream=stream)) as address, opened(kind, address, timeout=0.2) as client:
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, timeout=0.2) as client:
         assert failure(lambda: list(client.stream(numbered(4)))) == error
 
 
@@ -308,7 +308,7 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
     with workers(2) as (address, processes), ThreadPoolExecutor(32) as pool, ExitStack() as stack:
 
         def streamed(kind: str) -> list[object]:
-            with opened(kind, address) as client:
+            with open_client(kind, address) as client:
                 return list(client.stream(queries))
 
         clients = [stack.enter_context(Client(address)) for _ in range(4)]
@@ -318,8 +318,8 @@ def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
         time.sleep(0.3)
         processes[0].kill()
         for i, call in enumerate(calls[:24]):
-            same(call.result(), place(SEGMENTS, "mrope", i))
+            assert_equal(call.result(), place(SEGMENTS, "mrope", i))
         for call in calls[24:]:
             assert call.result().num_tokens == 100_000
         for stream in answered:
-            same(stream.result(), [query.run() for query in queries])
+            assert_equal(stream.result(), [query.run() for query in queries])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from certificates import make_certificate
-from clients import failure, opened
+from clients import failure, open_client
 
 from mmpos import SegmentTable, Text
 from mmpos.__main__ import main
@@ -123,12 +123,12 @@ def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_there_
 
 def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: str) -> None:
     queries = [PositionsQuery(SEGMENTS)] * 3
-    with opened(kind, server, token=TOKEN) as client:
+    with open_client(kind, server, token=TOKEN) as client:
         assert (client.place(SEGMENTS).num_tokens, len(list(client.stream(queries)))) == (3, 3)
         assert client.with_options(timeout=9).place(SEGMENTS).num_tokens == 3
     error = ServiceUnauthenticatedError, 'authorization: got no known token, want "Bearer TOKEN"'
     for token in (None, OTHER):
-        with opened(kind, server, token=token) as client:
+        with open_client(kind, server, token=token) as client:
             assert failure(client.place, SEGMENTS) == error
             for _ in range(20):  # grpc.aio forgets the status of a stream that is refused while it is written
                 assert failure(lambda client=client: list(client.stream(queries))) == error

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from clients import opened
+from clients import open_client
 from opentelemetry import trace
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
@@ -235,7 +235,7 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
 
     with tracer.start_as_current_span("caller") as caller:
         for kind in ("sync", "async"):
-            with opened(kind, address, timeout=60) as client:
+            with open_client(kind, address, timeout=60) as client:
                 client.query(query)
                 list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, BUILDER, CLIP, END
-from results import same
+from results import assert_equal
 
 from mmpos import Grid, InterleavedSequence, InvalidInputError, SegmentTable, Text, place
 from mmpos.data import Batch, Document, Example, Location, Piece, Preprocess, RecordError, SequenceShard, SequenceWriter
@@ -55,7 +55,7 @@ def test_patches_and_audio_are_never_labels_and_markers_only_if_asked_for() -> N
 def test_a_slice_is_as_if_its_parts_stood_alone_but_for_positions(start: int, stop: int, parts: list[object]) -> None:
     part = SPOKEN.slice(start, stop).sequence
     want = BUILDER.build(parts)
-    same(replace(part, positions=want.positions), want)
+    assert_equal(replace(part, positions=want.positions), want)
     np.testing.assert_array_equal(part.positions.dense(), SPOKEN.sequence.positions.dense()[:, start:stop])
     np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
 
@@ -86,7 +86,7 @@ def test_stored_examples_come_back(tmp_path: Path) -> None:
     with SequenceWriter(path) as writer:
         for one in others:
             writer.write(one)
-    same(list(SequenceShard(path).examples()), others)
+    assert_equal(list(SequenceShard(path).examples()), others)
 
 
 def spans(batch: Batch) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def test_stored_pictures_with_tiles_come_back_and_make_a_batch(tmp_path: Path) -
     with SequenceWriter(tmp_path / "s.parquet") as writer:
         writer.write(TILED)
     (again,) = SequenceShard(tmp_path / "s.parquet").examples()
-    same(again, TILED)
+    assert_equal(again, TILED)
     batch = PackedCollator()([again, TILED.slice(14, 24)])
     assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
     assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]

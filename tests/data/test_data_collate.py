@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from results import same
+from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
 from torch.utils.data._utils import pin_memory as pin
@@ -66,7 +66,7 @@ def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None
     assert batch.text_positions[12:].tolist() == list(range(8))
     assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
     assert batch.fill == 0.5
-    same(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
+    assert_equal(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
     assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
 
 
@@ -249,7 +249,7 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
     cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
     batch = PackedCollator(multiple_of=8)(with_photos(scheme, start=100_001))
     assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
-    same(utils._apply_to_tensors(cast, batch), batch)
+    assert_equal(utils._apply_to_tensors(cast, batch), batch)
     arguments = batch.as_dict("table")
     passed = torch.utils._pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, arguments)
     assert torch.equal(passed.pop("positions").dense(), batch.position_ids())
@@ -312,7 +312,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    same(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
+    assert_equal(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
@@ -320,8 +320,8 @@ def test_collators_and_batches_pickle() -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     padded, packed = PaddedCollator("left", multiple_of=8), PackedCollator(multiple_of=4, length=64)
-    same(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
-    same(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
+    assert_equal(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
+    assert_equal(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
 
 
 @pytest.mark.parametrize(

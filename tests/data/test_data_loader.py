@@ -23,8 +23,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from data_corpus import MadeShard, records, write_jsonl, write_parquet, write_tar
-from results import same
+from data_corpus import NumberedShard, records, write_jsonl, write_parquet, write_tar
+from results import assert_equal
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -44,7 +44,7 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixe
 PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
-class Numbers(MadeShard):
+class Numbers(NumberedShard):
     """A shard of numbers."""
 
     def make(self, i: int) -> Any:
@@ -189,8 +189,8 @@ def test_workers_together_give_every_record_once_and_always_the_same(
 
     alone, two = run(0), run(2)
     assert set(keys(alone)) == set(keys(two))
-    same(two, run(2))
-    same(two, run(2, threads=3))
+    assert_equal(two, run(2))
+    assert_equal(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
     # Split documents come in several pieces, and no label is lost but the first of each piece.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
@@ -210,7 +210,7 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
         (dataset_shards(whole.to_iterable_dataset()), HFImages()),
     ]
     found = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
-    same(found, found[:1] * 5)
+    assert_equal(found, found[:1] * 5)
 
 
 def test_without_collate_come_groups() -> None:
@@ -280,7 +280,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         assert again.epoch == 3
         again.set_epoch(4)  # of the iteration after this one
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
-        same(list(again), whole[i:])
+        assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
 
 
@@ -295,7 +295,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
 
     loader = new()
     whole = list(loader)
-    same(list(loader), whole)
+    assert_equal(list(loader), whole)
     # The last: of a run that had ended; what comes then is the next epoch.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
@@ -308,7 +308,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         del iterator, loader
         resumed = new()
         resumed.load_state_dict(state)
-        same(head + list(resumed), whole if stop < len(whole) else whole + whole)
+        assert_equal(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
 def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_skipped_records_are_counted_logged_and_written_down(
     ]
 
 
-class Photos(MadeShard):
+class Photos(NumberedShard):
     """A shard of texts with two images each, of which some are broken."""
 
     def make(self, i: int) -> Any:
@@ -439,7 +439,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
     for done, state in enumerate(states, 1):
         resumed = new(threads=2)
         resumed.load_state_dict(state)
-        same(list(resumed), batches[done:])
+        assert_equal(list(resumed), batches[done:])
         assert resumed.counts["images_dropped"] == 6
     assert read_quarantine(tmp_path) == lines
 
@@ -674,7 +674,7 @@ def test_parts_become_ids_and_records_batches_in_few_hops() -> None:
         (made,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
         assert len(made.grid_thw) == 1
 
-    class One(MadeShard):
+    class One(NumberedShard):
         def make(self, i: int) -> Any:
             return row
 

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from data_corpus import OddError, end_process, fail_oddly
-from waiting import alive, descendants, eventually, of_process
+from waiting import alive, descendants, eventually, read_proc
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
@@ -704,7 +704,7 @@ def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: P
 
     def ready(pid: int) -> bool:
         if moment == "workers start":  # children that run tasks; another keeps count of what they share
-            return sum(b"spawn_main" in of_process(each, "cmdline") for each in descendants(pid)) == 2
+            return sum(b"spawn_main" in read_proc(each, "cmdline") for each in descendants(pid)) == 2
         return len(list(out.glob(".*.tmp"))) == 2
 
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
@@ -748,7 +748,7 @@ def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
         while True:
             assert process.poll() is None
             if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
-                children = [child for child in descendants(process.pid) if of in of_process(child, "cmdline")]
+                children = [child for child in descendants(process.pid) if of in read_proc(child, "cmdline")]
                 if children or not of:
                     break
             time.sleep(0.005)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from results import same
+from results import assert_equal
 from test_data_formats import CAT, PHOTOS
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder
@@ -198,4 +198,4 @@ def test_a_stage_of_nemo_curator_makes_ready_examples_of_its_rows(package: str, 
     assert [error is None for error in batch.data["error"].to_pylist()] == [True, True, True, False]
     wanted = [preprocess(cast(Any, raw), here) for here, raw in list(reader(tmp_path / "a.parquet").records())[:3]]
     for got, want in zip(read_examples(batch.data), wanted, strict=True):
-        same(got, want)
+        assert_equal(got, want)

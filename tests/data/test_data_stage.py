@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
-from results import same
+from results import assert_equal
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.data import STAGE_SCHEMA, Location, PackedCollator, Packer, Pairs, Preprocess, Stage, read_examples
@@ -50,7 +50,7 @@ def test_records_become_examples_and_errors_in_their_places(block: Any) -> None:
     assert "a.tar[2]: " in made["error"][2].as_py()
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(made), wanted, strict=True):
-        same(got, want)
+        assert_equal(got, want)
 
 
 def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
@@ -67,7 +67,7 @@ def test_examples_of_a_stage_come_back_from_lance(tmp_path: Path) -> None:
         lance.write_dataset(made, tmp_path / "ready.lance", mode="append")
     stored = list(read_examples(lance.dataset(tmp_path / "ready.lance").to_table()))
     for got, want in zip(stored, 2 * list(read_examples(made)), strict=True):
-        same(got, want)
+        assert_equal(got, want)
 
 
 def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
@@ -188,4 +188,4 @@ def test_daft_runs_the_stage() -> None:
     table = pa.Table.from_struct_array(made)
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(table), wanted, strict=True):
-        same(got, want)
+        assert_equal(got, want)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from results import same
+from results import assert_equal
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
 from mmpos.data.examples import Example, Location, RecordError
@@ -46,7 +46,7 @@ def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
     ]
     shard = written(tmp_path / "x.parquet", examples)
     for got, want in zip(shard.examples(), examples, strict=True):
-        same(got, want)
+        assert_equal(got, want)
     assert shard.lengths.tolist() == [each.num_tokens for each in examples]
     assert shard.count() == len(examples)
 
@@ -72,9 +72,9 @@ def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_pa
     )
     examples = [pixels.slice(1, pixels.num_tokens), Example("separated", separated, np.arange(14))]
     for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
-        same(got, want)
+        assert_equal(got, want)
     (got,) = written(tmp_path / "t.parquet", [Example("timed", timed, np.arange(14))]).examples()
-    same(got, Example("timed", timed, np.arange(14)))
+    assert_equal(got, Example("timed", timed, np.arange(14)))
 
 
 def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
     placed = place(segments, "grid-2d")
     bare = replace(whole, segments=segments, positions=placed, token_type_ids=np.ones(8, np.uint8))
     (got,) = written(tmp_path / "x.parquet", [Example("grid", bare, np.arange(8))]).examples()
-    same(got, Example("grid", bare, np.arange(8)))
+    assert_equal(got, Example("grid", bare, np.arange(8)))
 
 
 def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path, monkeypatch: py
         (f"{shard.path}[1]", "1"),
         (f"{shard.path}[4]", "4"),
     ]
-    same(found[1][1], examples[4])
+    assert_equal(found[1][1], examples[4])
 
 
 def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from omni import BUILDER, CLIP
-from results import same
+from results import assert_equal
 from test_data_collate import FIRST, SECOND, with_photos
 from test_data_packing import example
 
@@ -75,7 +75,7 @@ def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.Monk
                         outcomes.append(collator(examples))
                     except InvalidInputError as error:
                         outcomes.append(error)
-            same(*outcomes)
+            assert_equal(*outcomes)
     assert watched.answered > 400
 
 

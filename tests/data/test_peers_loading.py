@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import MadeShard
-from peer_cases import meeting
+from data_corpus import NumberedShard
+from peer_cases import pairwise_cases
 from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-class Lines(MadeShard):
+class Lines(NumberedShard):
     """A shard of short texts."""
 
     def make(self, i: int) -> Any:
@@ -76,7 +76,7 @@ WORKERS = ((0, False), (2, False), (3, True))
 
 @pytest.mark.parametrize(
     ("workers", "batching", "interrupt", "every", "shuffle", "carried"),
-    meeting(
+    pairwise_cases(
         {
             "workers": WORKERS,
             "batching": tuple(BATCHINGS),

@@ -1,4 +1,4 @@
-"""Encodings: numbers worked by hand, the properties that each has, and what their sources have wrong."""
+"""Encodings against hand-computed numbers and their properties, with corrections of errors in the sources."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ def vectors(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def test_every_encoding_is_of_one_kind_and_has_the_shapes_of_it() -> None:
+def test_every_encoding_has_the_shapes_of_its_base_class() -> None:
     assert list(ENCODINGS) == [
         *("integer", "normalised", "binary", "single-sinusoid", "sinusoidal", "learned-absolute"),
         *("clipped-relative", "t5-buckets", "alibi", "nope"),
         *("rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"),
     ]
     for name, kind in ENCODINGS.items():
-        made: Any = kind()
-        assert made.name == name
-        if isinstance(made, AdditiveTable):
-            results = [made.table(np.arange(6).reshape(2, 3)), made.table(4), made.table([])]
+        encoding: Any = kind()
+        assert encoding.name == name
+        if isinstance(encoding, AdditiveTable):
+            results = [encoding.table(np.arange(6).reshape(2, 3)), encoding.table(4), encoding.table([])]
             assert [table.shape for table in results] == [(2, 3, 48), (48,), (0, 48)]
-        elif isinstance(made, AttentionBias):
-            results = [made.bias(range(2), range(3)), made.bias([], range(3))]
+        elif isinstance(encoding, AttentionBias):
+            results = [encoding.bias(range(2), range(3)), encoding.bias([], range(3))]
             assert [bias.shape for bias in results] == [(4, 2, 3), (4, 0, 3)]
         else:
-            assert made.shape == ((4, 12) if name == "mhrope" else (12,))
-            some, none = vectors(5, *made.shape), np.empty((0, *made.shape))
-            results = [made.rotate(some, range(5)), made.rotate(none, np.empty((made.axes, 0)))]
-            assert [x.shape for x in results] == [some.shape, none.shape]
+            assert encoding.shape == ((4, 12) if name == "mhrope" else (12,))
+            heads, empty = vectors(5, *encoding.shape), np.empty((0, *encoding.shape))
+            results = [encoding.rotate(heads, range(5)), encoding.rotate(empty, np.empty((encoding.axes, 0)))]
+            assert [x.shape for x in results] == [heads.shape, empty.shape]
         assert {array.dtype for array in results} == {np.dtype(np.float64)}
 
 
 # Tables
 
 
-def test_integers_are_unique_move_by_k_and_have_no_bound() -> None:
+def test_integers_are_unique_shift_by_k_and_are_unbounded() -> None:
     table = Integer(dim=3).table(np.arange(1000))
     assert_array_equal(table, np.arange(1000)[:, None] * np.ones(3))
     assert_array_equal(table[7:] - table[:-7], np.full((993, 3), 7))
 
 
-def test_shares_are_bounded_and_their_step_depends_on_the_length() -> None:
+def test_normalised_positions_are_bounded_with_steps_that_depend_on_the_length() -> None:
     assert Normalised(dim=2).table([1]).tolist() == [[1, 1]]
     assert Normalised(dim=1).table([0]).tolist() == [[0]]
     assert Normalised(dim=1, length=1).table(0).tolist() == [0]
@@ -91,7 +91,7 @@ def test_shares_are_bounded_and_their_step_depends_on_the_length() -> None:
     assert [float(np.diff(Normalised(dim=1).table(range(n)), axis=0).max()) for n in (2, 5, 9)] == [1, 0.25, 0.125]
 
 
-def test_binary_numbers_are_unique_and_jump() -> None:
+def test_binary_numbers_are_unique_but_jump() -> None:
     table = Binary(dim=8).table(np.arange(256))
     assert len(np.unique(table, axis=0)) == 256
     assert table[252].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
@@ -99,7 +99,7 @@ def test_binary_numbers_are_unique_and_jump() -> None:
     assert Binary(dim=63).table(2**63 - 1).sum() == 63
 
 
-def test_corrected_bit_i_toggles_every_two_to_the_i_with_twice_that_period() -> None:
+def test_corrected_bit_i_toggles_every_2_to_the_i_positions() -> None:
     table = Binary(dim=6).table(np.arange(64 * 2) % 64)
     for bit in range(6):
         toggles = np.flatnonzero(np.diff(table[:, bit])) + 1
@@ -108,18 +108,18 @@ def test_corrected_bit_i_toggles_every_two_to_the_i_with_twice_that_period() -> 
         assert (table[2**bit :, bit] != table[: -(2**bit), bit]).any()
 
 
-def test_corrected_slow_sines_have_near_neighbours_and_fast_ones_collide() -> None:
+def test_corrected_slow_sines_keep_neighbours_close_and_fast_sines_collide() -> None:
     slow = SingleSinusoid(dim=1, omega=1e-4).table(np.arange(1000)).ravel()
     assert np.abs(np.diff(slow)).max() <= 1e-4
     assert len(np.unique(slow)) == 1000
     fast = SingleSinusoid(dim=1, omega=math.pi / 2).table(np.arange(1000)).ravel()
-    off = cos_sin(1000 * math.pi / 2, 2, np.float64)  # π/2 is rounded, and so is what it is multiplied with
+    off = cos_sin(1000 * math.pi / 2, 2, np.float64)  # π/2 and its products are rounded
     assert np.abs(np.diff(fast)).min() == pytest.approx(1, abs=2 * off)
     assert_within(fast[4:], fast[:-4], off)
     assert len(np.unique(fast.round(9) + 0.0)) == 3
 
 
-def test_sinusoids_are_the_numbers_of_the_paper() -> None:
+def test_sinusoids_equal_the_formula_of_the_paper() -> None:
     result = Sinusoidal(dim=6, theta=100.0).table([[0.5, 7]])[0, 1]
     by_hand = [f(7 / 100 ** (2 * k / 6)) for k in range(3) for f in (math.sin, math.cos)]
     assert_within(result, by_hand, cos_sin(7.0, FREQUENCY + 1, np.float64))
@@ -136,21 +136,21 @@ def test_corrected_the_last_pair_of_512_channels_divides_by_9646() -> None:
 def test_corrected_positions_1_and_513_differ() -> None:
     table = Sinusoidal(dim=512).table(np.arange(2000))
     assert np.linalg.norm(table[513] - table[1]) > 1
-    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # of any two that are so far apart
+    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # by the distance between two positions
     assert distance.min() == distance[0]
 
 
-def test_corrected_63000_is_only_about_the_period_of_the_slowest_pair() -> None:
+def test_corrected_63000_only_approximates_the_period_of_the_slowest_pair() -> None:
     encoding = Sinusoidal(dim=512)
     longest = 2 * math.pi * 10_000
     assert round(longest) == 62832
     last = longest * 10_000 ** (-1 / 256)
     assert 2 * math.pi / encoding.frequencies[-1] == pytest.approx(last, rel=2 * gamma(FREQUENCY + 2, np.float64))
-    apart = encoding.table(62832) - encoding.table(0)
-    assert np.linalg.norm(apart) > 1
-    # Pair 0 alone tells a million positions apart: the nearest are 312,689 = 49,766 · 2π + 2.9e-6 apart.
-    apart = Sinusoidal(dim=2).table(np.arange(1, 1_000_000)) - [0, 1]
-    assert np.hypot(*apart.T).min() == printed("2.9007e-6")
+    difference = encoding.table(62832) - encoding.table(0)
+    assert np.linalg.norm(difference) > 1
+    # Pair 0 alone distinguishes a million positions: the nearest differ by 312,689 = 49,766 · 2π + 2.9e-6.
+    difference = Sinusoidal(dim=2).table(np.arange(1, 1_000_000)) - [0, 1]
+    assert np.hypot(*difference.T).min() == printed("2.9007e-6")
 
 
 @settled
@@ -158,7 +158,7 @@ def test_corrected_63000_is_only_about_the_period_of_the_slowest_pair() -> None:
 def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int) -> None:
     encoding = Sinusoidal(dim)
     matrix = encoding.shift(k)
-    off = 4 * cos_sin(float(abs(p) + abs(k)), 1, np.float64)  # two products of two of these
+    off = 4 * cos_sin(float(abs(p) + abs(k)), 1, np.float64)  # two products of two rounded numbers
     assert_within(matrix @ encoding.table(p), encoding.table(p + k), off)
     assert_within(matrix @ matrix.T, np.eye(dim), off)
     assert_within(encoding.shift(k) @ encoding.shift(p), encoding.shift(k + p), off)
@@ -166,14 +166,14 @@ def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int)
     assert encoding.table(p) @ encoding.table(k) == pytest.approx(dots, abs=dim / 2 * off)
 
 
-def test_the_blocks_of_a_shift_have_minus_sine_below() -> None:
+def test_a_shift_has_minus_sine_below_the_diagonal() -> None:
     matrix = Sinusoidal(dim=4).shift(2)
     c, s, c2, s2 = math.cos(2), math.sin(2), math.cos(0.02), math.sin(0.02)
     expected = [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c2, s2], [0, 0, -s2, c2]]
     assert_within(matrix, expected, cos_sin(2.0, FREQUENCY + 1, np.float64))
 
 
-def test_learned_positions_are_rows_and_none_is_beyond_the_last() -> None:
+def test_learned_positions_are_rows_of_the_table() -> None:
     weights = vectors(5, 3)
     encoding = LearnedAbsolute(weights)
     assert (encoding.length, encoding.dim) == (5, 3)
@@ -200,7 +200,7 @@ def test_clipped_distances_are_constant_beyond_k() -> None:
 
 
 def bucket(distance: int, buckets: int, max_distance: int) -> int:
-    """Return the bucket of one direction by a loop over fractions."""
+    """Compute the bucket of one direction by a loop over fractions."""
     exact = buckets // 2
     if distance < exact:
         return distance
@@ -210,7 +210,7 @@ def bucket(distance: int, buckets: int, max_distance: int) -> int:
     return exact + b
 
 
-def test_buckets_are_those_of_t5() -> None:
+def test_t5_buckets_equal_hand_computed_ones() -> None:
     causal, both = T5Buckets.drawn(bidirectional=False), T5Buckets.drawn()
     distances = np.array([0, 15, 16, 32, 64, 91, 128, 10**9])
     assert causal.bucket(-distances).tolist() == [0, 15, 16, 21, 26, 29, 31, 31]
@@ -225,12 +225,12 @@ def test_buckets_are_exact_monotone_and_bounded(buckets: int, beyond: int, dista
     max_distance = buckets // 2 + beyond
     result = T5Buckets.drawn(buckets, max_distance, bidirectional=False).bucket(-np.array(distances, np.int64))
     assert result.tolist() == [bucket(d, buckets, max_distance) for d in distances]
-    every = T5Buckets.drawn(2 * buckets, max_distance).bucket(-np.arange(700))
-    assert (np.diff(every) >= 0).all()
-    assert every.max() <= buckets - 1
+    all_buckets = T5Buckets.drawn(2 * buckets, max_distance).bucket(-np.arange(700))
+    assert (np.diff(all_buckets) >= 0).all()
+    assert all_buckets.max() <= buckets - 1
 
 
-def test_buckets_are_those_of_transformers_where_float32_logarithms_are_right() -> None:
+def test_t5_buckets_equal_those_of_transformers_where_float32_logarithms_are_right() -> None:
     from transformers.models.t5.modeling_t5 import T5Attention
 
     theirs: Any = T5Attention._relative_position_bucket
@@ -242,13 +242,13 @@ def test_buckets_are_those_of_transformers_where_float32_logarithms_are_right() 
             side = buckets // 2 if bidirectional else buckets
             exact = side // 2
             steps = np.log(np.maximum(abs(relative), 1) / exact) / math.log(max_distance / exact) * (side - exact)
-            near = abs(steps - steps.round()) <= 2 * gamma(4 * LIBRARY + 3) * abs(steps)  # of the next bucket
+            near = abs(steps - steps.round()) <= 2 * gamma(4 * LIBRARY + 3) * abs(steps)  # near the next bucket
             assert near.sum() < relative.size / 100
             assert_array_equal(ours[~near], result[~near])
 
 
-def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
-    """Transformers 5.23 has 147 for 22,032, 961 for 36,074 and, of the last, 451 for 24,692."""
+def test_t5_buckets_are_exact_where_float32_logarithms_are_wrong() -> None:
+    """Transformers 5.23 returns 147 for 22,032, 961 for 36,074 and, in the last case, 451 for 24,692."""
     assert T5Buckets.drawn(160, 2**16, bidirectional=False).bucket([-22_032, -22_033]).tolist() == [146, 147]
     assert Fraction(22_032, 80) ** 80 < Fraction(2**16, 80) ** 67 <= Fraction(22_033, 80) ** 80
     assert T5Buckets.drawn(1024, 2**16, bidirectional=False).bucket([-36_074, -36_075]).tolist() == [960, 961]
@@ -257,7 +257,7 @@ def test_buckets_are_exact_where_float32_logarithms_are_not() -> None:
     assert Fraction(24_691, 256) ** 256 < Fraction(100_000, 256) ** 196 <= Fraction(24_692, 256) ** 256
 
 
-def test_slopes_are_powers_of_two_and_then_every_other_of_twice_the_heads() -> None:
+def test_alibi_slopes_interpolate_for_other_than_powers_of_two() -> None:
     eight = [2.0**-h for h in range(1, 9)]
     assert Alibi(8).slopes.tolist() == eight
     rest = ["0.707107", "0.353553", "0.176777", "0.088388"]
@@ -266,13 +266,13 @@ def test_slopes_are_powers_of_two_and_then_every_other_of_twice_the_heads() -> N
     assert Alibi(1).slopes.tolist() == [2**-8]
 
 
-def test_distances_of_the_farthest_positions_do_not_wrap() -> None:
+def test_distances_between_extreme_positions_do_not_overflow() -> None:
     far = 2**62 - 1
     assert ClippedRelative().index([-far], [far]).tolist() == [[32]]
     assert T5Buckets().index([-far], [far]).tolist() == [[31]]
 
 
-def test_alibi_falls_by_the_slope_with_every_position() -> None:
+def test_alibi_decreases_by_the_slope_per_position() -> None:
     assert Alibi(2).bias([2], range(4)).tolist() == [
         [[-0.125, -0.0625, 0, -0.0625]],
         [[-2 / 256, -1 / 256, 0, -1 / 256]],
@@ -281,35 +281,37 @@ def test_alibi_falls_by_the_slope_with_every_position() -> None:
 
 @settled
 @given(c=whole, queries=st.lists(whole, max_size=4), keys=st.lists(whole, max_size=4), kind=st.sampled_from(BIASES))
-def test_biases_know_distances_alone(c: int, queries: list[int], keys: list[int], kind: type[AttentionBias]) -> None:
+def test_biases_depend_only_on_distances(
+    c: int, queries: list[int], keys: list[int], kind: type[AttentionBias]
+) -> None:
     i, j = np.array(queries, np.int64), np.array(keys, np.int64)
     assert_array_equal(kind().bias(i + c, j + c), kind().bias(i, j))
 
 
-def test_nothing_is_a_bias_of_zero_and_hides_positions_in_the_variance() -> None:
+def test_nope_is_a_zero_bias_and_the_variance_reveals_positions() -> None:
     assert not NoPE(2).bias(range(3), range(4)).any()
     assert expected_square([1, 4, 16, 64], 2.25).tolist() == [2.25, 0.5625, 0.140625, 0.03515625]
     with pytest.raises(InvalidInputError, match=r"^n\[1\]: got 0, want >= 1$"):
         expected_square([1, 0], 1.0)
 
 
-@pytest.mark.parametrize("kept", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
-def test_arrays_of_an_encoding_are_read_only(kept: Any) -> None:
+@pytest.mark.parametrize("array", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
+def test_arrays_of_an_encoding_are_read_only(array: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        kept[0] = 0
+        array[0] = 0
 
 
 # Rotations
 
 
-def test_corrected_the_rotation_has_minus_sine_above() -> None:
+def test_corrected_a_rotation_has_minus_sine_above_the_diagonal() -> None:
     matrix = Rope1DAdjacent(head_dim=2).rotate(np.eye(2), [2, 2]).T
     assert_within(matrix, [[math.cos(2), -math.sin(2)], [math.sin(2), math.cos(2)]], cos_sin(dtype=np.float64))
 
 
 @settled
 @given(d=st.integers(1, 8), p=whole)
-def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> None:
+def test_half_and_adjacent_pairs_differ_by_a_permutation(d: int, p: int) -> None:
     x, order = vectors(1, 2 * d), [*range(0, 2 * d, 2), *range(1, 2 * d, 2)]
     adjacent = Rope1DAdjacent(head_dim=2 * d).rotate(x, [p])
     half = Rope1D(head_dim=2 * d).rotate(x[:, order], [p])
@@ -318,12 +320,12 @@ def test_the_two_orders_of_channels_are_a_permutation_apart(d: int, p: int) -> N
 
 @settled
 @given(kind=st.sampled_from(ROTATIONS), m=whole, n=whole, c=whole)
-def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m: int, n: int, c: int) -> None:
+def test_scores_of_rotated_q_and_k_depend_only_on_distances(kind: type[Rotation], m: int, n: int, c: int) -> None:
     encoding = kind()
     q, k = vectors(2, 1, *encoding.shape)
     rotated = encoding.rotate(q, [m])
     length, other = np.linalg.norm(q), np.linalg.norm(k)
-    off = q.size * cos_sin(float(abs(m) + abs(n) + abs(c)), 1, np.float64)  # of up to four rotations, and their sums
+    off = q.size * cos_sin(float(abs(m) + abs(n) + abs(c)), 1, np.float64)  # up to four rotations, and sums
     assert np.linalg.norm(rotated) == pytest.approx(length, rel=off)
     score = np.vdot(rotated, encoding.rotate(k, [n]))
     scores = [(q, encoding.rotate(k, [n - m])), (encoding.rotate(q, [m + c]), encoding.rotate(k, [n + c]))]
@@ -332,7 +334,7 @@ def test_scores_of_rotated_q_and_k_know_distances_alone(kind: type[Rotation], m:
 
 @settled
 @given(axes=st.integers(1, 4), pairs=st.integers(1, 3), seed=st.integers(0, 99))
-def test_every_axis_is_a_rope_of_its_own_on_its_part_of_the_channels(axes: int, pairs: int, seed: int) -> None:
+def test_every_axis_is_a_1d_rope_on_its_part_of_the_channels(axes: int, pairs: int, seed: int) -> None:
     positions = np.random.default_rng(seed).integers(-99, 99, (axes, 3))
     x, width = vectors(3, 2 * pairs * axes, seed=seed), 2 * pairs
     parts = [Rope1DAdjacent(width).rotate(x[:, width * a : width * (a + 1)], positions[a]) for a in range(axes)]
@@ -344,23 +346,23 @@ def test_every_axis_is_a_rope_of_its_own_on_its_part_of_the_channels(axes: int, 
 
 
 @pytest.mark.parametrize(("encoding", "dim"), [(Rope2D, 10), (RopeND, 8)])
-def test_axes_need_pairs_of_channels_of_their_own(encoding: Any, dim: int) -> None:
+def test_pairs_must_divide_evenly_among_axes(encoding: Any, dim: int) -> None:
     with pytest.raises(InvalidInputError, match=f"allocation 'axial': got {dim // 2} pairs, want a multiple of axes"):
         encoding(head_dim=dim)
 
 
-def test_hope_turns_rows_and_columns_in_turn_and_time_not_at_all() -> None:
+def test_hope_rotates_by_rows_and_columns_but_not_by_time() -> None:
     encoding, x = HoPE(8, still=1), vectors(1, 8)
     moved = encoding.rotate(x, [[70], [2], [3]])
     assert encoding.rotary.inv_freq_array.tolist() == [1, 0.1, 0.01, 0]
     for pair, angle in enumerate((2.0, 0.3, 0.02, 0.0)):
-        turned = complex(*x[0, [pair, pair + 4]]) * np.exp(1j * angle)
-        assert moved[0, [pair, pair + 4]] == pytest.approx([turned.real, turned.imag])
+        rotated = complex(*x[0, [pair, pair + 4]]) * np.exp(1j * angle)
+        assert moved[0, [pair, pair + 4]] == pytest.approx([rotated.real, rotated.imag])
     with pytest.raises(InvalidInputError, match="still: got 5, want <= 4"):
         HoPE(8, still=5)
 
 
-def test_mhrope_is_rope_by_the_axis_of_each_head() -> None:
+def test_mhrope_rotates_each_head_by_its_axis() -> None:
     encoding, x, positions = MHRope(8, head_axes=(2, 0, 1, 1)), vectors(3, 4, 8), vectors(3, 3)
     rope = Rope1D(8)
     expected = np.stack([rope.rotate(x[:, h], positions[a]) for h, a in enumerate((2, 0, 1, 1))], axis=1)
@@ -370,14 +372,14 @@ def test_mhrope_is_rope_by_the_axis_of_each_head() -> None:
         encoding.rotate(x[:, :1], positions)
 
 
-def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> None:
+def test_p_rope_rotates_only_the_fastest_pairs_like_rope() -> None:
     assert PRope(16, p=0.25).rotary.inv_freq_array.round(4).tolist() == [1, 0.3162, 0, 0, 0, 0, 0, 0]
     x = vectors(1, 16)
-    moved, all_turn = PRope(16, p=0.25).rotate(x, [7]), Rope1D(16).rotate(x, [7])
-    turning = [0, 1, 8, 9]
-    assert_array_equal(moved[:, turning], all_turn[:, turning])
-    assert_array_equal(np.delete(moved, turning, axis=1), np.delete(x, turning, axis=1))
-    assert_array_equal(PRope(16, p=1.0).rotate(x, [7]), all_turn)
+    partial, full = PRope(16, p=0.25).rotate(x, [7]), Rope1D(16).rotate(x, [7])
+    rotated = [0, 1, 8, 9]
+    assert_array_equal(partial[:, rotated], full[:, rotated])
+    assert_array_equal(np.delete(partial, rotated, axis=1), np.delete(x, rotated, axis=1))
+    assert_array_equal(PRope(16, p=1.0).rotate(x, [7]), full)
 
 
 # Errors
@@ -437,11 +439,11 @@ def test_the_slowest_pairs_stand_still_and_the_others_are_those_of_rope() -> Non
         (lambda: Rope1D().rotate(np.ones(12), [1]), r"x: got shape \(12,\), want 2 dimensions"),
     ],
 )
-def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 
 
-def test_unknown_names_are_attribute_errors() -> None:
+def test_unknown_names_raise_attribute_errors() -> None:
     with pytest.raises(AttributeError, match=r"module 'mmpos\.encodings' has no attribute 'Rope3D'"):
         _ = encodings.Rope3D  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""Encodings in attention: what enters where, what is learned, and what sources say of it."""
+"""Encodings in attention: forward passes, gradients, casts, and claims of the sources."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,13 +42,7 @@ LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
 ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices of 48 channels gain nothing by threads, which wait for each other longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def block(encoding: Encoding, positions: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> SelfAttention:
@@ -62,7 +55,7 @@ def embeddings(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: list[int], causal: bool) -> Any:
-    """One batch row by loops over heads and tokens in numpy, with the encoding's own table, bias or rotation."""
+    """Compute one row of a batch by loops over heads and tokens, with the encoding's own table, bias or rotation."""
     value: Any = x.detach().double().numpy()
     if hasattr(encoding, "table"):
         value = value + encoding.table(positions)
@@ -73,9 +66,9 @@ def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: li
         part = slice(12 * h, 12 * h + 12)
         qh, kh = q[:, part], k[:, part]
         if isinstance(encoding, Rotation):
-            alike = len(encoding.shape) == 1  # else this head among four is taken of them
-            rows = ((x if alike else np.repeat(x[:, None], 4, axis=1)) for x in (qh, kh))
-            qh, kh = (x if alike else x[:, h] for x in (encoding.rotate(row, positions) for row in rows))
+            shared = len(encoding.shape) == 1  # otherwise the encoding rotates four heads, and this head is taken
+            rows = ((x if shared else np.repeat(x[:, None], 4, axis=1)) for x in (qh, kh))
+            qh, kh = (x if shared else x[:, h] for x in (encoding.rotate(row, positions) for row in rows))
         for i in range(len(x)):
             last = i + 1 if causal else len(x)
             weight = np.exp(kh[:last] @ qh[i] / 12**0.5 + bias[h, i, :last])
@@ -86,11 +79,11 @@ def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: li
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_attention_with_any_encoding_is_that_of_a_loop(name: str, causal: bool, dtype: torch.dtype) -> None:
+def test_attention_with_any_encoding_equals_a_loop(name: str, causal: bool, dtype: torch.dtype) -> None:
     encoding, positions = ENCODINGS[name](), [2, 3, 4, 7, 30]
     attention, x = block(encoding, positions, torch.float64, causal=causal).to(dtype), embeddings(2, 5, dtype=dtype)
     with torch.no_grad():
-        if attention.encoding.weights is not None:  # they were float32 before
+        if attention.encoding.weights is not None:  # undo the rounding to float32
             attention.encoding.weights.copy_(torch.tensor(encoding.weights))  # type: ignore[attr-defined]
         result, (bound,) = attention(x), rounding(lambda: attention(x), [x, *attention.parameters()])
     assert result.dtype == dtype
@@ -115,7 +108,7 @@ def test_learned_tensors_get_gradients_and_others_are_buffers(name: str, dtype: 
         assert parameter.grad.abs().sum() > 0
 
 
-def test_only_rows_that_are_used_get_gradients() -> None:
+def test_only_used_rows_get_gradients() -> None:
     for encoding, used in (
         (LearnedAbsolute(), [3, 4, 6]),
         (ClippedRelative(), [13, 14, 15, 16, 17, 18, 19]),
@@ -131,26 +124,26 @@ def test_only_rows_that_are_used_get_gradients() -> None:
 
 @pytest.mark.parametrize("name", ROTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_through_rotations_are_turned_back(name: str, dtype: torch.dtype) -> None:
+def test_gradients_of_rotations_are_rotated_back(name: str, dtype: torch.dtype) -> None:
     encoding: Any = ENCODINGS[name]()
     random, positions = np.random.default_rng(0), np.array([5, 900, -7])
     heads = encoding.shape[0] if len(encoding.shape) == 2 else 1
     q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, heads, 12))).to(dtype) for _ in range(3))
-    turned = block(encoding, positions, dtype).encoding.rotate(q.requires_grad_(), k.requires_grad_())
+    rotated = block(encoding, positions, dtype).encoding.rotate(q.requires_grad_(), k.requires_grad_())
 
     def rows(x: torch.Tensor) -> torch.Tensor:
         return x[0].reshape(3, *encoding.shape)
 
     off = cos_sin(dtype=dtype) + cos_sin(900.0, FREQUENCY + 1, np.float64)  # angles are float64 for all dtypes
     back = encoding.rotate(rows(towards), -positions)
-    for x, y in zip((q, k), turned, strict=True):
+    for x, y in zip((q, k), rotated, strict=True):
         (gradient,) = torch.autograd.grad(y, x, towards, retain_graph=True)
         expected = encoding.rotate(rows(x.detach()), positions)
         assert_within(rows(y), expected, rotations(rows(y), off))
         assert_within(rows(gradient), back, rotations(rows(gradient), off))
 
 
-def test_a_cast_of_the_model_makes_tables_anew_and_spares_positions_of_rotations() -> None:
+def test_a_cast_recomputes_tables_and_keeps_the_positions_of_rotations() -> None:
     table = block(Sinusoidal(), [100_000]).to(torch.bfloat16).to(torch.float64)
     assert_array_equal(table.encoding.values, Sinusoidal().table([100_000]))
     bias = block(Alibi(), range(300)).to(torch.bfloat16).double()
@@ -161,7 +154,7 @@ def test_a_cast_of_the_model_makes_tables_anew_and_spares_positions_of_rotations
     assert result.dtype == torch.bfloat16
 
 
-def test_other_positions_can_be_placed_and_length_changes_with_them() -> None:
+def test_other_positions_of_another_length_can_be_placed() -> None:
     for name, kind in ENCODINGS.items():
         attention = block(kind(), range(3), torch.float64, causal=True)
         attention.place(range(4, 9))
@@ -170,7 +163,7 @@ def test_other_positions_can_be_placed_and_length_changes_with_them() -> None:
         assert torch.equal(result, fresh), name
 
 
-def test_positions_that_are_refused_leave_those_before() -> None:
+def test_refused_positions_leave_the_old_ones_in_place() -> None:
     attention, x = block(LearnedAbsolute(), [3, 1]), embeddings(1, 2)
     result = attention(x)
     with pytest.raises(InvalidInputError, match=r"positions\[0\]: got 600, want < 512"):
@@ -178,19 +171,19 @@ def test_positions_that_are_refused_leave_those_before() -> None:
     assert torch.equal(attention.double().float()(x), result)
 
 
-def test_positions_of_several_axes_turn_their_own_channels() -> None:
+def test_each_axis_of_positions_rotates_its_own_channels() -> None:
     positions = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
     x = embeddings(1, 4, dtype=torch.float64)
     attention = block(Rope2D(), positions, torch.float64)
-    result, turned = attention(x), block(Rope2D(), positions[::-1], torch.float64)(x)
+    result, rotated = attention(x), block(Rope2D(), positions[::-1], torch.float64)(x)
     same = block(Rope2D(), positions + np.array([[5], [-3]]), torch.float64)(x)
     assert_within(result, same, rounding(lambda: attention(x), [x, *attention.parameters()]))
-    assert (result - turned).abs().max() > 1e-3
+    assert (result - rotated).abs().max() > 1e-3
 
 
 @dataclass(frozen=True)
 class Scaled(Rotation):
-    """A rotation of one's own: two axes, channels that do not turn, and a factor of attention."""
+    """A custom rotation: two axes, unrotated channels, and an attention factor."""
 
     name: ClassVar[str] = "scaled"
 
@@ -200,7 +193,7 @@ class Scaled(Rotation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_rotation_of_ones_own_is_turned_as_by_apply_rotary(dtype: torch.dtype) -> None:
+def test_a_custom_rotation_equals_apply_rotary(dtype: torch.dtype) -> None:
     positions, q = (
         np.array([[0, 5, 70], [1, 2, -3]]),
         torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 12))),
@@ -208,11 +201,11 @@ def test_a_rotation_of_ones_own_is_turned_as_by_apply_rotary(dtype: torch.dtype)
     assert Scaled().rotary.attention_factor > 1.1
     expected = apply_rotary(q.float(), None, torch.from_numpy(positions), Scaled().rotary)[0]
     assert_within(Scaled().rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
-    turned, _ = block(Scaled(), positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
-    assert_within(turned[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
+    rotated, _ = block(Scaled(), positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
+    assert_within(rotated[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
 
 
-# What the sources say
+# Claims of the sources
 
 
 def test_corrected_the_dogs_are_at_1_and_4() -> None:
@@ -220,15 +213,15 @@ def test_corrected_the_dogs_are_at_1_and_4() -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_every_encoding_tells_the_dogs_apart_but_none_at_all(name: str) -> None:
+def test_every_encoding_but_nope_distinguishes_the_dogs(name: str) -> None:
     result = two_dogs.find(ENCODINGS[name]())
     apart = {key: value > two_dogs.EQUAL for key, value in vars(result).items()}
     knows = name != "nope"
-    direction = knows and name != "alibi"  # which is the same to the left and to the right
+    direction = knows and name != "alibi"  # ALiBi is symmetric
     assert apart == {"dogs": knows, "dogs_causal": True, "order": knows, "direction": direction}
 
 
-def test_attention_without_positions_knows_no_order_until_a_second_causal_layer() -> None:
+def test_attention_without_positions_sees_no_order_before_a_second_causal_layer() -> None:
     apart = [figure > two_dogs.EQUAL for figure in two_dogs.without_positions().values()]
     assert apart == [False, False, False, True, True]
 
@@ -240,8 +233,8 @@ def test_the_example_prints_every_encoding(capsys: pytest.CaptureFixture[str]) -
     assert lines[4 + list(ENCODINGS).index("nope")].split() == ["nope", "equal", "0.92", "equal", "equal"]
 
 
-def test_uniform_causal_attention_hides_the_position_in_the_variance() -> None:
-    """A mean of squares of N normal numbers strays from its expectation by a share of √(2/N)."""
+def test_uniform_causal_attention_reveals_the_position_in_the_variance() -> None:
+    """The mean of N squared normal numbers deviates from its expectation by a relative √(2/N)."""
     attention = block(NoPE(), range(64), causal=True)
     with torch.no_grad():
         attention.qkv.weight.zero_()
@@ -252,21 +245,20 @@ def test_uniform_causal_attention_hides_the_position_in_the_variance() -> None:
     assert result[63] < result[0] / 50
 
 
-def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
-    """Rotated x under W_q and W_k gives scores that know where the sentence begins; rotated q and k do not."""
+def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:
+    """Scores of a rotated x under W_q and W_k depend on the start of the sentence; those of rotated q and k do not."""
     x, encoding = embeddings(1, 5, dtype=torch.float64), Rope1DAdjacent(head_dim=48)
 
-    def turned_before(start: int) -> Tensor:
-        turned = torch.from_numpy(encoding.rotate(x[0], range(start, start + 5)))[None]
-        # v is taken from x itself, so that only scores may differ.
+    def rotated_first(start: int) -> Tensor:
+        rotated = torch.from_numpy(encoding.rotate(x[0], range(start, start + 5)))[None]
         attention = block(NoPE(), range(5), torch.float64)
-        q, k = (attention.qkv(turned)[0, :, part] for part in (slice(12), slice(48, 60)))
+        q, k = (attention.qkv(rotated)[0, :, part] for part in (slice(12), slice(48, 60)))
         return q @ k.T
 
     def rope(start: int) -> Tensor:
         return block(Rope1D(), range(start, start + 5), torch.float64)(x)
 
-    assert (turned_before(0) - turned_before(9)).abs().max() > 1e-2
+    assert (rotated_first(0) - rotated_first(9)).abs().max() > 1e-2
     attention = block(Rope1D(), range(5), torch.float64)
     assert_within(rope(0), rope(9), rounding(lambda: attention(x), [x, *attention.parameters()]))
 
@@ -292,12 +284,12 @@ def test_corrected_turning_the_embedding_once_is_not_rope() -> None:
         (lambda: block(Rope1D(), range(3))(embeddings(1, 2)), r"x: got shape \(1, 2, 48\), want \(batch, 3, 48\)"),
     ],
 )
-def test_errors_name_the_value_and_the_expected_one(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
 
 
-def test_encodings_need_numpy_alone_and_attention_names_what_it_needs() -> None:
+def test_encodings_need_only_numpy_and_attention_names_the_missing_package() -> None:
     code = """
 import sys
 sys.modules["torch"] = None

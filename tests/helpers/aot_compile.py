@@ -1,4 +1,4 @@
-"""Compiles the rotary kernels, as calls launch them, for GPUs that need not be here, and prints counts as JSON.
+"""Compile the rotary kernels, as calls launch them, for GPUs that may be absent, and print counts as JSON.
 
 Run by test_kernels_compiled.py in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
 """
@@ -32,37 +32,37 @@ WORDS = (
     "scales", "dense", "dense fixed", "e4m3", "e5m2", "few tokens", "fractional", "from ids", "fused", "head_dim 80",
     "of q", "one token", "other values", "own frequencies", "partial", "q too", "return k",
 )  # fmt: skip
-"""What the name of a case may say, one behind the other."""
+"""Words of the names of cases."""
 
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 class StandIn:
-    """A driver of Triton for a GPU that is not there: kernels are compiled for it."""
+    """A Triton driver for an absent GPU: kernels are compiled for it."""
 
     utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10})
 
     def __init__(self, arch: str) -> None:
-        self._device = ARCHS.index(arch)  # of which Triton keeps the first target
+        self._device = ARCHS.index(arch)  # Triton caches one target per device
         nvidia = arch.startswith("sm_")
         self._target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU that kernels are compiled for."""
+        """Return the GPU that kernels are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
-        """One for each sort of GPU."""
+        """Return a device number for each architecture."""
         return self._device
 
     def get_current_stream(self, device: int) -> int:
-        """The default stream."""
+        """Return the default stream."""
         return 0
 
 
 def words_of(case: str) -> set[str]:
-    """Read the words of a case, the longest first."""
+    """Split the name of a case into its words, longest first."""
     words, rest = set(), case.replace(",", "").strip()
     while rest:
         word = max((word for word in WORDS if f"{rest} ".startswith(f"{word} ")), key=len)
@@ -72,17 +72,17 @@ def words_of(case: str) -> set[str]:
 
 
 def compiled(case: str, arch: str) -> Any:
-    """The kernel that a call in bfloat16 launches last, with 32 heads of q and 8 of k."""
-    words, made = words_of(case), []
+    """Return the last kernel that a call in bfloat16 launches, with 32 heads of q and 8 of k."""
+    words, kernels = words_of(case), []
 
     def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
         options = {"num_warps": warps, "enable_fp_fusion": "fused" in words}
-        made.append(kernel.warmup(*arguments, **constants, grid=grid, **options))
+        kernels.append(kernel.warmup(*arguments, **constants, grid=grid, **options))
 
     tiling.launch = launch
     driver.set_active(StandIn(arch))
     call(words)
-    return made[-1]
+    return kernels[-1]
 
 
 def call(words: set[str]) -> None:
@@ -125,12 +125,12 @@ def call(words: set[str]) -> None:
 
 
 def heads(tokens: int, count: int, dim: int) -> Tensor:
-    """Heads of bfloat16."""
+    """Return zero heads in bfloat16."""
     return torch.zeros(tokens, count, dim, dtype=torch.bfloat16)
 
 
 def loops(ptx: str) -> list[str]:
-    """The instructions of every loop, from its label to the branch back there."""
+    """Return the instructions of every loop, from its label to the branch back to it."""
     bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
@@ -140,7 +140,7 @@ def loops(ptx: str) -> list[str]:
 
 
 def facts(kernel: Any) -> dict[str, int]:
-    """Counts of instructions, and the resources of the machine code; for AMD the spills alone."""
+    """Count instructions and the resources of the machine code; for AMD count only the spills."""
     if "amdgcn" in kernel.asm:
         spills = re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"], re.M)
         if len(spills) != 2:
@@ -176,10 +176,10 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def main(names: list[str]) -> dict[str, dict[str, int]]:
-    """Compile every case, "norm after, sm_90", and count."""
+    """Compile every case, such as "norm after, sm_90", and count."""
     return {name: facts(compiled(*name.rsplit(", ", 1))) for name in names}
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # read by the door of the kernels, which are not interpreted any more
+    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
     print(json.dumps(main(sys.argv[1:])))

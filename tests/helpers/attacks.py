@@ -1,9 +1,8 @@
-"""Attacks on a server, each in rounds of its own chance: messages, images, streams, metadata, frames, silence."""
+"""Attacks on a server in random rounds: messages, images, streams, metadata, HTTP/2 frames, idle connections."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 import struct
 import zlib
@@ -19,16 +18,18 @@ import hostile_images as hostile
 from h2.exceptions import H2Error
 from http2 import Connection, message
 from message_strategies import INFER, REQUESTS, STREAMS, corpus
-from mutations import broken, files
+from mutations import image_files, mutate
 from PIL import Image
 
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 
 BAD = ("INTERNAL", "UNKNOWN")
 CORE = ("Error parsing '", "Compression bit set but no encoding configured")
-"""Beginnings of the transport's own errors, for wrong metadata such as grpc-encoding: always with INTERNAL, which the
-protocol asks for, and before a server knows of the call. It costs nothing and leaves no trace, so it is counted as a
-refusal."""
+"""Beginnings of the transport's own errors, for wrong metadata such as grpc-encoding.
+
+Their status is always INTERNAL, as the protocol requires, and the server never sees the call. They cost nothing and
+leave no trace, so they count as refusals.
+"""
 
 HEALTH = "/grpc.health.v1.Health/Check"
 PLACE = "/mmpos.rpc.v1.PositionService/Place"
@@ -50,18 +51,18 @@ UNARY = {
     **{f"/mmpos.rpc.v1.{method}": method for method in REQUESTS},
     f"/inference.GRPCInferenceService/{INFER}": INFER,
 }
-"""Methods with messages, and what their corpus is called."""
+"""Methods with messages, and the names of their corpora."""
 
 
 @dataclass
 class Tally:
-    """Counts of the requests of attacks, and of how they ended.
+    """Counts of attack requests and of their outcomes.
 
     Args:
-        requests: that were sent.
-        statuses: how often each came; of HTTP/2 frames that got no status, how the connection ended.
-        bad: how often each bad status came of each kind of request.
-        samples: of each of these, where it came first: ATTACK:NUMBER and what it said.
+        requests: number of requests that were sent.
+        statuses: number of each status; for HTTP/2 frames without a status, the end of the connection.
+        bad: number of each bad status by kind of request.
+        samples: first occurrence of each bad status: ATTACK:NUMBER and the details.
     """
 
     requests: int = 0
@@ -70,7 +71,7 @@ class Tally:
     samples: dict[str, str] = field(default_factory=dict)
 
     def add(self, status: str, kind: str = "", detail: str = "") -> None:
-        """Count a request of a kind."""
+        """Count a request of a kind by its status."""
         if detail.startswith(CORE):
             status = "refused by the transport"
         self.requests += 1
@@ -80,7 +81,7 @@ class Tally:
             self.samples.setdefault(f"{status} of {kind}", detail)
 
     def merge(self, other: Tally) -> None:
-        """Add another."""
+        """Add the counts of another tally."""
         self.requests += other.requests
         self.statuses.update(other.statuses)
         self.bad.update(other.bad)
@@ -88,27 +89,27 @@ class Tally:
 
 
 Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
-"""A round on the server of an address."""
+"""One round of an attack on the server at an address."""
 
 
-# Messages by the client of gRPC.
+# Messages sent by a gRPC client.
 
 
 @lru_cache
-def right(path: str) -> list[bytes]:
-    """Messages of a method that are right."""
+def valid_messages(path: str) -> list[bytes]:
+    """Return valid messages of a method."""
     return corpus(UNARY[path], 50)
 
 
 def mutant(path: str, chance: random.Random) -> bytes:
-    """A message of a method, broken a little; now and then only bytes."""
+    """Return a message of a method with a few changes; sometimes random bytes."""
     if path not in UNARY or chance.random() < 0.05:
         return chance.randbytes(chance.choice([0, 1, 2, 5, 50, 500]))
-    return broken(chance.choice(right(path)), chance, right(path))
+    return mutate(chance.choice(valid_messages(path)), chance, valid_messages(path))
 
 
 async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: Any) -> None:
-    """One call."""
+    """Make one call and count its outcome."""
     try:
         await channel.unary_unary(path)(raw, timeout=options.pop("timeout", 60), **options)
         tally.add("OK")
@@ -117,7 +118,7 @@ async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: An
 
 
 async def messages(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken messages to every method, some at a time; a few are given up at once."""
+    """Send broken messages to every method, several at a time; some calls are cancelled at once."""
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(12):
             paths = [chance.choice([*UNARY, *UNARY, *OTHERS]) for _ in range(16)]
@@ -131,13 +132,13 @@ async def messages(address: str, chance: random.Random, tally: Tally) -> None:
 
 
 async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken and hostile image files."""
-    raw = files()
+    """Send broken image files, and files that are costly to decode."""
+    raw = image_files()
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(6):
             requests = []
             for _ in range(4):
-                image = hostile_image(chance) if chance.random() < 0.2 else broken(chance.choice(raw), chance, raw)
+                image = hostile_image(chance) if chance.random() < 0.2 else mutate(chance.choice(raw), chance, raw)
                 request = sequences_pb2.BuildRequest()
                 request.query.patches = chance.random() < 0.9
                 request.query.documents.add().parts.add(image=image)
@@ -147,10 +148,8 @@ async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
 
 
 def large_webp(side: int) -> bytes:
-    """A WebP of few bytes and many pixels."""
-    target = io.BytesIO()
-    Image.new("RGB", (side, side), (200, 10, 30)).save(target, "WEBP", lossless=True)
-    return target.getvalue()
+    """Encode a WebP of few bytes and many pixels."""
+    return hostile.encoded(Image.new("RGB", (side, side), (200, 10, 30)), "WEBP", lossless=True)
 
 
 HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (
@@ -161,20 +160,20 @@ HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (
     (hostile.gif_of_blocks, 10_000, 500_000),
     (large_webp, 500, 2000),
 )
-"""Makers of image files, and the least and the most of what each has too much of."""
+"""Functions that encode costly image files, and the range of their argument."""
 
 
 def hostile_image(chance: random.Random) -> bytes:
-    """An image file that costs more to read than to send."""
+    """Draw an image file that costs more to decode than to send."""
     make, least, most = chance.choice(HOSTILE)
     return make(chance.randrange(least, most))
 
 
-# Frames of HTTP/2, which connections write that wait: each round in a thread.
+# HTTP/2 frames, from blocking connections: each round runs in a thread.
 
 
 def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
-    """Make an attack of a function that waits."""
+    """Turn a blocking function into an attack."""
 
     @wraps(round_)
     async def attack(address: str, chance: random.Random, tally: Tally) -> None:
@@ -185,7 +184,7 @@ def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
 
 @in_thread
 def streams(address: str, chance: random.Random, tally: Tally) -> None:
-    """Open streams of broken items, and leave some in the middle; of some the first item is no message."""
+    """Open streams of broken items, some of which begin with an invalid message, and reset some of them."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
         path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
@@ -201,17 +200,17 @@ def streams(address: str, chance: random.Random, tally: Tally) -> None:
                         connection.h2.reset_stream(stream)
                         left += 1
                 connection.flush()
-                found = connection.statuses(10 - left if chance.random() < 0.8 else 1)
+                outcomes = connection.statuses(10 - left if chance.random() < 0.8 else 1)
         except (ConnectionError, H2Error) as error:
-            found = [(type(error).__name__, b"")]
-        for status, said in found:
-            tally.add(status, path, said.decode(errors="replace"))
+            outcomes = [(type(error).__name__, b"")]
+        for status, details in outcomes:
+            tally.add(status, path, details.decode(errors="replace"))
 
 
 def odd_bytes(chance: random.Random) -> bytes:
-    """A value of metadata that is none."""
-    some = [b"\xff\xfe", b"Bearer \xc3\x28", b"", b" ", b"a" * 4000, b"\x80" * 300, b"1" * 30, b"999999999H", b"-1n"]
-    return chance.choice([*some, chance.randbytes(20).replace(b"\0", b"").replace(b"\n", b"").replace(b"\r", b"")])
+    """Draw an unusual or invalid metadata value."""
+    values = [b"\xff\xfe", b"Bearer \xc3\x28", b"", b" ", b"a" * 4000, b"\x80" * 300, b"1" * 30, b"999999999H", b"-1n"]
+    return chance.choice([*values, chance.randbytes(20).replace(b"\0", b"").replace(b"\n", b"").replace(b"\r", b"")])
 
 
 NAMES = [b"authorization", b"x-request-id", b"grpc-timeout", b"grpc-encoding", b"content-type", b"te", b"user-agent"]
@@ -220,8 +219,8 @@ NAMES += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-e
 
 @in_thread
 def metadata(address: str, chance: random.Random, tally: Tally) -> None:
-    """Calls whose headers are odd, double, missing or very many."""
-    raw = right(PLACE)[0]
+    """Make calls whose headers are odd, duplicated, missing or very many."""
+    raw = valid_messages(PLACE)[0]
     for _ in range(20):
         odd = [(chance.choice(NAMES), odd_bytes(chance)) for _ in range(chance.choice([1, 1, 2, 3, 100]))]
         left_out = chance.choice(["", "", "", ":path", ":method", ":scheme", ":authority", "content-type", "te"])
@@ -229,69 +228,69 @@ def metadata(address: str, chance: random.Random, tally: Tally) -> None:
         with suppress(ConnectionError, H2Error), Connection(address) as connection:
             stream = connection.call(path, *odd, left_out=left_out)
             connection.send(stream, message(raw if path == PLACE else b""), wait=False)
-            [(status, said)] = connection.statuses(1)
-            words = said.decode(errors="replace")
-            tally.add(status, "metadata", f"{words}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
+            [(status, details)] = connection.statuses(1)
+            text = details.decode(errors="replace")
+            tally.add(status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
 
 
 @in_thread
 def frames(address: str, chance: random.Random, tally: Tally) -> None:
-    """Floods and halves of frames."""
+    """Send floods of frames and incomplete frames."""
     kind, calls = chance.choice(FLOODS), 1
     try:
         with Connection(address) as connection:
             calls = kind(connection, chance)
             connection.flush()
-            found = connection.statuses(min(calls, 20))
+            outcomes = connection.statuses(min(calls, 20))
     except (ConnectionError, H2Error) as error:
-        found = [(type(error).__name__, b"")]
-    for status, said in found:
-        tally.add(status, kind.__name__, said.decode(errors="replace"))
-    tally.requests += max(0, calls - len(found))
+        outcomes = [(type(error).__name__, b"")]
+    for status, details in outcomes:
+        tally.add(status, kind.__name__, details.decode(errors="replace"))
+    tally.requests += max(0, calls - len(outcomes))
 
 
 def rapid_reset(connection: Connection, chance: random.Random) -> int:
-    """Begin calls and cancel each at once."""
+    """Begin calls and cancel each of them at once."""
     for _ in range(500):
         stream = connection.call(PLACE)
         if chance.random() < 0.5:
-            connection.send(stream, message(right(PLACE)[0]), wait=False)
+            connection.send(stream, message(valid_messages(PLACE)[0]), wait=False)
         connection.h2.reset_stream(stream)
     return 500
 
 
 def half_messages(connection: Connection, chance: random.Random) -> int:
-    """Send messages that do not end."""
+    """Send messages without their last byte."""
     for _ in range(50):
         connection.send(connection.call(PLACE), message(bytes(chance.randrange(100, 1000)))[:-1], end=False, wait=False)
     return 50
 
 
 def pings(connection: Connection, chance: random.Random) -> int:
-    """Ask for many answers to pings and settings."""
+    """Send many pings."""
     for _ in range(2000):
         connection.h2.ping(chance.randbytes(8))
-    connection.send(connection.call(PLACE), message(right(PLACE)[0]))
+    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]))
     return 1
 
 
 def settings(connection: Connection, chance: random.Random) -> int:
-    """Change the settings again and again, windows among them."""
+    """Change the settings many times, the window size included."""
     for _ in range(500):
         connection.h2.update_settings({4: chance.randrange(2**31), 3: chance.randrange(1000)})
-    connection.send(connection.call(PLACE), message(right(PLACE)[0]), wait=False)
+    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]), wait=False)
     return 1
 
 
 def continuations(connection: Connection, chance: random.Random) -> int:
-    """Send headers that do not end."""
+    """Send headers that never end."""
     frame = struct.pack(">I", 1000)[1:] + b"\x09\0" + struct.pack(">I", 1) + chance.randbytes(1000)
     connection.flush(b"\0\0\0\x01\0" + struct.pack(">I", 1) + frame * chance.choice([1, 1000]))
     return 1
 
 
 def random_frames(connection: Connection, chance: random.Random) -> int:
-    """Send frames of any kind with anything in them."""
+    """Send frames of random types with random bodies."""
     for _ in range(50):
         body = chance.randbytes(chance.randrange(64))
         head = struct.pack(">I", len(body))[1:] + bytes([chance.randrange(12), chance.randrange(256)])
@@ -300,7 +299,7 @@ def random_frames(connection: Connection, chance: random.Random) -> int:
 
 
 def small_windows(connection: Connection, chance: random.Random) -> int:
-    """Ask for large answers and read nothing of them."""
+    """Request large answers and read none of their bytes."""
     connection.h2.update_settings({4: 0})
     query = positions_pb2.PlaceRequest()
     query.query.spans.lengths.append(2**19)
@@ -311,7 +310,7 @@ def small_windows(connection: Connection, chance: random.Random) -> int:
 
 
 def bombs(connection: Connection, chance: random.Random) -> int:
-    """Send little that unpacks to much, and what only says that it is packed."""
+    """Send small messages that decompress to much, and messages that only claim to be compressed."""
     empty = sequences_pb2.BuildRequest()
     empty.query.documents.add().parts.add()
     raw = chance.choice([empty.SerializeToString(), b"\x0a\0"]) * chance.randrange(1000, 2**20)
@@ -340,15 +339,15 @@ FLOODS: Sequence[Callable[[Connection, random.Random], int]] = (
 
 
 async def idle(address: str, chance: random.Random, tally: Tally) -> None:
-    """Hold connections that say nothing, half of a preface, or anything, and watch health that never changes."""
+    """Hold connections that send nothing, part of a preface, or random bytes, and watch a health that never changes."""
     host, _, port = address.rpartition(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    some = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]
+    openings = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]
     writers = []
     for _ in range(50):
         with suppress(OSError):
             _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(chance.choice(some))
+            writer.write(chance.choice(openings))
             writers.append(writer)
             tally.add("held")
     async with grpc.aio.insecure_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""One rank of two that broadcast tables, with what it got; run by tests/integrations/test_megatron.py as a program."""
+"""One of two ranks that broadcast tables, run as a program by tests/integrations/test_megatron.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import distributed
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.megatron import broadcast_table
 
-dist: Any = distributed  # which does not export its stores by name
+dist: Any = distributed  # torch does not export its stores by name
 
 DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Grid(3, 3)], [Text(7)]]
 
 
 def tables() -> list[tuple[int, PositionTable]]:
-    """List tables of every size, each with the rank that has it, in the order of the broadcasts."""
+    """List tables of every size in the order of the broadcasts, each with its source rank."""
     whole = SegmentTable.from_documents(DOCUMENTS)
     return [
         (0, place(whole, "rope-tie", [5, 0, 2**30])),
@@ -33,7 +33,7 @@ def tables() -> list[tuple[int, PositionTable]]:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Take part in every broadcast; keep the arrays that came and the errors that were raised."""
+    """Take part in every broadcast; save the received arrays and the error messages."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     alone: Any = dist.new_group([1])
@@ -47,18 +47,18 @@ def main(rank: int, folder: Path) -> None:
     refused: list[tuple[Any, Any]] = (
         [(1, None), (1, alone), (2, None), (0.0, None)] if rank == 0 else [(1, None), (0, alone)]
     )
-    said = []
+    messages = []
     for src, group in refused:
         try:
             broadcast_table(None, src, group)
         except InvalidInputError as error:
-            said.append(str(error))
+            messages.append(str(error))
     fields = {
         f"{key} {name}": getattr(table, name)
         for key, table in received.items()
         for name in ("table", "documents", "num_tokens", "fractional", "scheme")
     }
-    np.savez(folder / f"{rank}.npz", said=np.array(said), **fields)
+    np.savez(folder / f"{rank}.npz", messages=np.array(messages), **fields)
     dist.destroy_process_group()
 
 

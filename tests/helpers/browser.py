@@ -1,4 +1,4 @@
-"""A headless Chromium over the DevTools protocol: pages opened, scripts run, errors of the console kept."""
+"""A headless Chromium, driven by the DevTools protocol: open pages, run scripts, collect console errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Page:
     """One tab.
 
     Args:
-        socket: the connection to its DevTools.
+        socket: connection to the DevTools of the tab.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -52,21 +52,21 @@ class Page:
         await asyncio.wait_for(self._loaded.wait(), WAIT)
 
     async def evaluate(self, script: str) -> Any:
-        """Run an expression of JavaScript, wait for what it promises, and return its value."""
+        """Evaluate a JavaScript expression, await its promise, and return its value."""
         result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in result:
             raise AssertionError(result["exceptionDetails"]["exception"].get("description", script))
         return result["result"].get("value")
 
     async def until(self, script: str) -> Any:
-        """Run an expression again and again until it is true, and return its value."""
+        """Evaluate an expression until it is true, and return its value."""
         async with asyncio.timeout(WAIT):
             while not (value := await self.evaluate(script)):
                 await asyncio.sleep(0.03)
         return value
 
     async def press_right(self) -> None:
-        """Press the right arrow key in the element that has the focus."""
+        """Press the right arrow key in the focused element."""
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
 
@@ -92,7 +92,7 @@ class Page:
 
 @asynccontextmanager
 async def new_page(folder: Path) -> AsyncIterator[Page]:
-    """Start Chromium with a profile in an empty folder, and open a tab for the time of the block."""
+    """Start Chromium with an empty profile folder, and open a tab while the context is open."""
     assert CHROMIUM is not None
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     offline = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
@@ -103,7 +103,7 @@ async def new_page(folder: Path) -> AsyncIterator[Page]:
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
                 targets = await response.json(content_type=None)
-            (address,) = (each["webSocketDebuggerUrl"] for each in targets if each["type"] == "page")
+            (address,) = (target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
             async with session.ws_connect(address, max_msg_size=0) as socket:
                 yield Page(socket)
     finally:
@@ -112,7 +112,7 @@ async def new_page(folder: Path) -> AsyncIterator[Page]:
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    """Wait for the file in which Chromium writes the port of its DevTools."""
+    """Wait for the file that contains the port of Chromium's DevTools."""
     async with asyncio.timeout(WAIT):
         while not (file.exists() and (lines := file.read_text().splitlines())):
             assert process.poll() is None, "chromium did not start"
@@ -121,7 +121,7 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 def run(folder: Path, steps: Callable[[Page], Any]) -> Any:
-    """Run steps, a coroutine function of a page, in a Chromium of their own."""
+    """Run ``steps``, a coroutine function of a page, in a new Chromium."""
 
     async def all_steps() -> Any:
         async with new_page(folder) as page:

@@ -1,4 +1,4 @@
-"""How the installed Transformers calls the cache of a model: another name since 5.24."""
+"""The parameter name of the cache in the installed Transformers, which 5.24 renamed."""
 
 from inspect import signature
 

@@ -1,4 +1,4 @@
-"""Both clients behind calls that wait, so that a test is written once."""
+"""Sync and async clients behind blocking calls, so that one test covers both."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmpos.errors import MmposError
 _END = object()
 
 
-class Waiting:
-    """An AsyncClient whose calls wait, and whose streams are iterators; its event loop rests in between."""
+class Blocking:
+    """An AsyncClient whose calls block and whose streams are iterators; its event loop runs only during calls."""
 
     def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
         self._client, self._runner = client, runner
@@ -25,7 +25,7 @@ class Waiting:
         def call(*args: object, **kwargs: object) -> Any:
             result = getattr(self._client, name)(*args, **kwargs)
             if isinstance(result, AsyncClient):
-                return Waiting(result, self._runner)
+                return Blocking(result, self._runner)
             return self._items(result) if isinstance(result, AsyncIterator) else self._runner.run(result)
 
         return call
@@ -42,22 +42,22 @@ class Waiting:
 
 
 @contextmanager
-def opened(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
-    """Open a client whose calls wait: "sync" is a Client, "async" an AsyncClient in an event loop of its own."""
+def open_client(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
+    """Open a client with blocking calls: "sync" is a Client, "async" an AsyncClient with its own event loop."""
     if kind == "sync":
         with Client(addresses, **options) as client:
             yield client
         return
     with asyncio.Runner() as runner:
-        awaited = AsyncClient(addresses, **options)
+        client_ = AsyncClient(addresses, **options)
         try:
-            yield Waiting(awaited, runner)
+            yield Blocking(client_, runner)
         finally:
-            runner.run(awaited.close())
+            runner.run(client_.close())
 
 
 def failure(call: Callable[..., object], *args: object, **kwargs: object) -> tuple[type, str]:
-    """The type and the words of the error that a call raises."""
+    """Return the type and the message of the error that a call raises."""
     with pytest.raises(MmposError) as caught:
         call(*args, **kwargs)
     return type(caught.value), str(caught.value)

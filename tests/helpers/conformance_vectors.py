@@ -1,7 +1,7 @@
 """The vectors of mmpos.analysis.conformance, from the oracle and from Transformers' own functions; never from mmpos.
 
-``make vectors`` writes them anew, with their manifest, to mmpos/analysis/conformance/vectors. Settings that mmpos reads
-from configs choose inputs alone: what stands in a row of token ids.
+``make vectors`` rewrites them and their manifest in mmpos/analysis/conformance/vectors. Settings that mmpos reads from
+configs only select inputs: the token ids of a row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import mpmath
 import torch
 import transformers
 from hf_classes import FIELDS, ROTATION_FIELDS, rotations
+from layouts import padded
 from layouts_by_hand import LAYOUTS, NEXT, numbers
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from mpmath import mp
@@ -36,7 +37,6 @@ from rope_batches import (
     VISION_END,
     audio_tokens,
     method_of,
-    padded,
     with_settings,
 )
 from rotary_oracle import frequencies, pair_axes
@@ -64,19 +64,19 @@ GAP = 1
 """Padding of the longest row."""
 
 
-# Documents: what a batch holds, and its true ids.
+# Documents: the contents of a batch and its true ids.
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents as a program is given them, and their truth.
+    """Documents in the form that a program under test reads, and their true positions.
 
     Args:
-        documents: the objects of the request.
-        ids: of each document by itself.
-        nexts: the position after each document; None where there is none.
-        starts: the id at which each begins.
-        together: of each document in the batch, padded on either side, where a model was asked.
+        documents: JSON objects of the request.
+        ids: ids of each document alone.
+        nexts: the position after each document; None if there is none.
+        starts: the first id of each document.
+        together: ids of each document in the batch, by padding side, if a model computes them.
     """
 
     documents: list[Json]
@@ -90,20 +90,20 @@ class Batch:
         return [len(rows[0]) for rows in self.ids]
 
     def at(self, d: int, tokens: Iterable[int]) -> Rows:
-        """Ids of tokens of a document; those past its end are text at its next position."""
+        """Return the ids of some tokens of a document; tokens past its end are text from its next position on."""
         length, following = self.lengths[d], self.nexts[d]
         return [[row[i] if i < length else (following or 0) + i - length for i in tokens] for row in self.ids[d]]
 
-    def going_on(self, d: int, tokens: int) -> Json:
-        """The next position of a document of which so many tokens are kept, and the delta."""
+    def continuation(self, d: int, tokens: int) -> Json:
+        """Return the next position and the delta after keeping ``tokens`` tokens of a document."""
         following = self.nexts[d]
         return {} if following is None else {"next_position": following, "delta": following - self.starts[d] - tokens}
 
     def questions(self, cut: int) -> list[Json]:
-        """Every question about positions; the first chunk ends at this token."""
+        """Build every question about positions; the first chunk ends before token ``cut``."""
         cases: list[Json] = []
         for d, length in enumerate(self.lengths):
-            whole = {"position_ids": self.at(d, range(length)), **self.going_on(d, length)}
+            whole = {"position_ids": self.at(d, range(length)), **self.continuation(d, length)}
             cases.append({"ask": "prefill", "document": d, "want": whole})
         length = self.lengths[0]
         for start, stop in ((0, cut), (cut, length)):
@@ -116,7 +116,7 @@ class Batch:
             want = {"position_ids": self.at(0, window)}
             cases.append({"ask": "draft", "document": 0, "start": window.start, "length": len(window), "want": want})
         kept = [i for i in range(length) if i % 3 != 1]
-        want = {"position_ids": self.at(0, kept), **self.going_on(0, len(kept))}
+        want = {"position_ids": self.at(0, kept), **self.continuation(0, len(kept))}
         cases.append({"ask": "pruned", "document": 0, "keep": kept, "want": want})
         return [*cases, *self._padded(max(self.lengths) + GAP), self._packed()]
 
@@ -144,7 +144,7 @@ class Batch:
         return {"ask": "packed", "want": {"position_ids": ids, "cu_seqlens": bounds}}
 
 
-# Schemes, by the oracle.
+# Schemes, from the oracle.
 
 DOCUMENTS = (
     (7, [Text(3), Grid(2, 3), Text(2), Grid(4, 2), Text(1)]),
@@ -158,12 +158,12 @@ VIDEOS = (
     (5, [Grid(2, 4, frames=2, seconds_per_frame=Fraction(5, 2)), Text(1)]),
 )
 SEPARATED = ((0, [Text(2), Grid(2, 3, row_separator=True), Text(2)]), (1, [Text(3)]))
-"""Images whose rows end in a token."""
+"""Images with a token at the end of each row."""
 CROPS: Documents = (
     (3, [Text(2), Thumbnail(3, 2), *[Tile(2, 3), Tile(2, 3, tokens_after=1)] * 2, Text(1), Thumbnail(1, 2), Text(2)]),
     (0, [Thumbnail(2, 4), Tile(2, 4), Tile(2, 4, tokens_after=2)]),
 )
-"""Thumbnails with two rows of two tiles, with none, and with one row."""
+"""Thumbnails with two rows of two tiles, without tiles, and with one row."""
 APART: Documents = (
     (0, [Text(3), Grid(2, 3), Text(3), Audio(15), Text(2)]),
     (0, [Text(2), Grid(1, 2, frames=3, seconds_per_frame=Fraction(1, 2)), Text(3)]),
@@ -181,7 +181,7 @@ SCHEME_ROTARIES: Mapping[int, Json] = {
     3: {"head_dim": 24, "theta": 1000000.0, "allocation": "sections", "mrope_section": [2, 5, 5]},
     4: {"head_dim": 16, "theta": 10000.0, "allocation": "split"},
 }
-"""A rotation for the ids of each number of axes."""
+"""A rotation for each number of axes."""
 MORE_ROTARIES: Mapping[str, Sequence[Json]] = {
     "rope-tie": (
         {"head_dim": 16, "theta": 10000.0, "allocation": "split"},
@@ -192,7 +192,7 @@ MORE_ROTARIES: Mapping[str, Sequence[Json]] = {
     ),
     "mrope": ({"head_dim": 24, "theta": 5e5, "allocation": "mrope-interleaved", "mrope_section": [4, 4, 4]},),
 }
-"""Every allocation, once."""
+"""Every further allocation, once."""
 
 
 def segment(part: Segment) -> Json:
@@ -218,29 +218,29 @@ def document_of_parts(start: int, parts: Iterable[Segment]) -> Json:
 
 
 def scheme_batch(case: Case, documents: Iterable[tuple[int, list[Any]]]) -> Batch:
-    told = [(start if case.resumable else 7, parts) for start, parts in documents]  # one for all, without a cursor
-    made = [place_document(parts, case.name, start, **case.params) for start, parts in told]
+    placed = [(start if case.resumable else 7, parts) for start, parts in documents]  # without a cursor all start alike
+    truths = [place_document(parts, case.name, start, **case.params) for start, parts in placed]
     return Batch(
-        [document_of_parts(start, parts) for start, parts in told],
-        [[list(row) for row in zip(*each.ids, strict=True)] for each in made],
-        [each.next_position for each in made],
-        [start for start, _ in told],
+        [document_of_parts(start, parts) for start, parts in placed],
+        [[list(row) for row in zip(*truth.ids, strict=True)] for truth in truths],
+        [truth.next_position for truth in truths],
+        [start for start, _ in placed],
     )
 
 
 def model_batch(documents: Documents, tokens: Tokens, index: Index) -> Batch:
-    """Documents of a scheme, as the model that has it places them: behind a text of as many tokens as they start at."""
-    made = answered([tokens([*([Text(start)] if start else []), *parts]) for start, parts in documents], index)
+    """Place documents by the model that uses the scheme; a text before each document has the length of its start."""
+    batch = query([tokens([*([Text(start)] if start else []), *parts]) for start, parts in documents], index)
     starts = [start for start, _ in documents]
-    ids = [[axis[start:] for axis in rows] for rows, start in zip(made.ids, starts, strict=True)]
-    return Batch([document_of_parts(*each) for each in documents], ids, made.nexts, starts)
+    ids = [[axis[start:] for axis in rows] for rows, start in zip(batch.ids, starts, strict=True)]
+    return Batch([document_of_parts(*document) for document in documents], ids, batch.nexts, starts)
 
 
 def oracle_rotation(rotary: Json, ids: Rows) -> Json:
-    """Pair axes, cos and sin of ids, by the oracle of rotations."""
+    """Return pair axes, cos and sin of ids from the oracle of rotations."""
     plain = {"rotary_dim": rotary["head_dim"], "mrope_section": None, "axes_dim": None, "scaling": None}
-    told: Any = SimpleNamespace(**plain | rotary, axes=len(ids), inv_freq=None)
-    return turned(pair_axes(told), frequencies(told), ids)
+    fields: Any = SimpleNamespace(**plain | rotary, axes=len(ids), inv_freq=None)
+    return rotation(pair_axes(fields), frequencies(fields), ids)
 
 
 def scheme_groups() -> dict[str, list[Json]]:
@@ -268,13 +268,13 @@ def scheme_groups() -> dict[str, list[Json]]:
         ("tmrope-qwen3", model_batch(CLIPS, omni_tokens("qwen3_omni_moe"), omni_index("qwen3_omni_moe"))),
     ):
         scheme, groups = {"name": name, "parameters": {}}, files[name]
-        asked = {"documents": batch.documents, "cases": batch.questions(cut=5)}
-        groups.append({"group": f"{name}/{len(groups)}", "scheme": scheme, **asked})
+        questions = {"documents": batch.documents, "cases": batch.questions(cut=5)}
+        groups.append({"group": f"{name}/{len(groups)}", "scheme": scheme, **questions})
     return files | layout_groups()
 
 
 def layout_groups() -> dict[str, list[Json]]:
-    """Layouts of models that generate, whose ids are written by hand."""
+    """Build layouts of generating models, whose ids are written by hand."""
     files: dict[str, list[Json]] = {}
     for case, (layout, parts, axes) in LAYOUTS.items():
         scheme = get_scheme(layout)
@@ -282,7 +282,7 @@ def layout_groups() -> dict[str, list[Json]]:
             continue
         batch = Batch([document_of_parts(0, parts)], [[numbers(line) for line in axes]], [NEXT.get(case)], [0])
         groups = files.setdefault(scheme.name, [])
-        told = {"name": scheme.name, "parameters": changed_parameters(scheme)}
+        scheme_json = {"name": scheme.name, "parameters": changed_parameters(scheme)}
         cases = batch.questions(cut=batch.lengths[0] // 2)
         if not groups:
             by_angle = sorted(range(batch.lengths[0]), key=lambda i: sum(abs(row[i]) for row in batch.ids[0]))
@@ -290,15 +290,15 @@ def layout_groups() -> dict[str, list[Json]]:
             want = oracle_rotation(rotary, batch.at(0, tokens))
             cases.append({"ask": "rotation", "document": 0, "tokens": tokens, "rotary": rotary, "want": want})
         group = f"{scheme.name}/{len(groups)}"
-        groups.append({"group": group, "scheme": told, "documents": batch.documents, "cases": cases})
+        groups.append({"group": group, "scheme": scheme_json, "documents": batch.documents, "cases": cases})
     return files
 
 
 # Rotations.
 
 
-def turned(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any = 1) -> Json:
-    """The axis of each pair, null where it does not turn, and cos and sin of (tokens, pairs) by 60 digits."""
+def rotation(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any = 1) -> Json:
+    """Return the axis of each pair, null for unrotated pairs, and (tokens, pairs) cos and sin from 60 digits."""
     table: dict[str, list[list[float]]] = {"cos": [], "sin": []}
     with mpmath.workdps(60):
         for token in range(len(ids[0])):
@@ -309,34 +309,37 @@ def turned(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any = 
     return {"pair_axis": [a if a >= 0 and omega else None for a, omega in zip(axes, omegas, strict=True)], **table}
 
 
-def ladder(text: Any, layer_type: str | None, pairs: int) -> tuple[list[Any], Any]:
-    """Frequencies of the pairs by the formula of the config's rope type, and the factor on cos and sin."""
-    told = text.rope_parameters[layer_type] if layer_type else text.rope_parameters
-    dim, theta = 2 * pairs, mp.mpf(told["rope_theta"])
-    if "alpha" in told:  # NTK, at a length that is never passed
-        theta *= mp.mpf(told["alpha"]) ** (mp.mpf(dim) / (dim - 2))
+def formula_frequencies(text: Any, layer_type: str | None, pairs: int) -> tuple[list[Any], Any]:
+    """Return the frequencies of the pairs by the formula of the config's rope type, and the factor on cos and sin."""
+    parameters = text.rope_parameters[layer_type] if layer_type else text.rope_parameters
+    dim, theta = 2 * pairs, mp.mpf(parameters["rope_theta"])
+    if "alpha" in parameters:  # NTK, at a length that is never exceeded
+        theta *= mp.mpf(parameters["alpha"]) ** (mp.mpf(dim) / (dim - 2))
     plain = [theta ** (-mp.mpf(2 * j) / dim) for j in range(pairs)]
-    kind = told.get("rope_type", told.get("type"))
+    kind = parameters.get("rope_type", parameters.get("type"))
     if kind == "proportional":
-        turning = int(told["partial_rotary_factor"] * dim) // 2
+        turning = int(parameters["partial_rotary_factor"] * dim) // 2
         return [omega * (j < turning) for j, omega in enumerate(plain)], 1
     if kind != "yarn":
         return plain, 1
-    span = [
-        dim * mp.log(told["original_max_position_embeddings"] / (told[name] * 2 * mp.pi)) / (2 * mp.log(theta))
+    original = parameters["original_max_position_embeddings"]
+    bounds = [
+        dim * mp.log(original / (parameters[name] * 2 * mp.pi)) / (2 * mp.log(theta))
         for name in ("beta_fast", "beta_slow")
     ]
-    low, high = (mp.floor(span[0]), mp.ceil(span[1])) if told.get("truncate", True) else span
+    low, high = (mp.floor(bounds[0]), mp.ceil(bounds[1])) if parameters.get("truncate", True) else bounds
     shares = [min(max((j - low) / (high - low), mp.mpf(0)), mp.mpf(1)) for j in range(pairs)]
-    scaled = [omega / told["factor"] * s + omega * (1 - s) for omega, s in zip(plain, shares, strict=True)]
-    # mscale over mscale_all_dim is one where both are; else the factor of the paper.
-    return scaled, 1 if "mscale" in told else mp.mpf("0.1") * mp.log(told["factor"]) + 1
+    scaled = [omega / parameters["factor"] * s + omega * (1 - s) for omega, s in zip(plain, shares, strict=True)]
+    # mscale and mscale_all_dim cancel where both are set; otherwise the factor of the paper applies.
+    return scaled, 1 if "mscale" in parameters else mp.mpf("0.1") * mp.log(parameters["factor"]) + 1
 
 
 def model_rotations(config: Any, layer_type: str | None, ids: Rows) -> list[Json]:
-    """Rotation of the ids by Transformers' own module: what drives each pair is observed, and its float32 frequencies
-    confirm those of the formula; of the second channels of pairs too, where other axes drive them."""
-    if isinstance(config, dict):  # HunyuanImage-3.0, which is not in Transformers
+    """Return the rotation of ids by Transformers' own module, also for second channels of pairs that use other axes.
+
+    The axis of each pair is observed, and the module's float32 frequencies must confirm the formula.
+    """
+    if isinstance(config, dict):  # HunyuanImage-3.0 is not in Transformers
         rotary = {"head_dim": config["attention_head_dim"], "theta": config["rope_theta"], "allocation": "interleaved"}
         return [oracle_rotation(rotary, ids)]
     text = text_of(config)
@@ -344,38 +347,40 @@ def model_rotations(config: Any, layer_type: str | None, ids: Rows) -> list[Json
     prefix = f"{layer_type}_" if layer_type else ""
     observed = getattr(module, f"{prefix}inv_freq").double().tolist()
     factor = getattr(module, f"{prefix}attention_scaling", 1.0)
-    omegas, own_factor = ladder(text, layer_type, len(observed))
+    omegas, own_factor = formula_frequencies(text, layer_type, len(observed))
     driven = [[0] * len(omegas)]
     if len(ids) > 1:
         driven, observed = driven_by(module, len(ids), layer_type)
     for ours, other in zip([*omegas, own_factor], [*observed, factor], strict=True):
         if abs(float(ours) - other) > 1e-5 * abs(other):
             raise ValueError(f"{type(text).__name__}: got {float(ours)} by formula, {other} in Transformers")
-    return [turned(axes, omegas, ids, own_factor) for axes in driven]
+    return [rotation(axes, omegas, ids, own_factor) for axes in driven]
 
 
 def driven_by(module: Any, axes: int, layer_type: str | None) -> tuple[list[list[int]], list[float]]:
-    """Turn every channel by one id on each axis alone.
+    """Rotate every channel by one id on one axis at a time.
 
     Returns:
-        the axis of the first channel of every pair, and of the second channels where they differ; and frequencies.
+        The axis of the first channel of every pair, also of the second channels if they differ; and the frequencies.
     """
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     options = {"layer_type": layer_type} if layer_type else {}
     channels = 2 * len(getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq"))
     turning = torch.eye(channels)[None, None]
     ids = torch.eye(axes, dtype=torch.int64)[:, :, None, None].expand(-1, -1, 1, channels)
-    moved = torch.stack([apply(turning, turning, *module(torch.zeros(1), each, **options))[0][0, 0] for each in ids])
+    moved = torch.stack(
+        [apply(turning, turning, *module(torch.zeros(1), axis_ids, **options))[0][0, 0] for axis_ids in ids]
+    )
     sines = (moved * (1 - torch.eye(channels))).abs()  # (axes, from, to)
     axis = sines.amax(dim=1).argmax(dim=0).tolist()
     partner = sines.sum(dim=0).argmax(dim=0).tolist()
     firsts = [c for c in range(channels) if c < partner[c]]
-    found = [[axis[c] for c in firsts], [axis[partner[c]] for c in firsts]]
+    driven = [[axis[c] for c in firsts], [axis[partner[c]] for c in firsts]]
     angles = sines.amax(dim=(0, 1)).double().asin().tolist()
-    return found if found[0] != found[1] else found[:1], [angles[c] for c in firsts]
+    return driven if driven[0] != driven[1] else driven[:1], [angles[c] for c in firsts]
 
 
-# Models, by Transformers' own get_rope_index.
+# Models, from Transformers' own get_rope_index.
 
 PARTS = ("text_config", "vision_config", "thinker_config", "vlm_config", "dit_config")
 ESSENTIAL = {
@@ -383,7 +388,7 @@ ESSENTIAL = {
     *("partial_rotary_factor", "image_token_index", "video_token_index", "attention_head_dim", "downsample_mode"),
     *("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
 }
-"""Fields of a config.json that say something about positions."""
+"""Fields of a config.json that affect positions."""
 
 STILLS: list[list[Any]] = [[3, (1, 4, 6), 2, (1, 2, 2), 4], [(1, 6, 4), 7]]
 FILMS: list[list[Any]] = [[2, (2, 4, 4), 3, (1, 4, 8), 1], [4, (4, 2, 6), 3], [6]]
@@ -391,17 +396,17 @@ FILMS: list[list[Any]] = [[2, (2, 4, 4), 3, (1, 4, 8), 1], [4, (4, 2, 6), 3], [6
 
 
 def essentials(config: Any) -> Json:
-    """The fields of a config that are about positions; the rest has no part in them."""
-    told = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
+    """Return the fields of a config that affect positions."""
+    fields = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     return {
         key: essentials(value) if key in PARTS else value
-        for key, value in told.items()
+        for key, value in fields.items()
         if key in ESSENTIAL and value is not None
     }
 
 
 def text_of(config: Any) -> Any:
-    """The config of the language model."""
+    """Return the config of the language model."""
     for name in ("thinker_config", "vlm_config"):
         config = getattr(config, name, config)
     return config.get_text_config()
@@ -412,13 +417,13 @@ def number(value: float) -> int | Fraction:
 
 
 Tokens = Callable[[list[Segment]], Json]
-"""Writes the document of a scheme as one of a model."""
+"""Encode the document of a scheme as a document of a model."""
 Index = Callable[[list[Json], str, int], tuple[Any, Sequence[float]]]
-"""Gives ids of (axes, batch, width), padded on this side to this width, and the delta of each document."""
+"""Return (axes, batch, width) ids, padded on a side to a width, and the delta of each document."""
 
 
-def answered(documents: list[Json], index: Index) -> Batch:
-    """The batch whose ids a function gives."""
+def query(documents: list[Json], index: Index) -> Batch:
+    """Build a batch from the ids that a function returns."""
     lengths = [len(document["input_ids"]) for document in documents]
 
     def rows_of(chosen: slice, side: str, width: int) -> tuple[list[Rows], Sequence[float]]:
@@ -437,14 +442,14 @@ def answered(documents: list[Json], index: Index) -> Batch:
 
 
 def inputs(documents: list[Json], side: str, width: int) -> tuple[list[list[int]], Any, Any, list[Any]]:
-    """Rows of input_ids, the same padded, their mask, and the grids of images and videos of all documents."""
+    """Return rows of input_ids, the padded rows, their mask, and the grids of all images and videos."""
     rows = [document["input_ids"] for document in documents]
     mask = filled([[1] * len(row) for row in rows], side, width)
     return rows, filled(rows, side, width), mask, [tensor(every(documents, name)) for name in GRIDS]
 
 
 def filled(rows: list[list[int]], side: str, width: int) -> Any:
-    """Rows padded to a width."""
+    """Pad rows to a width."""
     return padded([*rows, [0] * width], side)[:-1]
 
 
@@ -460,28 +465,33 @@ def tensor(values: Any) -> Any:
 
 
 def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
-    """Input of one document, without the grids that it has none of."""
-    grids = {name: [list(grid) for grid in each] for name, each in zip(GRIDS, (images, videos), strict=True) if each}
+    """Encode the input of one document, without empty lists of grids."""
+    grids = {
+        name: [list(grid) for grid in listed] for name, listed in zip(GRIDS, (images, videos), strict=True) if listed
+    }
     return {"input_ids": row, **grids}
 
 
 def vision_language(model: str) -> list[Batch]:
-    """Images, and where the model knows them videos, by a get_rope_index that takes mm_token_type_ids."""
+    """Build a batch of images and one of videos with a get_rope_index that takes mm_token_type_ids."""
     settings = settings_of(model)
     method = method_of(model, config_of(model))
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         rows, ids, mask, grids = inputs(documents, side, width)
         kinds = filled(kinds_of(settings, rows), side, width)
-        found, delta = method(ids, kinds, *grids, attention_mask=mask)
-        return found, delta[:, 0].tolist()
+        ids, delta = method(ids, kinds, *grids, attention_mask=mask)
+        return ids, delta[:, 0].tolist()
 
-    made = [[tokens_of(settings, [document]) for document in layout] for layout in (STILLS, FILMS)]
-    return [answered([document_of(rows[0], *grids) for rows, *grids in layout], index) for layout in made]
+    layouts = [[tokens_of(settings, [document]) for document in layout] for layout in (STILLS, FILMS)]
+    return [query([document_of(rows[0], *grids) for rows, *grids in layout], index) for layout in layouts]
 
 
 def hunyuan_vl(model: str) -> list[Batch]:
-    """Images of rows that end in a token, with one more before and after; Transformers counts them over the batch."""
+    """Build a batch of images whose rows end in a token, with one more token before and after each image.
+
+    Transformers counts the images over the whole batch.
+    """
     config = config_of(model)
     begin, patch, end = config.im_start_id, config.image_token_id, config.im_end_id
     method = method_of(model, config)
@@ -491,16 +501,16 @@ def hunyuan_vl(model: str) -> list[Batch]:
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, (images, _) = inputs(documents, side, width)
-        found, delta = method(ids, (ids == patch).long(), images, attention_mask=mask)
-        return found, delta[:, 0].tolist()
+        positions, delta = method(ids, (ids == patch).long(), images, attention_mask=mask)
+        return positions, delta[:, 0].tolist()
 
     first = [TEXT, TEXT, *image(2, 3), TEXT, *image(1, 2), TEXT]
     documents = [document_of(first, [(1, 4, 6), (1, 2, 4)], []), document_of([TEXT, *image(3, 1)], [(1, 6, 2)], [])]
-    return [answered(documents, index)]
+    return [query(documents, index)]
 
 
 def glm_image(model: str) -> list[Batch]:
-    """Images of a prompt; none to generate."""
+    """Build a batch of prompts with images; no image is generated."""
     config = config_of(model)
     begin, patch, end = config.image_start_token_id, config.image_token_id, config.image_end_token_id
     method = method_of(model, config)
@@ -508,16 +518,16 @@ def glm_image(model: str) -> list[Batch]:
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, (images, _) = inputs(documents, side, width)
         counts = torch.tensor([len(document["image_grid_thw"]) for document in documents])
-        found, _ = method(ids, images, counts, mask)
-        return found, [int((found[:, d] * m).max()) + 1 - int(m.sum()) for d, m in enumerate(mask)]
+        positions, _ = method(ids, images, counts, mask)
+        return positions, [int((positions[:, d] * m).max()) + 1 - int(m.sum()) for d, m in enumerate(mask)]
 
     first = [TEXT, TEXT, begin, *[patch] * 6, end, TEXT, begin, *[patch] * 2, end, TEXT]
     second = [begin, *[patch] * 4, end, TEXT]
-    return [answered([document_of(first, [(1, 2, 3), (1, 1, 2)], []), document_of(second, [(1, 4, 1)], [])], index)]
+    return [query([document_of(first, [(1, 2, 3), (1, 1, 2)], []), document_of(second, [(1, 4, 1)], [])], index)]
 
 
 def hunyuan_image(model: str) -> list[Batch]:
-    """The floored second tie of the oracle; test_models.py has ids of the model by hand."""
+    """Build a batch with the floored rope-tie-v2 of the oracle; test_models.py has ids of the model by hand."""
     patch = config_of(model)["image_token_id"]
     batch = [
         document_of([*[TEXT] * 3, *[patch] * 6, *[TEXT] * 2, *[patch] * 4, TEXT], [(1, 2, 3), (1, 4, 1)], []),
@@ -527,9 +537,9 @@ def hunyuan_image(model: str) -> list[Batch]:
         [Text(3), Grid(2, 3), Text(2), Grid(4, 1), Text(1)],
         [Text(2), Grid(1, 2), Text(1)],
     ]
-    made = [place_document(document, "rope-tie-v2", rounding="floor") for document in parts]
-    ids = [[list(map(int, axis)) for axis in zip(*each.ids, strict=True)] for each in made]
-    return [Batch(batch, ids, [each.next_position for each in made], [0, 0])]
+    truths = [place_document(document, "rope-tie-v2", rounding="floor") for document in parts]
+    ids = [[list(map(int, axis)) for axis in zip(*truth.ids, strict=True)] for truth in truths]
+    return [Batch(batch, ids, [truth.next_position for truth in truths], [0, 0])]
 
 
 def omni_index(model: str) -> Index:
@@ -537,7 +547,7 @@ def omni_index(model: str) -> Index:
 
     def index(documents: list[Json], side: str, width: int) -> tuple[Any, Any]:
         _, ids, mask, grids = inputs(documents, side, width)
-        found, delta = method(
+        positions, delta = method(
             ids,
             *grids,
             attention_mask=mask,
@@ -545,26 +555,26 @@ def omni_index(model: str) -> Index:
             audio_seqlens=tensor(every(documents, "audio_feature_lengths")),
             second_per_grids=tensor([float(Fraction(value)) for value in every(documents, "seconds_per_grid")]),
         )
-        return found, delta[:, 0].tolist()
+        return positions, delta[:, 0].tolist()
 
     return index
 
 
 def omni_tokens(model: str) -> Tokens:
-    """Tokens and grids of documents, markers at the ends of text; clips as the processor of the model merges them."""
+    """Encode documents with markers at the ends of text, and clips as the model's processor merges them."""
     marks = {Audio: (SOUND, SOUND_END), Grid: (VISION, VISION_END)}
 
     def tokens(parts: list[Segment]) -> Json:
-        made: Json = {"input_ids": []}
-        row = made["input_ids"]
+        document: Json = {"input_ids": []}
+        row = document["input_ids"]
 
-        def told(**values: Any) -> None:
+        def append(**values: Any) -> None:
             for name, value in values.items():
-                made.setdefault(name, []).append(value)
+                document.setdefault(name, []).append(value)
 
-        def heard(tokens: int) -> None:
+        def append_audio(tokens: int) -> None:
             frames = next(frames for frames in count(1) if audio_tokens(model, frames) == tokens)
-            told(audio_lengths=tokens, audio_feature_lengths=frames)
+            append(audio_lengths=tokens, audio_feature_lengths=frames)
 
         for n, part in enumerate(parts):
             before, after = (type(parts[i]) if 0 <= i < len(parts) else None for i in (n - 1, n + 1))
@@ -578,35 +588,35 @@ def omni_tokens(model: str) -> Tokens:
                         row[-1] = marks[after][0]
                 case Audio(length):
                     row += [AUDIO] * length
-                    heard(length)
+                    append_audio(length)
                 case Clip():
                     patches, seconds = part.height * part.width, part.seconds_per_frame or Fraction(1)
                     order = processor_order(model, part.frames, patches, part.audio, seconds)
                     merged = [{1: VIDEO, 3: AUDIO}[kind] for kind in order[2:-2]]
                     row += [VISION, SOUND, *merged, SOUND_END, VISION_END]
-                    heard(part.audio)
-                    told(video_grid_thw=thw, seconds_per_grid=seconds)
-                    made["use_audio_in_video"] = True
+                    append_audio(part.audio)
+                    append(video_grid_thw=thw, seconds_per_grid=seconds)
+                    document["use_audio_in_video"] = True
                 case Grid(frames=1):
                     row += [IMAGE] * (part.height * part.width)
-                    told(image_grid_thw=thw)
+                    append(image_grid_thw=thw)
                 case Grid():
                     row += [VIDEO] * (part.frames * part.height * part.width)
-                    told(video_grid_thw=thw, seconds_per_grid=part.seconds_per_frame)
-        return made
+                    append(video_grid_thw=thw, seconds_per_grid=part.seconds_per_frame)
+        return document
 
     return tokens
 
 
 def omni(model: str) -> list[Batch]:
-    """Images, audio and a silent video; then a video merged with its sound."""
+    """Build a batch of images, audio and a silent video, and one of a video merged with its sound."""
     whole = model.removesuffix("_thinker")
     tokens = omni_tokens(whole)
-    return [answered([tokens(parts) for _, parts in batch], omni_index(whole)) for batch in (APART, CLIPS)]
+    return [query([tokens(parts) for _, parts in batch], omni_index(whole)) for batch in (APART, CLIPS)]
 
 
 def minicpm_tokens(parts: list[Segment], film: bool = False) -> Json:
-    """Tokens and grids of thumbnails and tiles, which merge 4×4 patches; those of a film are its frames."""
+    """Encode thumbnails and tiles, which merge 4×4 patches; in a film they are frames."""
     config = config_of("minicpmv4_7")
     patch = config.video_token_id if film else config.image_token_id
     row: list[int] = []
@@ -628,21 +638,21 @@ def minicpm_index(documents: list[Json], side: str, width: int) -> tuple[Any, An
     method = method_of("minicpmv4_7", config)
     _, ids, mask, grids = inputs(documents, side, width)
     types = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id)
-    sizes = [None if each is None else each[:, 1:] for each in grids]
-    found, delta = method(ids, types, *sizes, attention_mask=mask)
-    return found, delta[:, 0].tolist()
+    sizes = [None if grid_thw is None else grid_thw[:, 1:] for grid_thw in grids]
+    positions, delta = method(ids, types, *sizes, attention_mask=mask)
+    return positions, delta[:, 0].tolist()
 
 
 def minicpm(model: str) -> list[Batch]:
-    """Images in tiles; then a video, whose frames are thumbnails."""
+    """Build a batch of images in tiles, and one of a video whose frames are thumbnails."""
     images = [minicpm_tokens(parts) for _, parts in CROPS]
     frames: list[Segment] = [Text(2), *[Thumbnail(1, 2)] * 3, Text(2), Thumbnail(2, 1), Tile(3, 2), Text(1)]
     film = [minicpm_tokens(frames, film=True), minicpm_tokens([Thumbnail(2, 2), Text(3)])]
-    return [answered(images, minicpm_index), answered(film, minicpm_index)]
+    return [query(images, minicpm_index), query(film, minicpm_index)]
 
 
 def one_axis(model: str) -> list[Batch]:
-    """Tokens that count alike, placeholders among them: test_models_logits.py compares the logits."""
+    """Assign consecutive ids to all tokens, placeholders included; test_models_logits.py compares the logits."""
     image, first = settings_of(model).placeholders.image, FIRST.get(model, 0)
     patch = TEXT if image is None else image
     rows = [[TEXT, TEXT, *[patch] * 6, TEXT, TEXT, *[patch] * 2, TEXT], [TEXT, *[patch] * 4, TEXT]]
@@ -651,11 +661,11 @@ def one_axis(model: str) -> list[Batch]:
 
 
 FIRST = {"paligemma": 1}
-"""The first id, where it is not 0: "Paligemma positions are 1-indexed" in Transformers."""
+"""The first id, if it is not 0: "Paligemma positions are 1-indexed" in Transformers."""
 
 
 def neomme(model: str) -> list[Batch]:
-    """An image and text, by the model's own processor; it encodes, and nothing follows an image."""
+    """Build a batch of an image and a text with the model's own processor; no token can follow an image."""
     config = config_of(model)
     grid = (2, 3)
     rows = [document_image(config, *grid), [TEXT + 4] * 5]
@@ -675,8 +685,8 @@ OTHERS: Mapping[str, Callable[[str], list[Batch]]] = {
 }
 
 
-def told_of(model: str) -> Any:
-    """The config of a model, as released where its class has another clock, no marker, or no word of its sections."""
+def released_config(model: str) -> Any:
+    """Return the config as released where its class has another time unit, no marker, or no sections."""
     config = config_of(model)
     inner = getattr(config, "thinker_config", config)
     if not isinstance(config, dict):
@@ -696,16 +706,16 @@ def model_groups() -> dict[str, list[Json]]:
     for model in MODEL_TYPES:
         scheme = settings_of(model).scheme
         batches = OTHERS.get(model, vision_language if scheme.axes > 1 else one_axis)(model)
-        config, layer_type = told_of(model), LAYER_TYPES.get(model)
+        config, layer_type = released_config(model), LAYER_TYPES.get(model)
         groups = files.setdefault(model if scheme.axes > 1 else "one_axis", [])
         for n, batch in enumerate(batches):
             cases = batch.questions(cut=6)
             if n == 0:
                 tokens = [6, batch.lengths[0] - 1]
                 want = model_rotations(config, layer_type, batch.at(0, tokens))
-                for channel, each in enumerate(want):
+                for channel, rotation_ in enumerate(want):
                     which = {"channel": channel} if len(want) > 1 else {}
-                    cases.append({"ask": "rotation", "document": 0, "tokens": tokens, **which, "want": each})
+                    cases.append({"ask": "rotation", "document": 0, "tokens": tokens, **which, "want": rotation_})
             group = {"group": f"{model}/{n}", "config": essentials(config)}
             layer = {} if layer_type is None else {"layer_type": layer_type}
             groups.append({**group, **layer, "documents": batch.documents, "cases": cases})
@@ -713,18 +723,18 @@ def model_groups() -> dict[str, list[Json]]:
 
 
 def whole_fractions(value: Any) -> Any:
-    """Fractions as integers, or as text such as 9/2, throughout."""
+    """Write fractions as integers or as text such as 9/2, recursively."""
     if isinstance(value, dict):
-        return {key: whole_fractions(each) for key, each in value.items()}
+        return {key: whole_fractions(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [whole_fractions(each) for each in value]
+        return [whole_fractions(item) for item in value]
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else str(value)
     return value
 
 
 def files() -> dict[str, bytes]:
-    """Every file of the vectors but the schema, by its path."""
+    """Encode every file of the vectors except the schema, by path."""
     logging.disable(logging.CRITICAL)
     folders = {"schemes": scheme_groups(), "models": model_groups()}
     written = {
@@ -744,9 +754,9 @@ def files() -> dict[str, bytes]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if sys.argv[1:] else VECTORS
-    made = files()
+    contents = files()
     for old in folder.glob("*/*.jsonl"):
         old.unlink()
-    for name, data in made.items():
+    for name, data in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""Small corpora of photos with captions, the same records in every format; and callables that fail, for workers."""
+"""Small corpora of captioned photos, the same records in every format, and callables that fail in workers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostile_images import encoded
 from PIL import Image
 
 from mmpos.data.examples import Location
@@ -28,13 +29,11 @@ Record = dict[str, Any]
 
 @cache
 def photo(i: int) -> bytes:
-    """A JPEG of 16 to 40 pixels a side, of one of six sizes."""
+    """Encode a JPEG of 16 to 40 pixels a side, in one of six sizes."""
     name = ("chelsea.jpg", "coffee.jpg")[i % 2]
-    with Image.open(PHOTOS / name) as whole:
-        small = whole.resize((16 + 8 * (i % 3), 40 - 8 * (i % 2)))
-    out = io.BytesIO()
-    small.save(out, "jpeg", quality=80)
-    return out.getvalue()
+    with Image.open(PHOTOS / name) as image:
+        small = image.resize((16 + 8 * (i % 3), 40 - 8 * (i % 2)))
+    return encoded(small, "jpeg", quality=80)
 
 
 def caption(i: int) -> str:
@@ -42,7 +41,7 @@ def caption(i: int) -> str:
 
 
 def records(start: int, stop: int) -> list[Record]:
-    """Records as Parquet and datasets have them."""
+    """Return records in the form of Parquet and datasets."""
     return [
         {"id": str(i), "image": {"bytes": photo(i % 6), "path": None}, "text": caption(i)} for i in range(start, stop)
     ]
@@ -58,9 +57,9 @@ def write_parquet(path: Path, rows: Sequence[Record], group: int = 8) -> Path:
     return path
 
 
-def write_jsonl(path: Path, rows: Sequence[Record], opened: Callable[..., Any] | None = None) -> Path:
-    opened = opened or (gzip.open if path.suffix == ".gz" else open)
-    with opened(path, "wb") as file:
+def write_jsonl(path: Path, rows: Sequence[Record], open_file: Callable[..., Any] | None = None) -> Path:
+    open_file = open_file or (gzip.open if path.suffix == ".gz" else open)
+    with open_file(path, "wb") as file:
         for row in rows:
             url = "data:image/jpeg;base64," + base64.b64encode(row["image"]["bytes"]).decode()
             file.write((json.dumps({**row, "image": url}) + "\n").encode())
@@ -78,8 +77,8 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
 
 
 @dataclass(frozen=True)
-class MadeShard:
-    """A shard whose records are made of their number."""
+class NumberedShard:
+    """A shard whose records are derived from their index."""
 
     source: str
     size: int
@@ -97,7 +96,7 @@ class MadeShard:
 
 
 class OddError(Exception):
-    """An error that cannot be unpickled, as those of some packages."""
+    """An error that cannot be unpickled, like the errors of some packages."""
 
     def __init__(self, *, status: int) -> None:
         super().__init__(f"status {status}")

@@ -1,4 +1,4 @@
-"""Small transformers of diffusers with random weights, and calls of each: as released, and by positions."""
+"""Small transformers of diffusers with random weights, and calls of each, as released and by positions."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mmpos.integrations.diffusers import TransformerSettings, from_diffusers, pa
 __all__ = ["MODELS", "Flux2", "Model", "Wan", "WanFromImages", "joined"]
 
 SIZES = ((2, 4, 6), (3, 3, 5), (1, 8, 2))
-"""Frames, rows and columns of three images, in tokens; without the frames where a model has none."""
+"""Frames, rows and columns of three images in tokens; models without frames ignore the first number."""
 
 TEXTS = (5, 3, 7)
 REFERENCES = (((2, 3),), (), ((3, 2), (2, 2), (4, 3)))
-"""Rows and columns of the references of each image, where a model takes some."""
+"""Rows and columns of the reference images of each image, for models that take references."""
 
 
 class Model(ABC):
-    """A transformer, and what it gets for three images of different sizes.
+    """A transformer and its inputs for three images of different sizes.
 
     Attributes:
-        name: of its class.
-        config: small.
+        name: name of its class.
+        config: config of a small transformer.
     """
 
     name: ClassVar[str]
@@ -49,19 +49,19 @@ class Model(ABC):
         self.latents = [torch.randn(4, f, 2 * h, 2 * w) for f, h, w in self.sizes]
 
     def transformer(self) -> Any:
-        """Make the transformer."""
+        """Build the transformer."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = getattr(diffusers, self.name)(**self.config).eval()
-        for parameter in made.parameters():
+            transformer = getattr(diffusers, self.name)(**self.config).eval()
+        for parameter in transformer.parameters():
             nn.init.normal_(parameter, std=0.2)
-        return made
+        return transformer
 
     def settings(self) -> TransformerSettings:
         return from_diffusers({"_class_name": self.name, **self.config})
 
     def document(self, i: int) -> list[Text | Grid]:
-        """Text and images."""
+        """Return the text and the images."""
         frames, height, width = self.sizes[i]
         grids = [Grid(height, width, frames=frames), *(Grid(h, w) for h, w in self.references_of[i])]
         return [Text(TEXTS[i]), *grids] if self.text else [*grids]
@@ -71,18 +71,18 @@ class Model(ABC):
 
     @abstractmethod
     def alone(self, transformer: Any, i: int) -> Tensor:
-        """Run image i as released."""
+        """Run image i as diffusers released the model."""
 
     @abstractmethod
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
-        """Run images by positions, packed or in rows of a batch."""
+        """Run images by positions, packed or as rows of a batch."""
 
     def rows(self, x: Tensor, which: Sequence[int], batch: bool) -> Tensor:
         return x.expand(len(which), *x.shape[1:]) if batch else x
 
 
 def joined(xs: Sequence[Tensor], batch: bool) -> Tensor:
-    """Tokens in one row, or in rows of their own, whose padding is no zeros."""
+    """Join tokens to one row, or to one row each with random padding."""
     if not batch:
         return torch.cat(list(xs)).unsqueeze(0)
     rows = torch.randn(len(xs), max(len(x) for x in xs), xs[0].shape[1]) * 9
@@ -103,27 +103,27 @@ def _ids(width: int, *axes: Tensor) -> Tensor:
 
 
 class Tokens(Model):
-    """Transformers that get tokens of texts and images."""
+    """Transformers whose inputs are tokens of texts and images."""
 
     def alone(self, transformer: Any, i: int) -> Tensor:
-        got = transformer(
+        output = transformer(
             hidden_states=self.images[i][None],
             encoder_hidden_states=self.texts[i][None],
             timestep=self.timestep,
             **self.one(i),
         )
-        return got.sample[0]
+        return output.sample[0]
 
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
         images = [self.images[i] for i in which]
-        got = transformer(
+        output = transformer(
             hidden_states=joined(images, batch),
             encoder_hidden_states=joined([self.texts[i] for i in which], batch),
             timestep=self.rows(self.timestep, which, batch),
             positions=positions,
             **self.all(which, batch),
         )
-        return cut(got.sample, images, batch)
+        return cut(output.sample, images, batch)
 
     @abstractmethod
     def one(self, i: int) -> dict[str, Any]: ...
@@ -132,7 +132,7 @@ class Tokens(Model):
         return {}
 
     def planes(self, i: int) -> list[tuple[int, int, int]]:
-        """Number, rows and columns of every image."""
+        """Return number, rows and columns of every image."""
         sizes = [self.sizes[i][1:], *self.references_of[i]]
         return [(k, height, width) for k, (height, width) in enumerate(sizes)]
 
@@ -154,7 +154,7 @@ class Flux(Tokens):
     takes: ClassVar[tuple[str, ...]] = ("pooled_projections", "guidance")
 
     def ids(self, i: int) -> tuple[Tensor, Tensor]:
-        """Of images and of text."""
+        """Return the ids of images and of text."""
         images = [_ids(3, torch.tensor([k]), torch.arange(h), torch.arange(w)) for k, h, w in self.planes(i)]
         return torch.cat(images), torch.zeros(TEXTS[i], 3)
 
@@ -162,8 +162,8 @@ class Flux(Tokens):
         return {**dict(zip(("img_ids", "txt_ids"), self.ids(i), strict=True)), **self.all([i], False)}
 
     def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
-        taken = {"pooled_projections": self.pooled, "guidance": self.guidance}
-        return {name: self.rows(taken[name], which, batch) for name in self.takes}
+        values = {"pooled_projections": self.pooled, "guidance": self.guidance}
+        return {name: self.rows(values[name], which, batch) for name in self.takes}
 
 
 class Bria(Flux):
@@ -280,21 +280,21 @@ class Ltx(Tokens):
 
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
         images = [self.images[i] for i in which]
-        got = transformer(
+        output = transformer(
             hidden_states=joined(images, batch),
             encoder_hidden_states=joined(self.texts, batch=True)[list(which)],
             encoder_attention_mask=self.mask[list(which)],
             timestep=self.rows(self.timestep, which, batch),
             positions=positions,
         )
-        return cut(got.sample, images, batch)
+        return cut(output.sample, images, batch)
 
 
 class Latents(Model):
-    """Transformers that cut latents into patches.
+    """Transformers that split latents into patches.
 
     Attributes:
-        text_name: name of the argument that brings texts.
+        text_name: name of the argument for texts.
     """
 
     text_name: ClassVar[str] = "encoder_hidden_states"
@@ -312,17 +312,17 @@ class Latents(Model):
 
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
         latents = [self.latents_of(i) for i in which]
-        got = transformer(
+        output = transformer(
             hidden_states=pack_latents(latents, 2, batch=batch),
             timestep=self.rows(self.timestep, which, batch),
             positions=positions,
             **{self.text_name: self.texts_in_rows(which, batch)},
             **self.all(which, batch),
         )
-        return unpack_latents(got.sample, [x.shape[1:] for x in latents], 2)
+        return unpack_latents(output.sample, [x.shape[1:] for x in latents], 2)
 
     def texts_in_rows(self, which: Sequence[int], batch: bool) -> Tensor:
-        """A row for each."""
+        """Return texts, one row each."""
         return joined([self.texts[i] for i in which], batch=True)
 
     def one(self, i: int) -> dict[str, Any]:
@@ -350,7 +350,7 @@ class Wan(Latents):
 
     def __init__(self) -> None:
         super().__init__()
-        self.texts = [torch.randn(6, 24) for _ in TEXTS]  # all as long as the longest, as its pipeline has them
+        self.texts = [torch.randn(6, 24) for _ in TEXTS]  # its pipeline pads all texts to one length
 
 
 class ChronoEdit(Wan):
@@ -373,7 +373,7 @@ class WanVace(Wan):
 
 
 class WanFromImages(Wan):
-    """Wan whose cross-attention sees images beside texts, which have 512 tokens then."""
+    """Wan whose cross-attention also sees images, which requires texts of 512 tokens."""
 
     config: ClassVar[dict[str, Any]] = {**Wan.config, "image_dim": 8, "added_kv_proj_dim": 48}
 
@@ -469,4 +469,4 @@ _ALL = (
     Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, Wan, WanVace, ChronoEdit, HunyuanVideo, Ltx, Lumina2,
     ErnieImage,
 )  # fmt: skip
-MODELS: dict[str, type[Model]] = {one.name: one for one in _ALL}
+MODELS: dict[str, type[Model]] = {model.name: model for model in _ALL}

@@ -1,4 +1,4 @@
-"""Cos and sin of diffusers' own classes for a document: what its pipeline gives its transformer, turned to pairs."""
+"""Cos and sin of pairs from diffusers' own classes for a document, with the inputs that its pipeline would pass."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ CosSin = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its images, the generated one first, in tokens."""
+    """The number of text tokens and the images in tokens, the generated image first."""
 
     text: int
     images: tuple[tuple[int, int, int], ...]
 
     def parts(self, settings: TransformerSettings, *, text: bool = True) -> list[Text | Grid]:
-        """What ``settings.place`` takes."""
+        """Return the parts that ``settings.place`` takes."""
         texts = [Text(self.text)] if text and self.text else []
         return [*texts, *(Grid(h, w, frames=f) for f, h, w in self.images)]
 
     @property
     def latents(self) -> Tensor:
-        """Latents of the image, of one channel, in tokens of 2 × 2."""
+        """Zero latents of the generated image, with one channel and 2 × 2 latents per token."""
         frames, height, width = self.images[0]
         return torch.zeros(1, 1, frames, 2 * height, 2 * width)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A class of diffusers.
+    """A transformer class of diffusers.
 
     Args:
-        config: small.
-        turned: (transformer, document) to (tokens, pairs) cos and sin, text first.
-        dtype: in which it makes its angles.
+        config: config of a small transformer.
+        rotation: function of transformer and document that returns (tokens, pairs) cos and sin, text first.
+        dtype: dtype of its angles.
         text: whether text has positions.
-        images: the most images of a document; −2 for two always.
+        images: the most images of a document; −2 requires two.
         frames: whether images have frames.
-        even: what the tokens of its text are a multiple of.
-        pairing: of the channels that its processors turn by these.
+        even: divisor of the number of text tokens.
+        pairing: pairing of the channels that its attention processors rotate.
     """
 
     config: Mapping[str, Any]
-    turned: Callable[[Any, Document], CosSin]
+    rotation: Callable[[Any, Document], CosSin]
     dtype: torch.dtype = torch.float64
     text: bool = True
     images: int = 1
@@ -65,20 +65,20 @@ class Peer:
 
 
 def transformer_of(name: str) -> Any:
-    """Make a small transformer of a class."""
+    """Build a small transformer of a class."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(diffusers, name)(**PEERS[name].config)
 
 
 def _grid(*starts: int, frames: int, height: int, width: int) -> Tensor:
-    """(tokens, 3) ids of a grid from these."""
+    """Return (tokens, 3) ids of a grid with these starts."""
     ranges = (torch.arange(s, s + n) for s, n in zip(starts, (frames, height, width), strict=True))
     return torch.cartesian_prod(*ranges).reshape(-1, 3)
 
 
 def _repeated(pair: CosSin) -> CosSin:
-    """(tokens, channels) with adjacent channels alike."""
+    """Take one of each two adjacent, equal channels of (tokens, channels)."""
     cos, sin = (x.reshape(-1, x.shape[-1]) for x in pair)
     assert torch.equal(cos[:, ::2], cos[:, 1::2])
     return cos[:, ::2], sin[:, ::2]
@@ -97,7 +97,7 @@ def _complex(x: Tensor) -> CosSin:
 
 
 def _matrices(x: Tensor) -> CosSin:
-    """(…, pairs, 2, 2) rotations."""
+    """Take cos and sin from (…, pairs, 2, 2) rotations."""
     x = x.reshape(-1, *x.shape[-3:])
     assert torch.equal(x[..., 0, 0], x[..., 1, 1])
     assert torch.equal(x[..., 0, 1], -x[..., 1, 0])
@@ -105,18 +105,18 @@ def _matrices(x: Tensor) -> CosSin:
 
 
 def _still(text: int, pair: CosSin) -> CosSin:
-    """Put text before an image that does not turn."""
+    """Prepend text, which an image-only rotation leaves unrotated."""
     cos, sin = pair
     return torch.cat([torch.ones(text, cos.shape[1]), cos]), torch.cat([torch.zeros(text, sin.shape[1]), sin])
 
 
 def _by_ids(name: str = "pos_embed") -> Callable[[Any, Document], CosSin]:
-    def turned(transformer: Any, document: Document) -> CosSin:
+    def rotation(transformer: Any, document: Document) -> CosSin:
         images = [_grid(k, 0, 0, frames=1, height=h, width=w) for k, (_, h, w) in enumerate(document.images)]
         ids = torch.cat([torch.zeros(document.text, 3), *images]).float()
         return _repeated(getattr(transformer, name)(ids))
 
-    return turned
+    return rotation
 
 
 def _flux_2(transformer: Any, document: Document) -> CosSin:
@@ -171,9 +171,9 @@ def _bria_fibo_2(transformer: Any, document: Document) -> CosSin:
 
 
 def _shifted(*, text_axes: tuple[int, ...], at: Callable[[int], int], name: str = "pos_embed") -> Callable[..., CosSin]:
-    """Text that runs on some axes, and images on planes from 1 whose rows and columns start at ``at(text)``."""
+    """Rotate text that runs on some axes and images on planes from 1 whose rows and columns start at ``at(text)``."""
 
-    def turned(transformer: Any, document: Document) -> CosSin:
+    def rotation(transformer: Any, document: Document) -> CosSin:
         text = torch.zeros(document.text, 3)
         text[:, text_axes] = torch.arange(document.text).float()[:, None]
         start, parts = at(document.text), [text]
@@ -182,17 +182,17 @@ def _shifted(*, text_axes: tuple[int, ...], at: Callable[[int], int], name: str 
             parts.append(_grid(plane, start, start, frames=1, height=height, width=width))
         return _repeated(getattr(transformer, name)(torch.cat(parts)))
 
-    return turned
+    return rotation
 
 
 def _by_latents(form: Callable[[Any], CosSin], *, flat: bool = False, name: str = "rope") -> Callable[..., CosSin]:
-    """The module of a transformer that takes latents; text does not turn."""
+    """Return the rotation by a module that takes latents; text is not rotated."""
 
-    def turned(transformer: Any, document: Document) -> CosSin:
+    def rotation(transformer: Any, document: Document) -> CosSin:
         latents = document.latents[:, :, 0] if flat else document.latents
         return _still(document.text, form(getattr(transformer, name)(latents)))
 
-    return turned
+    return rotation
 
 
 def _wan(transformer: Any, document: Document) -> CosSin:
@@ -205,7 +205,7 @@ def _any_flow(transformer: Any, document: Document) -> CosSin:
 
 
 def _any_flow_far(transformer: Any, document: Document) -> CosSin:
-    """A compressed context of as many frames, and then frames at full size."""
+    """Rotate a compressed context of some frames, then frames at full size."""
     (context, rows, columns), (frames, height, width) = document.images
     rope, cpu = transformer.rope, torch.device("cpu")
     coarse = rope._forward_compressed_frame(context, rows, columns, cpu).flatten(0, 2)
@@ -225,10 +225,10 @@ def _cog_video(transformer: Any, document: Document) -> CosSin:
     arguments: dict[str, Any] = {"crops_coords": get_resize_crop_region_for_grid((height, width), *base)}
     if config.get("patch_size_t") is not None:
         arguments = {"crops_coords": None, "grid_type": "slice", "max_size": base[::-1]}
-    made = embeddings.get_3d_rotary_pos_embed(
+    pair = embeddings.get_3d_rotary_pos_embed(
         config.attention_head_dim, grid_size=(height, width), temporal_size=frames, **arguments
     )
-    return _still(document.text, _repeated(made))
+    return _still(document.text, _repeated(pair))
 
 
 def _hunyuan_dit(transformer: Any, document: Document) -> CosSin:
@@ -237,24 +237,24 @@ def _hunyuan_dit(transformer: Any, document: Document) -> CosSin:
     (_, height, width), side = document.images[0], transformer.config.patch_size
     crops = get_resize_crop_region_for_grid((height, width), 512 // 8 // side)
     head = transformer.inner_dim // transformer.num_heads
-    made = embeddings.get_2d_rotary_pos_embed(head, crops, (height, width), output_type="pt")
-    return _repeated(made)
+    pair = embeddings.get_2d_rotary_pos_embed(head, crops, (height, width), output_type="pt")
+    return _repeated(pair)
 
 
 def _allegro(transformer: Any, document: Document) -> CosSin:
     config, (frames, height, width) = transformer.config, document.images[0]
     scales = config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w
-    made = embeddings.get_3d_rotary_pos_embed_allegro(
+    tables = embeddings.get_3d_rotary_pos_embed_allegro(
         config.attention_head_dim, ((0, 0), (height, width)), (height, width), frames, interpolation_scale=scales
     )
     index = _grid(0, 0, 0, frames=frames, height=height, width=width).T
-    cos, sin = (torch.stack([axis[part][i] for axis, i in zip(made[:3], index, strict=True)], 1) for part in (0, 1))
+    cos, sin = (torch.stack([axis[part][i] for axis, i in zip(tables[:3], index, strict=True)], 1) for part in (0, 1))
     cos, sin = _halves((cos, sin))
     return cos.reshape(index.shape[1], -1), sin.reshape(index.shape[1], -1)
 
 
 def _ltx(transformer: Any, document: Document) -> CosSin:
-    """As LTXConditionPipeline has it: pixels of causal frames, 25 a second."""
+    """Take the coordinates of LTXConditionPipeline: pixels of causal frames at 25 frames a second."""
     frames, height, width = document.images[0]
     grid = _grid(0, 0, 0, frames=frames, height=height, width=width).T.float()
     coordinates = torch.stack([(8 * grid[0] - 7).clamp(min=0) / 25, 32 * grid[1], 32 * grid[2]])
@@ -272,14 +272,14 @@ def _ltx_2(transformer: Any, document: Document) -> CosSin:
 
 
 def _kandinsky(*, batch: bool = False) -> Callable[..., CosSin]:
-    def turned(transformer: Any, document: Document) -> CosSin:
+    def rotation(transformer: Any, document: Document) -> CosSin:
         sizes = document.images[0]
         indices = tuple(torch.arange(n) for n in sizes)
         if batch:
             return _matrices(transformer.visual_rope_embeddings((1, *sizes), indices))
         return _matrices(transformer.visual_rope_embeddings(indices, transformer.config.scale_factor))
 
-    return turned
+    return rotation
 
 
 def _ideogram_4(transformer: Any, document: Document) -> CosSin:
@@ -311,12 +311,12 @@ def _minimax_h3(transformer: Any, document: Document) -> CosSin:
 
 
 def _joy_image(transformer: Any, document: Document) -> CosSin:
-    made, _ = transformer.get_rotary_pos_embed(list(document.images[0]))
-    return _still(document.text, _repeated(made))
+    pair, _ = transformer.get_rotary_pos_embed(list(document.images[0]))
+    return _still(document.text, _repeated(pair))
 
 
 def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
-    """Images one after the other on the frame axis."""
+    """Place images one after another on the frame axis."""
     parts, first = [], 0
     for frames, height, width in document.images:
         parts.append(transformer._get_rotary_pos_embed_for_range((first, 0, 0), (first + frames, height, width)))
@@ -326,7 +326,7 @@ def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
 
 
 def _ernie(transformer: Any, document: Document) -> CosSin:
-    """Angles of all channels, the image first as its forward has it."""
+    """Compute angles of all channels, the image first as in the model's forward."""
     _, height, width = document.images[0]
     text = torch.zeros(document.text, 3)
     text[:, 0] = torch.arange(document.text)
@@ -336,14 +336,14 @@ def _ernie(transformer: Any, document: Document) -> CosSin:
 
 
 def _wan_animate_2(transformer: Any, document: Document) -> CosSin:
-    """What is generated, and references beside it."""
+    """Rotate the generated video and the reference to its right."""
     (frames, height, width), reference = document.images
     generated = transformer._rope_freqs((0, 0, 0), torch.device("cpu"))
-    beside = transformer._rope_freqs((1, 0, reference[2]), torch.device("cpu"))
+    right = transformer._rope_freqs((1, 0, reference[2]), torch.device("cpu"))
     pairs = transformer.config.dim // transformer.config.num_heads // 2
     split = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     parts = []
-    for table, sizes in ((generated, (frames, height, width)), (beside, reference)):
+    for table, sizes in ((generated, (frames, height, width)), (right, reference)):
         index = _grid(0, 0, 0, frames=sizes[0], height=sizes[1], width=sizes[2])
         parts.append(torch.cat([x[i] for x, i in zip(table.split(split, 1), index.T, strict=True)], 1))
     return _complex(torch.cat(parts))
@@ -363,12 +363,24 @@ def _prx(transformer: Any, document: Document) -> CosSin:
 
 _TINY: dict[str, Any] = {"num_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
 _FLUX: dict[str, Any] = {**_TINY, "num_single_layers": 1, "joint_attention_dim": 16, "axes_dims_rope": (8, 12, 12)}
-_WAN: dict[str, Any] = {
-    "num_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2, "text_dim": 16, "ffn_dim": 16, "freq_dim": 16
-}  # fmt: skip
+_WAN: dict[str, Any] = {**_TINY, "text_dim": 16, "ffn_dim": 16, "freq_dim": 16}
 _HUNYUAN: dict[str, Any] = {
     **_TINY, "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (8, 12, 12)
 }  # fmt: skip
+_JOY: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_layers": 1, "text_dim": 16, "rope_dim_list": [8, 12, 12]
+}  # fmt: skip
+_COG_VIDEO: dict[str, Any] = {
+    **_TINY, "use_rotary_positional_embeddings": True, "text_embed_dim": 16, "time_embed_dim": 8
+}  # fmt: skip
+_LTX: dict[str, Any] = {**_TINY, "cross_attention_dim": 64, "caption_channels": 8}
+_LTX_2: dict[str, Any] = {
+    **_LTX, "audio_num_attention_heads": 2, "audio_attention_head_dim": 16, "audio_cross_attention_dim": 32
+}  # fmt: skip
+_KANDINSKY: dict[str, Any] = {
+    "time_dim": 8, "model_dim": 64, "ff_dim": 8, "num_visual_blocks": 1, "axes_dims": (8, 12, 12)
+}  # fmt: skip
+_KANDINSKY_TEXT: dict[str, Any] = {**_KANDINSKY, "in_text_dim": 8, "in_text_dim2": 8, "num_text_blocks": 1}
 
 PEERS: Mapping[str, Peer] = {
     "FluxTransformer2DModel": Peer({**_FLUX, "pooled_projection_dim": 8}, _by_ids(), images=3),
@@ -496,31 +508,8 @@ PEERS: Mapping[str, Peer] = {
     "PRXTransformer2DModel": Peer(
         {"hidden_size": 64, "num_heads": 2, "depth": 1, "context_in_dim": 16, "axes_dim": [16, 16]}, _prx
     ),
-    "JoyImageEditTransformer3DModel": Peer(
-        {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 1,
-            "text_dim": 16,
-            "rope_dim_list": [8, 12, 12],
-        },
-        _joy_image,
-        torch.float32,
-        frames=True,
-    ),
-    "JoyImageEditPlusTransformer3DModel": Peer(
-        {
-            "hidden_size": 64,
-            "num_attention_heads": 2,
-            "num_layers": 1,
-            "text_dim": 16,
-            "rope_dim_list": [8, 12, 12],
-        },
-        _joy_image_plus,
-        torch.float32,
-        frames=True,
-        images=3,
-    ),
+    "JoyImageEditTransformer3DModel": Peer(_JOY, _joy_image, torch.float32, frames=True),
+    "JoyImageEditPlusTransformer3DModel": Peer(_JOY, _joy_image_plus, torch.float32, frames=True, images=3),
     "ErnieImageTransformer2DModel": Peer(
         {
             "hidden_size": 64,
@@ -571,27 +560,8 @@ PEERS: Mapping[str, Peer] = {
         text=False,
         frames=True,
     ),
-    "SanaWMLTX2RefinerTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "cross_attention_dim": 64,
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 16,
-            "audio_cross_attention_dim": 32,
-            "caption_channels": 8,
-        },
-        _ltx_2,
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
-    "Kandinsky6SRTransformer3DModel": Peer(
-        {"time_dim": 8, "model_dim": 64, "ff_dim": 8, "num_visual_blocks": 1, "axes_dims": (8, 12, 12)},
-        _kandinsky(),
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
+    "SanaWMLTX2RefinerTransformer3DModel": Peer(_LTX_2, _ltx_2, torch.float32, text=False, frames=True),
+    "Kandinsky6SRTransformer3DModel": Peer(_KANDINSKY, _kandinsky(), torch.float32, text=False, frames=True),
     "WanTransformer3DModel": Peer(_WAN, _wan, text=False, frames=True),
     "WanVACETransformer3DModel": Peer({**_WAN, "vace_layers": [0]}, _wan, text=False, frames=True),
     "SkyReelsV2Transformer3DModel": Peer(_WAN, _wan, text=False, frames=True),
@@ -610,24 +580,8 @@ PEERS: Mapping[str, Peer] = {
     ),
     "AnyFlowTransformer3DModel": Peer(_WAN, _any_flow, text=False, frames=True),
     "AnyFlowFARTransformer3DModel": Peer(_WAN, _any_flow_far, text=False, frames=True, images=-2),
-    "CogVideoXTransformer3DModel": Peer(
-        {**_TINY, "use_rotary_positional_embeddings": True, "text_embed_dim": 16, "time_embed_dim": 8},
-        _cog_video,
-        torch.float32,
-        frames=True,
-    ),
-    "ConsisIDTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "use_rotary_positional_embeddings": True,
-            "text_embed_dim": 16,
-            "time_embed_dim": 8,
-            "is_train_face": False,
-        },
-        _cog_video,
-        torch.float32,
-        frames=True,
-    ),
+    "CogVideoXTransformer3DModel": Peer(_COG_VIDEO, _cog_video, torch.float32, frames=True),
+    "ConsisIDTransformer3DModel": Peer({**_COG_VIDEO, "is_train_face": False}, _cog_video, torch.float32, frames=True),
     "EasyAnimateTransformer3DModel": Peer(
         {**_TINY, "patch_size": 2, "in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8},
         _by_latents(_repeated, name="rope_embedding"),
@@ -659,24 +613,9 @@ PEERS: Mapping[str, Peer] = {
         frames=True,
         pairing="half",
     ),
-    "LTXVideoTransformer3DModel": Peer(
-        {**_TINY, "cross_attention_dim": 64, "caption_channels": 8}, _ltx, torch.float32, text=False, frames=True
-    ),
+    "LTXVideoTransformer3DModel": Peer(_LTX, _ltx, torch.float32, text=False, frames=True),
     "LTX2VideoTransformer3DModel": Peer(
-        {
-            **_TINY,
-            "cross_attention_dim": 64,
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 16,
-            "audio_cross_attention_dim": 32,
-            "caption_channels": 8,
-            "rope_type": "split",
-        },
-        _ltx_2,
-        torch.float32,
-        text=False,
-        frames=True,
-        pairing="half",
+        {**_LTX_2, "rope_type": "split"}, _ltx_2, torch.float32, text=False, frames=True, pairing="half"
     ),
     "CosmosTransformer3DModel": Peer(
         {
@@ -693,37 +632,9 @@ PEERS: Mapping[str, Peer] = {
         pairing="half",
     ),
     "Kandinsky5Transformer3DModel": Peer(
-        {
-            "in_text_dim": 8,
-            "in_text_dim2": 8,
-            "time_dim": 8,
-            "model_dim": 64,
-            "ff_dim": 8,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (8, 12, 12),
-        },
-        _kandinsky(batch=True),
-        torch.float32,
-        text=False,
-        frames=True,
+        _KANDINSKY_TEXT, _kandinsky(batch=True), torch.float32, text=False, frames=True
     ),
-    "Kandinsky6Transformer3DModel": Peer(
-        {
-            "in_text_dim": 8,
-            "in_text_dim2": 8,
-            "time_dim": 8,
-            "model_dim": 64,
-            "ff_dim": 8,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 1,
-            "axes_dims": (8, 12, 12),
-        },
-        _kandinsky(),
-        torch.float32,
-        text=False,
-        frames=True,
-    ),
+    "Kandinsky6Transformer3DModel": Peer(_KANDINSKY_TEXT, _kandinsky(), torch.float32, text=False, frames=True),
     "Ideogram4Transformer2DModel": Peer(
         {
             "attention_head_dim": 32,

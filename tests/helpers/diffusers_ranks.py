@@ -1,4 +1,4 @@
-"""What each of two ranks of diffusers' context parallelism does, in a module that spawned processes can import."""
+"""The work of each of two ranks of diffusers' context parallelism, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mmpos.integrations.diffusers import patch
 
 NAMES = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
 CASES = {"packed": ((0, 2), False), "padded": ((0, 1, 2), True)}
-"""Images, and whether they have rows of their own; ranks share tokens evenly, since gloo gathers no others."""
+"""Images, and whether each has its own row; ranks share tokens evenly, since gloo only gathers equal shapes."""
 
 
 def run(rank: int, folder: Path) -> None:
-    """Write by how much outputs of every case differ from those of one process, in shares of what they may."""
+    """Write the differences between the outputs of two ranks and of one process, relative to their bounds."""
     torch.set_num_threads(1)
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     distributed.init_process_group("cpu:gloo", store, rank=rank, world_size=2, timeout=limit)
     diffusers_models.TEXTS = (6, 4, 8)
-    torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    torch.accelerator.device_count = lambda: 1  # diffusers divides by this count
     results: dict[str, Any] = {
         f"{name}, {case}": _compared(MODELS[name], *CASES[case]) for name in NAMES for case in CASES
     }
@@ -59,7 +59,7 @@ def _parallel(transformer: Any, ring_degree: int = 1, ulysses_degree: int = 1) -
     transformer.enable_parallelism(config=config)
 
     def call(**arguments: Any) -> SimpleNamespace:
-        sample: Tensor = transformer(**arguments, return_dict=False)[0]  # which hooks of diffusers ask for
+        sample: Tensor = transformer(**arguments, return_dict=False)[0]  # hooks of diffusers require this call
         return SimpleNamespace(sample=sample)
 
     return call

@@ -1,12 +1,10 @@
-"""Rates of the engines on one machine, in turn: ``python tests/helpers/engine_rates.py --records 2000 --workers 2``."""
+"""Measure the engines in turn on one machine: ``python tests/helpers/engine_rates.py --records 2000 --workers 2``."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import shutil
-import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import ray
+from data_corpus import write_tar
+from hostile_images import encoded
 from PIL import Image
-from waiting import descendants, of_process
+from waiting import descendants, read_proc
 
 import mmpos
 from mmpos.data import Pairs, Preprocess, shards, write_sequences
@@ -26,37 +26,34 @@ PHOTOS = Path(mmpos.__file__).with_name("photos")
 
 def write_corpus(folder: Path, records: int, files: int) -> None:
     """Write tar files of photos of 400 to 800 pixels a side with captions."""
-    wholes = [Image.open(PHOTOS / f"{name}.jpg").convert("RGB") for name in ("chelsea", "coffee")]
+    photos = [Image.open(PHOTOS / f"{name}.jpg").convert("RGB") for name in ("chelsea", "coffee")]
     rng = np.random.default_rng(0)
     for number in range(files):
-        with tarfile.open(folder / f"{number:03}.tar", "w") as tar:
-            for i in range(number, records, files):
-                width, height = map(int, rng.integers(400, 800, 2))
-                jpeg = io.BytesIO()
-                wholes[i % 2].resize((width, height)).save(jpeg, "jpeg", quality=88)
-                for extension, data in (("jpg", jpeg.getvalue()), ("txt", b"a photo of something " * 10)):
-                    member = tarfile.TarInfo(f"{i:07}.{extension}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        rows = []
+        for i in range(number, records, files):
+            width, height = map(int, rng.integers(400, 800, 2))
+            jpeg = encoded(photos[i % 2].resize((width, height)), "jpeg", quality=88)
+            rows.append({"id": f"{i:07}", "image": {"bytes": jpeg}, "text": "a photo of something " * 10})
+        write_tar(folder / f"{number:03}.tar", rows)
 
 
 @contextmanager
-def most_memory(name: bytes) -> Iterator[list[int]]:
-    """Watch the descendants of this process with a name; their most memory of their own, in MiB."""
-    most, ended = [0], threading.Event()
+def peak_memory(name: bytes) -> Iterator[list[int]]:
+    """Watch the descendants of this process with a name; yield their largest private memory in MiB."""
+    peak, ended = [0], threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.2):
             for process in descendants(os.getpid()):
                 with suppress(OSError, IndexError, ValueError):
-                    if name in of_process(process, "cmdline"):
-                        anonymous = of_process(process, "status").split(b"RssAnon:")[1].split()[0]
-                        most[0] = max(most[0], int(anonymous) // 1024)
+                    if name in read_proc(process, "cmdline"):
+                        anonymous = read_proc(process, "status").split(b"RssAnon:")[1].split()[0]
+                        peak[0] = max(peak[0], int(anonymous) // 1024)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield most
+        yield peak
     finally:
         ended.set()
         thread.join()
@@ -68,26 +65,26 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     preprocess = Preprocess(Pairs(), mmpos.SequenceBuilder(images=mmpos.ImageProcessor("pillow")))
-    ray.init(num_cpus=given.workers, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=options.workers, include_dashboard=False, log_to_driver=False)
     workers = {"local": b"spawn_main", "ray": b"PartWriter"}
     with tempfile.TemporaryDirectory() as folder:
-        write_corpus(Path(folder), given.records, given.files)
-        for number in range(given.rounds):
+        write_corpus(Path(folder), options.records, options.files)
+        for number in range(options.rounds):
             rates = {}
             for engine in ("local", "ray")[:: 1 if number % 2 else -1]:
                 out = Path(folder, "out")
-                with most_memory(workers[engine]) as most:
+                with peak_memory(workers[engine]) as peak:
                     summary = write_sequences(
                         shards(f"{folder}/*.tar"),
                         out,
                         preprocess,
                         engine=engine,  # type: ignore[arg-type]
-                        workers=given.workers,
+                        workers=options.workers,
                     )
                 rates[engine] = summary.counts.documents / summary.seconds
-                print(f"{engine:5} {rates[engine]:7.1f} records/s, {most[0]} MiB in a worker", flush=True)
+                print(f"{engine:5} {rates[engine]:7.1f} records/s, {peak[0]} MiB in a worker", flush=True)
                 shutil.rmtree(out)
             print(f"ray / local {rates['ray'] / rates['local']:.3f}", flush=True)
 

@@ -1,4 +1,4 @@
-"""A server whose answers a test decides; run as a program, one whose process can be killed."""
+"""A server whose answers a test defines; as a program, it runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def echo_stream(
 
 @dataclass
 class Fake(grpc.GenericRpcHandler):
-    """Handlers of Place and StreamPlace, which record the metadata of every call."""
+    """Handlers of Place and StreamPlace that record the metadata of every call."""
 
     place: Place = echo
     stream: Stream = echo_stream
@@ -60,9 +60,9 @@ class Fake(grpc.GenericRpcHandler):
 
 @contextmanager
 def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> Iterator[str]:
-    """Serve while inside, and say so to those who ask for health, or the contrary."""
+    """Serve while the context is open; health reports SERVING, or NOT_SERVING without ``serving``."""
     server = grpc.server(ThreadPoolExecutor(16), handlers=[fake], options=[("grpc.so_reuseport", 0)])
-    # Not its other way, which sends under a lock that the thread that would send wants when a watcher leaves.
+    # The non-blocking way sends under a lock that the sending thread needs when a watcher leaves.
     servicer = health.HealthServicer(experimental_non_blocking=False)
     states = health_pb2.HealthCheckResponse
     servicer.set("", states.SERVING if serving else states.NOT_SERVING)
@@ -77,7 +77,7 @@ def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> I
 
 def _main() -> None:
     def place(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
-        time.sleep(0.5)  # under way when a worker dies
+        time.sleep(0.5)  # still running when a worker dies
         return echo(request, context)
 
     def stream(
@@ -87,7 +87,7 @@ def _main() -> None:
             time.sleep(0.02)
             yield response
 
-    server = grpc.server(ThreadPoolExecutor(64), handlers=[Fake(place, stream)])  # which may share its port
+    server = grpc.server(ThreadPoolExecutor(64), handlers=[Fake(place, stream)])  # may share its port
     server.add_insecure_port(sys.argv[1])
     server.start()
     print("up", flush=True)

@@ -1,4 +1,4 @@
-"""A proxy before a server of S3 that answers some requests as a bad network or a bad store would."""
+"""A proxy in front of an S3 server that answers some requests as a bad network or a faulty store would."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from threading import Thread
 from typing import ClassVar, Literal
 
 Fault = Literal["slow", "busy", "cut", "denied", "lost", "unanswered"]
-"""A second late; 503; half of the body; 403; accepted without its body; done, and answered with 503."""
+"""Answer after a second; 503; half of the body; 403; store an empty body; store the body and answer 503."""
 
 
 class FaultyStore:
-    """Faults that wait for requests.
+    """Faults to inject into requests.
 
     Args:
         address: host:port of the proxy.
@@ -26,20 +26,20 @@ class FaultyStore:
         self._faults: list[list[object]] = []
 
     def fail(self, fault: Fault, method: str, part: str = "", times: int = 1000) -> None:
-        """Answer the next requests of a method, whose targets have this part, with a fault."""
+        """Answer the next requests of a method with a fault, if their target contains ``part``."""
         self._faults.append([fault, method, part, times, times])
 
     @property
     def unused(self) -> list[object]:
-        """Faults that no request has met."""
+        """Faults that no request has triggered."""
         return [fault for fault, _, _, times, left in self._faults if left == times]
 
     def next(self, method: str, target: str) -> object:
         """Return the fault of a request, or None."""
-        for each in self._faults:
-            fault, of, part, _, left = each
-            if method == of and str(part) in target and isinstance(left, int) and left:
-                each[4] = left - 1
+        for entry in self._faults:
+            fault, wanted_method, part, _, left = entry
+            if method == wanted_method and str(part) in target and isinstance(left, int) and left:
+                entry[4] = left - 1
                 return fault
         return None
 
@@ -47,12 +47,12 @@ class FaultyStore:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     store: ClassVar[FaultyStore]
-    behind: ClassVar[str]
+    upstream: ClassVar[str]
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_GET(self) -> None:  # the name that http.server looks for
+    def do_GET(self) -> None:  # http.server calls this name
         body = self._body()
         fault = self.store.next(self.command, self.path)
         if fault == "slow":
@@ -60,18 +60,18 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("busy", "denied"):
             self._answer(503 if fault == "busy" else 403, {}, _ERRORS[fault])
             return
-        connection = HTTPConnection(self.behind, timeout=30)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _OF_A_CONNECTION}
+        connection = HTTPConnection(self.upstream, timeout=30)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
         if fault == "lost":
             body, headers = b"", {}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
-        data, got = answer.read(), dict(answer.getheaders())
+        data, answer_headers = answer.read(), dict(answer.getheaders())
         connection.close()
         if fault == "unanswered":
             self._answer(503, {}, _ERRORS["busy"])
         else:
-            self._answer(answer.status, got, data, cut=fault == "cut")
+            self._answer(answer.status, answer_headers, data, cut=fault == "cut")
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-_OF_A_CONNECTION = ("connection", "content-length", "expect", "transfer-encoding")
+_HOP_BY_HOP = ("connection", "content-length", "expect", "transfer-encoding")
 
 _ERRORS = {
     "busy": b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
@@ -109,9 +109,9 @@ _ERRORS = {
 
 
 @contextmanager
-def faulty_store(behind: str) -> Iterator[FaultyStore]:
-    """Run a proxy before the server at this address for the time of the block."""
-    handler = type("Handler", (_Handler,), {"behind": behind})
+def faulty_store(upstream: str) -> Iterator[FaultyStore]:
+    """Run a proxy in front of the server at ``upstream`` while the context is open."""
+    handler = type("Handler", (_Handler,), {"upstream": upstream})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.store = store = FaultyStore(f"127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
     thread = Thread(target=server.serve_forever, daemon=True)

@@ -1,11 +1,11 @@
-"""Attack a server of this tree for a while, and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
+"""Attack a server of this tree for a while and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
 
-Attackers in processes of their own send bytes, broken messages, frames of HTTP/2, image files and metadata, in
-rounds: what a round does follows from the seed, its attack and its number, so that ``--only ATTACK:NUMBER``
-does it again. Meanwhile a prober asks for health, and a polite client for positions whose answer is known. No status
-may be INTERNAL or UNKNOWN, no traceback in the log, no polite answer wrong, no answer to health late, and memory,
-descriptors, threads and processes of the server must be in the end what they were after a first while of attacks.
-Attacks of an hour work like those of a minute; each minute a line on stderr says how it goes.
+Attackers in separate processes send bytes, broken messages, HTTP/2 frames, image files and metadata, in rounds. A round
+depends only on the seed, the name of its attack and its number, so that ``--only ATTACK:NUMBER`` repeats it. Meanwhile
+one client polls health and another asks for positions whose answer is known. The run fails if a status is INTERNAL or
+UNKNOWN, the log contains a traceback, a known answer is wrong, or an answer to health is late. Memory, descriptors,
+threads and processes of the server must return to their values after a first period of attacks.
+Attacks of an hour work like those of a minute; a line on stderr reports the progress every minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,52 +29,53 @@ from typing import Any
 import grpc
 import numpy as np
 from attacks import ATTACKS, HEALTH, Tally, unary
+from server_program import Program
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient
 from mmpos.errors import MmposError
 
 WARM, REST, SLICE = 60.0, 15.0, 60.0
-"""Seconds: most of the attacks that come before those that count; most of the rest after them; between two lines."""
+"""Limits in seconds: attacks before the measured ones; rest after them; attacks between two progress lines."""
 
 LAZY = 8
-"""Threads that may come later: those of pools, which begin when they are first needed."""
+"""Threads that may start later: pools create theirs on demand."""
 
 LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
-"""Of the server, or most of the time would go to large answers; ``--defaults`` leaves it the embedded settings."""
+"""Limits of the server, without which large answers would take most of the time; ``--defaults`` keeps the defaults."""
 
 
 # Attackers.
 
 
 async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
-    """Round after round of these attacks beside each other, until it is time; one round of each at least."""
+    """Run rounds of these attacks concurrently until the deadline, at least one round of each."""
     tally = Tally()
 
-    async def keep(name: str) -> None:
+    async def repeat(name: str) -> None:
         number = first
         while time.time() < end or number == first:
-            await once(address, seed, name, number, tally)
+            await run_round(address, seed, name, number, tally)
             number += 1
 
-    await asyncio.gather(*map(keep, names))
+    await asyncio.gather(*map(repeat, names))
     return tally
 
 
-async def once(address: str, seed: str, name: str, number: int, tally: Tally) -> None:
-    """One round of an attack; what it opened is given up after a minute."""
-    found = Tally()
+async def run_round(address: str, seed: str, name: str, number: int, tally: Tally) -> None:
+    """Run one round of an attack, for at most a minute."""
+    own = Tally()
     try:
         async with asyncio.timeout(60):
-            await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), found)
+            await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), own)
     except (TimeoutError, OSError) as error:
-        found.add(type(error).__name__)
-    found.samples = {bad: f"{name}:{number} {sample}" for bad, sample in found.samples.items()}
-    tally.merge(found)
+        own.add(type(error).__name__)
+    own.samples = {bad: f"{name}:{number} {sample}" for bad, sample in own.samples.items()}
+    tally.merge(own)
 
 
 def attacker(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
-    """Attack from a process of its own."""
+    """Attack from a separate process."""
     return asyncio.run(rounds(address, seed, names, end, first))
 
 
@@ -84,18 +84,18 @@ def attacker(address: str, seed: str, names: Sequence[str], end: float, first: i
 
 @dataclass
 class Witness:
-    """Observations of others during the attacks.
+    """Observations of well-behaved clients during the attacks.
 
     Args:
-        health: milliseconds of each answer to health; one that failed counts as infinite.
-        polite: how calls with a known answer ended.
+        health: milliseconds of each answer to health; infinite for a failed one.
+        polite: outcomes of calls with a known answer.
     """
 
     health: list[float] = field(default_factory=list)
     polite: Counter[str] = field(default_factory=Counter)
 
     async def probe(self, address: str) -> None:
-        """Ask for health, until cancelled."""
+        """Poll health until cancelled."""
         async with grpc.aio.insecure_channel(address) as channel:
             check: Any = channel.unary_unary(HEALTH)
             while True:
@@ -114,8 +114,8 @@ class Witness:
         async with AsyncClient(address, timeout=10) as client:
             while True:
                 try:
-                    found = (await client.place(segments)).dense()
-                    self.polite["right" if np.array_equal(found, wanted) else "wrong"] += 1
+                    answer = (await client.place(segments)).dense()
+                    self.polite["right" if np.array_equal(answer, wanted) else "wrong"] += 1
                 except MmposError as error:
                     self.polite[type(error).__name__] += 1
                 await asyncio.sleep(0.05)
@@ -124,92 +124,82 @@ class Witness:
 # The server.
 
 
-@dataclass
-class Server:
-    """A server of this tree.
-
-    Args:
-        process: it.
-        address: where it listens.
-        log: what it writes.
-    """
-
-    process: subprocess.Popen[str]
-    address: str
-    log: Path
+class Server(Program):
+    """A server of this tree, in a separate process."""
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process runs."""
         return self.process.poll() is None
 
     def resources(self) -> dict[str, float]:
-        """MiB of memory, descriptors, threads and processes, those of its children among them."""
-        found = {"MiB": 0.0, "descriptors": 0, "threads": 0, "processes": 0}
+        """Return MiB of memory, and the number of descriptors, threads and processes, children included."""
+        totals = {"MiB": 0.0, "descriptors": 0, "threads": 0, "processes": 0}
         processes = [self.process.pid]
         for process in processes:
             folder = Path(f"/proc/{process}")
-            with suppress(OSError, KeyError):  # it has ended meanwhile
+            with suppress(OSError, KeyError):  # the process has ended meanwhile
                 status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-                found["MiB"] += int(status["VmRSS"].split()[0]) / 1024
-                found["descriptors"] += len(os.listdir(folder / "fd"))
-                found["threads"] += int(status["Threads"])
-                found["processes"] += 1
+                totals["MiB"] += int(status["VmRSS"].split()[0]) / 1024
+                totals["descriptors"] += len(os.listdir(folder / "fd"))
+                totals["threads"] += int(status["Threads"])
+                totals["processes"] += 1
                 for file in (folder / "task").glob("*/children"):
                     processes.extend(map(int, file.read_text().split()))
-        return {**found, "MiB": round(found["MiB"], 1)}
+        return {**totals, "MiB": round(totals["MiB"], 1)}
 
-    async def settled(self, seconds: float, most: Callable[[dict[str, float]], object] = bool) -> dict[str, float]:
-        """The least of each that it holds within this time, which ends early once nothing is too much."""
+    async def settled(self, seconds: float, exceeds: Callable[[dict[str, float]], object] = bool) -> dict[str, float]:
+        """Return the least of each resource within this time, early once ``exceeds`` finds nothing."""
         least, end = self.resources(), time.monotonic() + seconds
-        while time.monotonic() < end and most(least):
+        while time.monotonic() < end and exceeds(least):
             await asyncio.sleep(0.5)
             least = {name: min(least[name], value) for name, value in self.resources().items()}
         return least
 
     def tracebacks(self) -> list[str]:
-        """Lines of its log that have one."""
+        """Return the lines of its log that contain a traceback."""
         with self.log.open(errors="replace") as lines:
             return [line.strip() for line in lines if "Traceback" in line]
 
 
 @contextmanager
 def serving(*, defaults: bool = False, environment: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server in a process of its own."""
+    """Run a server in a separate process."""
     with tempfile.TemporaryDirectory(prefix="mmpos-fuzz-") as folder:
         path = Path(folder) / "settings.toml"
         path.write_text(
-            "" if defaults else "[limits]\n" + "\n".join(f"{name} = {most}" for name, most in LIMITS.items())
+            "" if defaults else "[limits]\n" + "\n".join(f"{name} = {limit}" for name, limit in LIMITS.items())
         )
-        command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--config", str(path)]
-        log = Path(folder) / "log"
-        with log.open("w") as err:
-            command += ["--log-level", "warning"]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+        arguments = ("--config", str(path), "--log-level", "warning")
+        server = Server.launch(Path(folder) / "log", *arguments, environment=environment)
         try:
-            assert process.stdout is not None
-            yield Server(process, process.stdout.readline().split()[-1], log)
+            yield server
         finally:
-            process.kill()
-            process.communicate()
+            server.kill()
 
 
 def exceeding(after: dict[str, float], before: dict[str, float], memory_percent: float = 0.0) -> list[str]:
-    """List what has grown, memory by more than this percentage."""
-    most = {**before, "MiB": round(before["MiB"] * (1 + memory_percent / 100), 1), "threads": before["threads"] + LAZY}
-    return [f"{count} {name} in the end, want <= {most[name]}" for name, count in after.items() if count > most[name]]
+    """List the resources that have grown, memory only if by more than this percentage."""
+    limits = {
+        **before,
+        "MiB": round(before["MiB"] * (1 + memory_percent / 100), 1),
+        "threads": before["threads"] + LAZY,
+    }
+    return [
+        f"{count} {name} at the end, want <= {limits[name]}" for name, count in after.items() if count > limits[name]
+    ]
 
 
 @dataclass
 class Verdict:
-    """The outcome of a whole run; ``faults`` lists what must not be.
+    """The outcome of a whole run.
 
     Args:
-        tally: of the attackers.
-        witness: beside them.
-        before: what the server held after a first while of attacks.
-        after: what it held when it was left alone.
-        tracebacks: lines of its log that have one.
+        tally: requests of the attackers.
+        witness: observations of the well-behaved clients.
+        before: resources of the server after a first period of attacks.
+        after: resources of the server after its rest.
+        tracebacks: lines of its log that contain a traceback.
         alive: whether it still answers.
     """
 
@@ -221,28 +211,28 @@ class Verdict:
     alive: bool
 
     def faults(self, health_ms: float, memory_percent: float) -> list[str]:
-        """List what must not be, in words."""
-        found = [f"{count} {bad}, first {self.tally.samples[bad]}" for bad, count in self.tally.bad.most_common()]
+        """List in words everything that fails the run."""
+        faults = [f"{count} {bad}, first {self.tally.samples[bad]}" for bad, count in self.tally.bad.most_common()]
         if self.tracebacks:
-            found.append(f"{len(self.tracebacks)} tracebacks in the log, first {self.tracebacks[0][-2000:]}")
+            faults.append(f"{len(self.tracebacks)} tracebacks in the log, first {self.tracebacks[0][-2000:]}")
         if not self.alive:
-            found.append("the server has died")
+            faults.append("the server has died")
         if wrong := self.witness.polite["wrong"]:
-            found.append(f"{wrong} wrong answers")
+            faults.append(f"{wrong} wrong answers")
         late = sum(milliseconds > health_ms for milliseconds in self.witness.health)
         if late:
-            found.append(f"{late} of {len(self.witness.health)} answers to health after {health_ms:g} ms or never")
-        return found + exceeding(self.after, self.before, memory_percent)
+            faults.append(f"{late} of {len(self.witness.health)} answers to health after {health_ms:g} ms or never")
+        return faults + exceeding(self.after, self.before, memory_percent)
 
-    def told(self) -> str:
-        """The figures, a line each."""
+    def report(self) -> str:
+        """Return the figures, one per line."""
         health = sorted(self.witness.health) or [float("nan")]
         statuses = ", ".join(f"{name} {count:,}" for name, count in self.tally.statuses.most_common())
         polite = ", ".join(f"{name} {count:,}" for name, count in self.witness.polite.most_common())
         return "\n".join(
             [
                 f"requests  {self.tally.requests:,}: {statuses}",
-                f"health    {len(health)} asked, median {health[len(health) // 2]:.1f} ms, worst {health[-1]:.1f} ms",
+                f"health    {len(health)} answers, median {health[len(health) // 2]:.1f} ms, worst {health[-1]:.1f} ms",
                 f"polite    {polite}",
                 f"before    {self.before}",
                 f"after     {self.after}",
@@ -261,20 +251,20 @@ async def fuzz(
     defaults: bool = False,
     environment: dict[str, str] | None = None,
     number: int = 0,
-    say: Callable[[str], object] = str,
+    log: Callable[[str], object] = str,
 ) -> Verdict:
-    """Attack a server for so long, and look at it afterwards.
+    """Attack a server for ``seconds`` and measure it afterwards.
 
     Args:
-        seconds: how long.
-        seed: what the attacks follow from.
-        names: of the attacks.
-        processes: of attackers; 0 is this one, in which starting up costs nothing, but which delays the witnesses.
+        seconds: duration of the attacks.
+        seed: seed of the attacks.
+        names: names of the attacks.
+        processes: number of attacker processes; 0 attacks from this process, which starts faster and delays witnesses.
         settle: seconds that the server has afterwards to come to rest.
-        defaults: whether the server has the embedded settings.
-        environment: of the server; None is that of this process.
-        number: of the first round.
-        say: is told each minute how it goes.
+        defaults: whether the server runs with its default settings.
+        environment: environment of the server; None for that of this process.
+        number: number of the first round.
+        log: callback that gets a progress line every minute.
     """
     loop, witness, tally = asyncio.get_running_loop(), Witness(), Tally()
     with (
@@ -290,25 +280,25 @@ async def fuzz(
                 loop.run_in_executor(pool, attacker, address, seed, names, end, first + 1_000_000 * i)
                 for i in range(processes)
             )
-            for found in await asyncio.gather(*jobs):
-                tally.merge(found)
+            for result in await asyncio.gather(*jobs):
+                tally.merge(result)
 
-        await attack(time.time() + min(seconds / 4, WARM), number)  # what is imported and kept once
+        await attack(time.time() + min(seconds / 4, WARM), number)  # imports and caches
         before = await server.settled(min(settle, REST))
-        say(f"before    {before}")
-        witnesses = [asyncio.create_task(one(address)) for one in (witness.probe, witness.ask)]
+        log(f"before    {before}")
+        witnesses = [asyncio.create_task(watch(address)) for watch in (witness.probe, witness.ask)]
         began = time.time()
         while (past := time.time() - began) < seconds and server.alive:
-            number, seen, asked = number + 10_000, tally.requests, len(witness.health)
+            number, requests, answers = number + 10_000, tally.requests, len(witness.health)
             await attack(began + min(past + SLICE, seconds), number)
-            took, worst = time.time() - began - past, max(witness.health[asked:], default=float("nan"))
-            rate, bad = (tally.requests - seen) / took, tally.bad.total()
-            say(
+            took, worst = time.time() - began - past, max(witness.health[answers:], default=float("nan"))
+            rate, bad = (tally.requests - requests) / took, tally.bad.total()
+            log(
                 f"{past + took:7.0f} s {tally.requests:10,} requests, {rate:,.0f} a second, {bad} bad; "
-                f"health at worst {worst:.0f} ms; load {os.getloadavg()[0]:.1f}; {server.resources()}"
+                f"worst health {worst:.0f} ms; load {os.getloadavg()[0]:.1f}; {server.resources()}"
             )
-        for one in witnesses:
-            one.cancel()
+        for task in witnesses:
+            task.cancel()
         await asyncio.gather(*witnesses, return_exceptions=True)
         after = await server.settled(settle, lambda now: exceeding(now, before))
         async with grpc.aio.insecure_channel(address) as channel:
@@ -319,32 +309,34 @@ async def fuzz(
 
 
 def main() -> int:
-    """Read the command line, attack, and say what came of it; 1 if something must not be."""
+    """Parse the command line, attack and print the verdict; return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="the day, unless told")
-    parser.add_argument("--only", default="", help="attacks, such as frames,idle; or one round, such as frames:17")
-    parser.add_argument("--processes", type=int, default=2, help="of attackers")
-    parser.add_argument("--settle", type=float, default=60.0, help="seconds to come to rest")
-    parser.add_argument("--health-ms", type=float, default=100.0, help="most of an answer to health")
-    parser.add_argument("--memory-percent", type=float, default=2.0, help="most that memory grows")
-    parser.add_argument("--defaults", action="store_true", help="embedded settings, and not smaller limits")
-    asked = parser.parse_args()
-    only, _, number = asked.only.partition(":")
+    parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="seed of the attacks; default: today's date")
+    parser.add_argument(
+        "--only", default="", help="names of attacks, such as frames,idle, or one round, such as frames:17"
+    )
+    parser.add_argument("--processes", type=int, default=2, help="number of attacker processes")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds of rest at the end")
+    parser.add_argument("--health-ms", type=float, default=100.0, help="limit of an answer to health")
+    parser.add_argument("--memory-percent", type=float, default=2.0, help="limit of the growth of memory")
+    parser.add_argument("--defaults", action="store_true", help="run the server with its default limits")
+    options = parser.parse_args()
+    only, _, number = options.only.partition(":")
     verdict = asyncio.run(
         fuzz(
-            0.0 if number else asked.seconds,
-            asked.seed,
+            0.0 if number else options.seconds,
+            options.seed,
             only.split(",") if only else list(ATTACKS),
-            processes=1 if number else asked.processes,
-            settle=asked.settle,
-            defaults=asked.defaults,
+            processes=1 if number else options.processes,
+            settle=options.settle,
+            defaults=options.defaults,
             number=int(number or 0),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            log=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
-    faults = verdict.faults(asked.health_ms, asked.memory_percent)
-    print(f"seed      {asked.seed}\n{verdict.told()}")
+    faults = verdict.faults(options.health_ms, options.memory_percent)
+    print(f"seed      {options.seed}\n{verdict.report()}")
     for fault in faults:
         print(f"FAULT     {fault}")
     return 1 if faults else 0

@@ -1,4 +1,4 @@
-"""Calls of raw bytes over gRPC: their types, and how they end."""
+"""Types of gRPC calls with raw bytes, and their status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
 
 
 def ending(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the status and details of a call; OK and no details if it is answered."""
+    """Return the status and the details of a call; the details of OK are empty."""
     try:
         call()
     except grpc.RpcError as error:

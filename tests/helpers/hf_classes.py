@@ -1,6 +1,6 @@
-"""The config classes of the installed Transformers, the modules that rotate by them, and the table of their defaults.
+"""The config classes of the installed Transformers, their rotary modules, and the table of their defaults.
 
-``python tests/helpers/hf_classes.py`` writes the table anew: mmpos/rotary/hf_defaults.json.
+``python tests/helpers/hf_classes.py`` rewrites the table: mmpos/rotary/hf_defaults.json.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FIELDS = (
     "temporal_patch_size", "tokens_per_second", "video_end_token_id", "video_start_token_id", "video_token_id",
     "vision_end_token_id", "vision_start_token_id",
 )  # fmt: skip
-"""Fields of whole models and of encoders that are read here."""
+"""Fields of whole models and of encoders that mmpos reads."""
 
 ROTATION_FIELDS = (
     *("embed_dim", "head_dim", "hidden_size", "max_position_embeddings", "num_attention_heads"),
     *("original_max_position_embeddings", "qk_rope_head_dim", "rope_interleave", "rotary_dim"),
 )
-"""Fields of rotations that are read here, beside those of RoPE."""
+"""Fields of rotations that mmpos reads, in addition to the RoPE parameters."""
 
 TAKEN = {
     "IdeficsRotaryEmbedding": ["IdeficsConfig"],
@@ -49,7 +49,7 @@ TAKEN = {
     ],
     "T5GemmaRotaryEmbedding": ["T5GemmaModuleConfig"],
 }
-"""Config classes that a module is given, where the code does not name them."""
+"""Config classes that are passed to a module whose code does not name them."""
 
 OLD_NAMES = {
     "dots3_note_vision_encoder": {"hidden_size": "embed_dim", "num_attention_heads": "num_heads"},
@@ -58,23 +58,23 @@ OLD_NAMES = {
     "inkling2_vision": {"patch_size": "native_patch_size", "spatial_merge_size": "adapter_merge_size"},
     "step3p5_vision": {"hidden_size": "width", "num_attention_heads": "heads"},
 }
-"""Names of fields that classes still read."""
+"""Old field names that classes still read."""
 
 PLAIN = ("default", "axial")
-"""Rope types that need no parameters."""
+"""Rope types without parameters."""
 
 ROTARY = r"\w*(?:Rotary\w*|Rope)(?:Position)?Embedding"
 
 APART = ("hunyuan_vl_text",)
-"""Model types whose rotation is read with the settings of the whole model alone."""
+"""Model types whose rotation is only read with the settings of the whole model."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
-"""Model types that rotate by functions alone."""
+"""Model types that rotate without a module, by functions."""
 
 
 @cache
 def config_classes() -> dict[str, Any]:
-    """All config classes by their names."""
+    """Return all config classes by name."""
     classes = {}
     for path in sorted(MODELS.glob("*/configuration_*.py")):
         module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
@@ -86,41 +86,41 @@ def config_classes() -> dict[str, Any]:
 
 @cache
 def rotations() -> dict[Any, Any]:
-    """Every config class that a model rotates by, and the module that does it."""
+    """Return every config class by which a model rotates, and the rotary module."""
     pairs: dict[Any, Any] = {}
     for path in sorted(MODELS.glob("*/modeling_*.py")):
-        for name, config in _made(path):
+        for name, config in _rotary_modules(path):
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            for each in TAKEN.get(name, [config]):
-                taken = config_classes().get(each)
-                if taken is not None and "text_config" not in taken.sub_configs_defaults:  # whose rotation is asked for
-                    pairs.setdefault(taken, getattr(module, name))
-    for model, architecture in MODEL_MAPPING_NAMES.items():  # models that are those of another model type
+            for class_name in TAKEN.get(name, [config]):
+                cls = config_classes().get(class_name)
+                if cls is not None and "text_config" not in cls.sub_configs_defaults:  # its text config rotates
+                    pairs.setdefault(cls, getattr(module, name))
+    for model, architecture in MODEL_MAPPING_NAMES.items():  # model types that share a class with another
         for twin, other in MODEL_MAPPING_NAMES.items():
             if other == architecture and CONFIG_MAPPING[twin] in pairs:
                 pairs.setdefault(CONFIG_MAPPING[model], pairs[CONFIG_MAPPING[twin]])
     return pairs
 
 
-def _made(path: Path) -> list[tuple[str, str]]:
-    """The rotary modules that classes of a file make by their own config, and the name of the class of that."""
+def _rotary_modules(path: Path) -> list[tuple[str, str]]:
+    """Find the rotary modules that the classes of a file build from their own config, with the config class."""
     code = path.read_text(encoding="utf-8")
     if not re.search(rf"class {ROTARY}", code):
         return []
-    made = []
+    modules = []
     for kind in ast.parse(code).body:
         for init in kind.body if isinstance(kind, ast.ClassDef) else ():
             if isinstance(init, ast.FunctionDef) and init.name == "__init__":
                 config = next(
                     (ast.unparse(a.annotation) for a in init.args.args if a.arg == "config" and a.annotation), ""
                 )
-                found = re.findall(rf"\b({ROTARY})\((?:config=)?(?:self\.)?config\b(?!\.)", ast.unparse(init))
-                made += [(name, config) for name in found]
-    return made
+                names = re.findall(rf"\b({ROTARY})\((?:config=)?(?:self\.)?config\b(?!\.)", ast.unparse(init))
+                modules += [(name, config) for name in names]
+    return modules
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """Collect the defaults of the classes, by model type, as far as mmpos reads them."""
+    """Collect the defaults that mmpos reads from the classes, by model type."""
     rotating = {config.model_type: config for config in rotations() if config.model_type}
     rotating |= {model: CONFIG_MAPPING[model] for model in WITHOUT_MODULE}
     rows = {
@@ -128,7 +128,7 @@ def table() -> dict[str, dict[str, Any]]:
     }
     wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
     known = {*rows, *OTHER_ROTATIONS}
-    for config in wholes * 3:  # parts have parts
+    for config in wholes * 3:  # nested configs may contain further ones
         if (
             any(spec.model_type in known for spec in config.sub_configs_defaults.values())
             or config.model_type in MODEL_TYPES
@@ -152,7 +152,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def _corrected(config: Any, name: str, spec: Any) -> bool:
-    """Tell whether a class gives a config inside its model type, even where that names the whole model's."""
+    """Return whether a class sets the model type of a nested config even if the config names the whole model's."""
     try:
         inside = getattr(config(**{name: {"model_type": config.model_type}}), name)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError):
@@ -161,22 +161,22 @@ def _corrected(config: Any, name: str, spec: Any) -> bool:
 
 
 def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Defaults of these fields, under the names that the class has for them."""
+    """Return the defaults of these fields, under the names that the class uses."""
     others = {name: config.attribute_map[name] for name in names if name in config.attribute_map}
     others |= OLD_NAMES.get(config.model_type, {})
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    found = {}
+    row = {}
     for name in names:
         own = config.attribute_map.get(name, name)
         own = own if own in defaults else name
         if own in defaults:
-            found[own] = defaults[own]
-    assert dataclasses.MISSING not in found.values()
-    return {**found, **({"names": others} if others else {})}
+            row[own] = defaults[own]
+    assert dataclasses.MISSING not in row.values()
+    return {**row, **({"names": others} if others else {})}
 
 
 def _optional(config: Any, row: dict[str, Any]) -> list[str]:
-    """List the parts that a class has none of unless it is told them."""
+    """List the parts that are None by default."""
     default = config()
     return sorted(
         name for kind in ("parts", "auto_parts") for name in row.get(kind, ()) if getattr(default, name) is None
@@ -184,10 +184,10 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """Collect the defaults that a class puts under a config inside that leaves them out."""
+    """Collect the defaults that a class fills into a nested config."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
-    if not defaults or config.model_type == "fun_asr_nano":  # which refuses what does not fit its other parts
+    if not defaults or config.model_type == "fun_asr_nano":  # it refuses a part that does not fit the others
         return {}
     inside = getattr(config(**{name: {"model_type": spec.model_type}}), name)
     merges = all(getattr(inside, name, None) == value for name, value in defaults.items() if name != "rope_theta")
@@ -203,7 +203,7 @@ def _rotation(config: Any) -> dict[str, Any]:
         return row | {"rope_theta": None, "rope_parameters": default}
     try:
         parameters = config(rope_parameters={"rope_type": "default"}).rope_parameters
-    except KeyError:  # its class asks for more
+    except KeyError:  # its class requires more parameters
         parameters = default
     row["rope_theta"] = parameters.get("rope_theta", default.get("rope_theta"))
     if parameters.get("partial_rotary_factor") is not None:
@@ -211,18 +211,18 @@ def _rotation(config: Any) -> dict[str, Any]:
     plain = default.get("rope_type") in PLAIN and parameters is not default
     if not plain or {**default, "rope_type": "default"} != {**parameters, "rope_type": "default"}:
         row["rope_parameters"] = dict(default)
-        if config(rope_theta=2.0).rope_parameters.get("rope_theta") == 2.0:  # one beside them
+        if config(rope_theta=2.0).rope_parameters.get("rope_theta") == 2.0:  # rope_theta is a separate field
             row["rope_theta"] = row["rope_parameters"].pop("rope_theta")
     if types := getattr(config(), "layer_types", None):
         row["layer_types"] = sorted(set(types))
     return row
 
 
-def written(rows: dict[str, dict[str, Any]]) -> str:
-    """The table as the file has it: a line for each model type."""
+def to_json(rows: dict[str, dict[str, Any]]) -> str:
+    """Format the table as in the file: one line for each model type."""
     lines = [f"{json.dumps(model)}: {json.dumps(row, sort_keys=True)}" for model, row in rows.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(written(table()), encoding="utf-8")
+    TABLE.write_text(to_json(table()), encoding="utf-8")

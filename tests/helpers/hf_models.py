@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers, prompts for them, and what judges them: themselves, turned by hand."""
+"""Tiny random models of Transformers, prompts for them, and the expected rotation, computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS = (
     "apertus", "arcee", "diffllama", "exaone4", "granite", "lfm2", "ministral", "mixtral", "olmo2", "olmo3", "phi",
     "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 )  # fmt: skip
-"""Others."""
+"""Further model types, which have experts or another structure."""
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -38,7 +38,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # so that tokens differ in what follows them
+    "initializer_range": 0.3,  # large, so that the logits depend on each token
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -46,20 +46,20 @@ SIZES = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """A config of two layers; Gemma 3 has one of each layer type."""
+    """Build a config of two layers; Gemma 3 gets one layer of each type."""
     changes = {**({"sliding_window_pattern": 2} if name == "gemma3" else {}), **changes}
     kind: Any = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
     return kind(**{**SIZES, **({} if name in CONFIGS else EXPERTS), **changes})
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model with random weights, the same for the same name."""
+    """Build a model with random weights, the same for the same name."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=dtype).eval()
 
 
 def rotary_of(model: Any, **changes: Any) -> Any:
-    """The model's rotation over two interleaved axes: a Rotary, or one per layer type."""
+    """Build the model's rotation over two interleaved axes: a Rotary, or one per layer type."""
     kinds = getattr(model.model.rotary_emb, "layer_types", None)
     if kinds is None:
         return Rotary.from_hf_config(model.config, **changes)
@@ -67,9 +67,10 @@ def rotary_of(model: Any, **changes: Any) -> Any:
 
 
 def patched(model: Any, way: str = "reference") -> Any:
-    """The model with its own rotation; "fused" is all of the way of the kernel but the kernel.
+    """Patch the model with its own rotation.
 
-    In the kernel's place is the extension, which gives the same bits without seconds in an interpreter.
+    "fused" takes the path of the kernel but runs the extension, which returns the same bits and is much faster than
+    Triton's interpreter.
     """
     patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
     if way == "fused":
@@ -79,40 +80,40 @@ def patched(model: Any, way: str = "reference") -> Any:
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Random token ids, none of which is padding."""
+    """Draw random token ids, never the padding token."""
     return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def two_rows(scheme: str = "rope-tie") -> PositionTable:
-    """Two rows of 24 tokens, each with an image."""
+    """Place two rows of 24 tokens, each with an image."""
     return place(SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 5), Text(12)]]), scheme)
 
 
 def as_ids(table: PositionTable) -> Tensor:
-    """Dense ids, (axes, batch, seq), of documents of one length."""
+    """Return dense ids, (axes, batch, seq), of documents of one length."""
     return torch.from_numpy(table.dense().reshape(table.axes, table.num_documents, -1))
 
 
 def text(*lengths: int) -> PositionTable:
-    """Documents of text alone."""
+    """Place documents of text alone."""
     return place(SegmentTable.from_documents([[Text(n)] for n in lengths]))
 
 
 @contextmanager
-def turned_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
-    """The untouched model while its rotary_emb answers with cos and sin of exact angles, made one token at a time."""
+def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
+    """Replace rotary_emb of the original model by cos and sin of exact angles, computed one token at a time."""
     rotary_emb = model.model.rotary_emb
     exact = ids_of(ids) if isinstance(ids, PositionTable) else ids
 
     @cache
-    def made(layer_type: str | None) -> tuple[Tensor, Tensor]:
+    def exact_cos_sin(layer_type: str | None) -> tuple[Tensor, Tensor]:
         one = rotary if layer_type is None else rotary[layer_type]
         angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
         return torch.cos(angle) * one.attention_factor, torch.sin(angle) * one.attention_factor
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        cos, sin = made(layer_type)
+        cos, sin = exact_cos_sin(layer_type)
         return cos.to(x), sin.to(x)
 
     rotary_emb.forward = forward

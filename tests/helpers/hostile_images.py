@@ -1,4 +1,4 @@
-"""Image files, and those that cost far more to read than to send."""
+"""Image files, some of which cost far more to decode than to send."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from PIL import Image
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    """Write an image as a file of this kind."""
+    """Encode an image in a file format."""
     target = io.BytesIO()
     image.save(target, kind, **options)
     return target.getvalue()
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
-    """Write a chunk of a PNG."""
+    """Encode a PNG chunk."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def padded_jpeg(padding: int) -> bytes:
-    """A JPEG of 8 x 8 pixels with so many bytes of padding before a marker."""
+    """Encode a JPEG of 8 x 8 pixels with ``padding`` bytes of padding before a marker."""
     data = encoded(Image.new("RGB", (8, 8), "red"), "JPEG")
     return data[:2] + b"\xff" * padding + data[2:]
 
 
 def jpeg_of_notes(count: int) -> bytes:
-    """A JPEG of 8 x 8 pixels with so many empty comments."""
+    """Encode a JPEG of 8 x 8 pixels with ``count`` empty comments."""
     data = encoded(Image.new("RGB", (8, 8), "red"), "JPEG")
     return data[:2] + b"\xff\xfe\0\2" * count + data[2:]
 
 
 def gif_of_blocks(count: int) -> bytes:
-    """A GIF of 8 x 8 pixels with a comment in blocks of a byte each."""
+    """Encode a GIF of 8 x 8 pixels with a comment of ``count`` blocks of one byte."""
     data = encoded(Image.new("P", (8, 8), 1), "GIF")
     frame = data.index(b",", 13 + 3 * 256 if data[10] & 7 == 7 else 13 + (3 << (data[10] & 7) + 1))
     return data[:frame] + b"!\xfe" + b"\1x" * count + b"\0" + data[frame:]
 
 
 def png_of_chunks(count: int, kind: bytes = b"teSt") -> bytes:
-    """A PNG of 8 x 8 pixels with so many empty chunks before those of the pixels."""
+    """Encode a PNG of 8 x 8 pixels with ``count`` empty chunks before the pixel data."""
     data = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
     return data[:33] + chunk(kind, b"") * count + data[33:]
 
 
 def webp_of_chunks(count: int) -> bytes:
-    """A WebP of 8 x 8 pixels with so many empty chunks."""
+    """Encode a WebP of 8 x 8 pixels with ``count`` empty chunks."""
     exif = Image.Exif()
     exif[0x0112] = 1
     data = encoded(Image.new("RGB", (8, 8), "red"), "WEBP", lossless=True, exif=exif)
@@ -58,16 +58,16 @@ def webp_of_chunks(count: int) -> bytes:
 
 
 @lru_cache
-def jpeg_of_scans(count: int, side: int = 8) -> bytes:
-    """A progressive JPEG of side x side pixels with so many scans, the last one over and over again."""
-    data = encoded(Image.new("RGB", (side, side), (200, 100, 50)), "JPEG", progressive=True, subsampling=0)
+def jpeg_of_scans(count: int) -> bytes:
+    """Encode a progressive JPEG of 8 x 8 pixels with ``count`` scans; the last scan is repeated."""
+    data = encoded(Image.new("RGB", (8, 8), (200, 100, 50)), "JPEG", progressive=True, subsampling=0)
     last = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + last * (count - data.count(b"\xff\xda")) + data[-2:]
 
 
 @lru_cache
 def deep_png(side: int) -> bytes:
-    """A PNG of side x side black pixels of four times 16 bits, a thousand times smaller than they are."""
+    """Encode a PNG of side x side black pixels, four channels of 16 bits, in a thousandth of their size."""
     squeeze = zlib.compressobj(1)
     rows = b"".join(squeeze.compress(bytes(1 + 8 * side)) for _ in range(side)) + squeeze.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 16, 6, 0, 0, 0))

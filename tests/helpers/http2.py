@@ -1,4 +1,4 @@
-"""HTTP/2 for what no client of gRPC would send: half messages, windows that stay shut, broken metadata."""
+"""An HTTP/2 client for traffic that gRPC clients never send: partial messages, closed windows, broken metadata."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from h2.settings import SettingCodes
 __all__ = ["Connection", "closed_at_once", "message"]
 
 STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
-"""Names of statuses by their numbers on the wire."""
+"""Status names by their numbers on the wire."""
 
 CLOSED, OPEN, RESET = "closed", "open", "reset"
-"""Ends of calls without a status: with their connection, not in time, and by a frame."""
+"""Outcomes of calls without a status: the connection ended, the time was up, or the stream was reset."""
 
-_GOODBYE = 7
-"""Type of the frame GOAWAY."""
+_GOAWAY = 7
+"""Type number of GOAWAY frames."""
 
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
-    """A message as gRPC frames it; with a length, one that claims to have so many bytes."""
+    """Frame a message as gRPC does; ``length`` replaces its true length."""
     return struct.pack(">BI", compressed, len(raw) if length is None else length) + raw
 
 
@@ -37,15 +37,15 @@ class Connection:
 
     Args:
         address: HOST:PORT.
-        window: bytes of each stream that the server may send before it is told that they were taken.
-        source: address of this machine to call from; "" is the usual one.
+        window: bytes of each stream that the server may send before an update of the window.
+        source: local address to call from; "" for the default.
     """
 
     def __init__(self, address: str, *, window: int = 65_535, source: str = "") -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._said: dict[int, bytes] = {}  # messages of statuses, and all else that came, by stream
+        self._received: dict[int, bytes] = {}  # data and status messages by stream
         self._ends: dict[int, str] = {}
         self._pending = b""
         self.h2 = H2Connection(
@@ -71,11 +71,11 @@ class Connection:
         self.socket.close()
 
     def flush(self, more: bytes = b"") -> None:
-        """Send the frames that are ready, and these bytes behind them."""
+        """Send the pending frames, and these bytes after them."""
         self.socket.sendall(self.h2.data_to_send() + more)
 
     def call(self, path: bytes | str, *metadata: tuple[bytes, bytes], left_out: str = "") -> int:
-        """Begin a call, without one of its headers; gives its stream."""
+        """Begin a call, without the header ``left_out``, and return its stream."""
         head = {
             ":method": b"POST",
             ":scheme": b"http",
@@ -91,7 +91,7 @@ class Connection:
         return stream
 
     def send(self, stream: int, raw: bytes, *, end: bool = True, wait: bool = True) -> None:
-        """Send bytes of a call, until the server has ended it; without waiting, only what the server takes at once."""
+        """Send bytes of a call until the server has ended it; without ``wait``, stop when the window is full."""
         while raw and stream not in self._ends:
             room = min(self.h2.local_flow_control_window(stream), self.h2.max_outbound_frame_size)
             if room > 0:
@@ -107,30 +107,30 @@ class Connection:
             self.flush()
 
     def open(self, stream: int, size: int) -> None:
-        """Let the server send so many bytes more of a stream."""
+        """Allow the server to send ``size`` more bytes of a stream."""
         self.h2.increment_flow_control_window(size, stream)
         self.flush()
 
     def ended(self, stream: int) -> tuple[str, bytes]:
-        """Wait for the end of a call: the name of its status, and all that came, its message among it.
+        """Wait for the end of a call and return its status name and all data received, the status message included.
 
         Raises:
-            ConnectionError: the connection ended before.
+            ConnectionError: the connection ended first.
         """
         while stream not in self._ends:
             if not self._receive():
-                raise ConnectionError(f"closed after {self._said.get(stream)!r}")
-        return self._ends[stream], self._said.get(stream, b"")
+                raise ConnectionError(f"closed after {self._received.get(stream)!r}")
+        return self._ends[stream], self._received.get(stream, b"")
 
     def statuses(self, calls: int, seconds: float = 1.0) -> list[tuple[str, bytes]]:
-        """Wait for the ends of so many calls, as far as they come in time: those that ``ended`` gives."""
+        """Wait at most ``seconds`` for the ends of ``calls`` calls, and return them as ``ended`` does."""
         deadline, alive = time.monotonic() + seconds, True
         with suppress(TimeoutError):
             while alive and len(self._ends) < calls:
                 self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
                 alive = self._receive()
-        found = [(status, self._said.get(stream, b"")) for stream, status in self._ends.items()]
-        return found + [(OPEN if alive else CLOSED, b"")] * (calls - len(found))
+        ends = [(status, self._received.get(stream, b"")) for stream, status in self._ends.items()]
+        return ends + [(OPEN if alive else CLOSED, b"")] * (calls - len(ends))
 
     def closed(self) -> bool:
         """Wait until the server closes the connection."""
@@ -140,31 +140,31 @@ class Connection:
         return True
 
     def _receive(self) -> bool:
-        """Take what comes next; False at the end of the connection."""
+        """Process the next bytes; return False at the end of the connection."""
         data = self.socket.recv(65_536)
         if not data:
             return False
-        with suppress(H2Error):  # what we broke may be answered in kind
-            for event in self.h2.receive_data(self._without_goodbye(data)):
+        with suppress(H2Error):  # the server may answer broken frames with broken frames
+            for event in self.h2.receive_data(self._without_goaway(data)):
                 self._take(event)
-        with suppress(ConnectionError):  # the end of the connection comes next
+        with suppress(ConnectionError):  # the next read reports the end of the connection
             self.flush()
         return True
 
-    def _without_goodbye(self, data: bytes) -> bytes:
-        """Take whole frames but those that say that the connection will end: h2 reads none of the calls after them."""
+    def _without_goaway(self, data: bytes) -> bytes:
+        """Return complete frames without GOAWAY, after which h2 would ignore the open calls."""
         self._pending += data
         frames = b""
         while len(self._pending) >= 9 and len(self._pending) >= (size := 9 + int.from_bytes(self._pending[:3], "big")):
             frame, self._pending = self._pending[:size], self._pending[size:]
-            frames += b"" if frame[3] == _GOODBYE else frame
+            frames += b"" if frame[3] == _GOAWAY else frame
         return frames
 
     def _take(self, event: Any) -> None:
         if isinstance(event, events.StreamReset):
             self._ends.setdefault(event.stream_id, RESET)
         elif isinstance(event, events.DataReceived):
-            self._said[event.stream_id] = self._said.get(event.stream_id, b"") + event.data
+            self._received[event.stream_id] = self._received.get(event.stream_id, b"") + event.data
             if event.flow_controlled_length:
                 self.h2.increment_flow_control_window(event.flow_controlled_length)
         elif isinstance(event, events.ResponseReceived | events.TrailersReceived):
@@ -173,14 +173,14 @@ class Connection:
             if b"grpc-status" in headers or http != b"200":
                 number = headers.get(b"grpc-status", b"HTTP " + http)
                 self._ends[event.stream_id] = STATUSES.get(number, number.decode())
-                said = self._said.get(event.stream_id, b"")
-                self._said[event.stream_id] = said + headers.get(b"grpc-message", b"")
+                data = self._received.get(event.stream_id, b"")
+                self._received[event.stream_id] = data + headers.get(b"grpc-message", b"")
 
 
 def closed_at_once(address: str) -> bool:
-    """Whether a server closes a connection that does nothing."""
+    """Return whether a server closes a connection that sends nothing more."""
     try:
         with Connection(address) as connection:
             return connection.closed()
-    except ConnectionError:  # before its first frames were sent
+    except ConnectionError:  # closed before the first frames were sent
         return True

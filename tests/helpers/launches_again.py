@@ -1,7 +1,7 @@
-"""Makes calls of many forms three times, the last by bound kernels, and prints as JSON what was launched.
+"""Repeat calls of many forms three times and print the kernel launches as JSON; bound kernels serve the last calls.
 
-Run by test_launches.py of tests/rotary in a process without Triton's interpreter: kernels are bound and specialised by
-Triton for a GPU that is not there, but not compiled.
+Run by tests/rotary/test_rotary_launches.py in a process without Triton's interpreter: Triton binds and specialises
+kernels for an absent GPU, but does not compile them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import torch
 import triton.compiler
+from aot_compile import StandIn
 from torch import Tensor
 from torch.autograd import forward_ad
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-import mmpos.rotary.kernel  # noqa: F401  # before the environment says that kernels are interpreted
+import mmpos.rotary.kernel  # noqa: F401  # before the environment selects the interpreter
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, launches, rotate_and_store
 
@@ -31,24 +31,8 @@ LAUNCHES: list[tuple[Any, ...]] = []
 BOUND: Counter[str] = Counter()
 
 
-class StandIn:
-    """A driver of Triton for a GPU that is not there."""
-
-    def get_current_target(self) -> GPUTarget:
-        """The GPU that kernels are bound for."""
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        """The first."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """The default stream."""
-        return 0
-
-
 class Uncompiled:
-    """A kernel that notes its launches, and what it would be compiled from."""
+    """A kernel that records its launches and what would be compiled."""
 
     packed_metadata = "metadata"
 
@@ -57,10 +41,10 @@ class Uncompiled:
         self.function = f"{source.fn.__name__} {source.signature} {constants} {source.attrs} {options}"
 
     def launch_metadata(self, *_: object) -> None:
-        """None is needed."""
+        """Return no metadata."""
 
     def run(self, x: int, y: int, z: int, stream: int, function: str, *arguments: Any) -> None:
-        """Note a launch of Triton; the first arguments are metadata and hooks."""
+        """Record a launch by Triton; the first arguments are metadata and hooks."""
         LAUNCHES.append((x, y, z, function, *map(form, arguments[4:])))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
@@ -68,14 +52,14 @@ class Uncompiled:
 
 
 def form(x: Any) -> Any:
-    """All of an argument but the address, which is another one for every new tensor."""
+    """Return everything of an argument except its address, which differs for every new tensor."""
     if isinstance(x, Tensor):
         return x.dtype, x.numel(), x.data_ptr() % 16, x.dim() == 1 and x.stride()
     return tuple(map(form, x)) if isinstance(x, tuple) else x
 
 
 def often(draw: random.Random, usual: Any, *others: Any) -> Any:
-    """Mostly the same, so that many calls are of one form."""
+    """Return the usual value most of the time, so that many calls have the same form."""
     return usual if draw.random() < 0.95 else draw.choice(others)
 
 
@@ -98,7 +82,7 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     by_head: Any = often(draw, {}, {"allocation": "heads", "head_axes": [0, 1]})
     rotary = Rotary(dim, axes=2, **kinds, **by_head)
     q, k, v = heads(4), heads(2), heads(2, often(draw, 16, 8))
-    weights = [often(draw, None, *(torch.ones(dim, dtype=each) for each in DTYPES)) for _ in range(2)]
+    weights = [often(draw, None, *(torch.ones(dim, dtype=norm_dtype) for norm_dtype in DTYPES)) for _ in range(2)]
     eps, after = draw.choice((1e-6, 1e-5)), draw.random() < 0.5
     norm = draw.choice((None, Norm(weights[0], weights[1], eps, after=after), Norm(torch.ones(dim), eps=eps)))
     options: Any = {"implementation": "triton", "inplace": draw.random() < 0.3, "norm": norm, "layout": layout}
@@ -109,8 +93,8 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
     block = often(draw, 2, 8)
     shape = (64, block, 2) if paging == "NHD" else (64, 2, block)
     scales: Any = often(draw, {}, *({"k_scale": x, "v_scale": x} for x in (torch.ones(()), torch.ones(2))))
-    of_cache = torch.float8_e4m3fn if scales else dtype
-    keys, values = (torch.zeros(*shape, x.shape[-1]).to(of_cache) for x in (k, v))
+    cache_dtype = torch.float8_e4m3fn if scales else dtype
+    keys, values = (torch.zeros(*shape, x.shape[-1]).to(cache_dtype) for x in (k, v))
     slots = often(draw, torch.arange(batch * seq), torch.arange(1), torch.arange(2 * batch * seq)[::2])
     cache = Cache(keys, values, slots, paging, **scales)
     options["return_k"] = often(draw, False, True)
@@ -118,29 +102,29 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
 
 
 def launched(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
-    """Return what was launched, whether Triton bound it, the form of what came back, and what autograd was told."""
+    """Return the launch, the form of the results, which versions autograd saw change, and whether Triton bound it."""
     LAUNCHES.clear()
     before, versions = BOUND.total(), [x._version for x in written]
     q_out, k_out = rotate()
     (only,) = LAUNCHES
     results = [None if x is None else (x.dtype, x.shape, x.stride()) for x in (q_out, k_out)]
-    told = [x._version > version for x, version in zip(written, versions, strict=True)]
-    return (only, results, told, q_out is written[0]), BOUND.total() > before
+    changed = [x._version > version for x, version in zip(written, versions, strict=True)]
+    return (only, results, changed, q_out is written[0]), BOUND.total() > before
 
 
-def by_long_way(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
-    """Return what is launched where no form is known."""
+def launched_anew(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
+    """Return the launch when no form is known."""
     with patch.dict(launches._KNOWN, clear=True):
         return launched(rotate, *written)[0]
 
 
 def main() -> dict[str, Any]:
-    """Compare what is launched by the long way and again."""
+    """Compare launches of known forms with launches of unknown forms."""
     draw = random.Random(32)
     different, straight = [], 0
     for _ in range(400):
         written, rotate = call(draw)
-        want, _, _, (got, bound) = by_long_way(rotate, *written), *(launched(rotate, *written) for _ in range(3))
+        want, _, _, (got, bound) = launched_anew(rotate, *written), *(launched(rotate, *written) for _ in range(3))
         straight += not bound
         if got != want:
             different.append((str(got), str(want)))
@@ -149,14 +133,14 @@ def main() -> dict[str, Any]:
     launches.MOST = 3
     for _ in range(100):
         written, rotate = call(draw)
-        want, _, _, (got, _) = by_long_way(rotate, *written), *(launched(rotate, *written) for _ in range(3))
+        want, _, _, (got, _) = launched_anew(rotate, *written), *(launched(rotate, *written) for _ in range(3))
         different += [] if got == want else [(str(got), str(want))]
     few = len(launches._KNOWN) <= 3
     return {"different": different[:3], "straight": straight, "forms": forms, "few": few, "refused": refused()}
 
 
 def refused() -> list[str]:
-    """Return the messages of mistakes in calls whose form is known otherwise."""
+    """Return the error messages of wrong calls whose forms are otherwise known."""
     positions, rotary = DevicePositions.from_table(place(SegmentTable.from_documents([[Text(4)]]))), Rotary(16)
     fused, pages = torch.zeros(4, 8, 16), torch.zeros(8, 2, 16)
     options: dict[str, Any] = {"inplace": True, "implementation": "triton"}
@@ -195,6 +179,6 @@ if __name__ == "__main__":
     triton.compiler.compile = Uncompiled
     usual = JITFunction.run
     JITFunction.run = lambda self, *args, **options: BOUND.update([self.__name__]) or usual(self, *args, **options)
-    driver.set_active(StandIn())
-    os.environ["TRITON_INTERPRET"] = "1"  # read by the door of the kernels, which are not interpreted any more
+    driver.set_active(StandIn("sm_90"))
+    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
     print(json.dumps(main()))

@@ -1,7 +1,8 @@
-"""Random batches as processors of Transformers hand them over, and Transformers' own answer to them."""
+"""Random batches as processors of Transformers return them, and the answer of Transformers' get_rope_index."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -12,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from mmpos import Placeholders, SegmentTable
 
 IMAGE, VIDEO = 8, 9
 FRAME_RATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 23.976, 24, 25, 29.97, 30, 50, 60)
-"""Frames per second that videos have; a grid of Qwen2.5-VL spans two frames."""
+"""Common frame rates of videos, in frames per second; a grid of Qwen2.5-VL spans two frames."""
 
 Array = npt.NDArray[np.int64]
 
@@ -27,14 +29,14 @@ class Layout:
     """One batch.
 
     Args:
-        input_ids: (batch, seq); every placeholder stands for a merged patch.
-        attention_mask: (batch, seq) of 0 and 1; None where nothing is padded.
-        images: frames, height, width of every image before merging.
-        videos: likewise.
+        input_ids: (batch, seq); every placeholder is one merged patch.
+        attention_mask: (batch, seq) of 0 and 1; None without padding.
+        images: (frames, height, width) of every image before merging.
+        videos: (frames, height, width) of every video before merging.
         merge: the model's spatial_merge_size.
         rate: tokens_per_second of Qwen2.5-VL.
         seconds: one per video, or None.
-        apart: every frame of a video is a grid of its own (Qwen3-VL).
+        apart: whether every frame of a video is a separate grid (Qwen3-VL).
     """
 
     input_ids: Array
@@ -53,12 +55,12 @@ class Layout:
 
     @property
     def real(self) -> npt.NDArray[np.bool_]:
-        """(batch, seq) whether a token is one."""
+        """(batch, seq) True for tokens, False for padding."""
         mask = np.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
         return mask == 1
 
     def segments(self) -> SegmentTable:
-        """The batch as ours."""
+        """Build the segment table of the batch."""
         return SegmentTable.from_input_ids(
             self.input_ids,
             Placeholders(image=IMAGE, video=VIDEO),
@@ -82,15 +84,18 @@ CLASSES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
-    """The method of the model, with a configuration and no weights; seconds as a tensor, or as a list of floats."""
+    """Call the model's method with a configuration and no weights.
+
+    ``listed`` passes the seconds as a list of floats instead of a tensor.
+    """
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     kind = next(value for value in vars(module).values() if "get_rope_index" in getattr(value, "__dict__", {}))
     vision = SimpleNamespace(spatial_merge_size=layout.merge, tokens_per_second=layout.rate)
     unbound = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     unbound.get_vision_position_ids = kind.get_vision_position_ids.__get__(unbound)
-    timed: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     if layout.seconds is not None:
-        timed = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
+        seconds = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
     ids, deltas = kind.get_rope_index(
         unbound,
         torch.from_numpy(layout.input_ids),
@@ -98,14 +103,14 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
         None if layout.images is None else torch.tensor(layout.images),
         None if layout.videos is None else torch.tensor(layout.videos),
         attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask),
-        **timed,
+        **seconds,
     )
     return Answer(ids.numpy(), deltas.numpy()[:, 0])
 
 
 @cache
-def answered(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
-    """As many random layouts of a model, each with Transformers' answer; the same in every run."""
+def random_answers(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
+    """Draw ``count`` random layouts of a model with Transformers' answer to each; the same in every run."""
     random = Random(f"{model}, videos={videos}")
     layouts = (random_layout(random, model, videos) for _ in range(count))
     return tuple((layout, rope_index(model, layout)) for layout in layouts)
@@ -120,9 +125,9 @@ class Row(NamedTuple):
 
 
 def random_layout(random: Random, model: str, videos: bool) -> Layout:
-    """A batch of one to four rows of text, images and videos, padded on one side with text or placeholders.
+    """Draw a batch of one to four rows of text, images and videos, padded on one side with text or placeholders.
 
-    No two images and no two videos touch, since Transformers refuses those.
+    No two images and no two videos are adjacent, since Transformers refuses them.
     """
     merge, apart = random.choice([1, 2, 2, 3]), model == "qwen3_vl"
     rows = [_random_row(random, merge, videos, apart) for _ in range(random.randint(1, 4))]
@@ -161,13 +166,15 @@ def _random_row(random: Random, merge: int, videos: bool, apart: bool) -> Row:
 
 
 def _padded(random: Random, rows: list[list[int]]) -> tuple[Array, Array]:
-    """Ids and mask (batch, seq) of rows."""
+    """Pad rows to (batch, seq) ids and a mask."""
     width = max(map(len, rows)) + random.randint(0, 2)
-    left = random.random() < 0.5
-    input_ids = np.full((len(rows), width), random.choice([0, IMAGE, VIDEO]))
-    mask = np.zeros_like(input_ids)
-    for row, ids in enumerate(rows):
-        begin = width - len(ids) if left else 0
-        input_ids[row, begin : begin + len(ids)] = ids
-        mask[row, begin : begin + len(ids)] = 1
-    return input_ids, mask
+    side = "left" if random.random() < 0.5 else "right"
+    input_ids = padded(rows, side, random.choice([0, IMAGE, VIDEO]), width)
+    return input_ids.numpy(), padded([[1] * len(row) for row in rows], side, 0, width).numpy()
+
+
+def padded(rows: Sequence[Sequence[int]], side: str, value: int = 0, width: int = 0) -> Tensor:
+    """Pad rows to (batch, seq) on one side."""
+    width = max(width, *map(len, rows))
+    pads = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor([[*pad, *row] if side == "left" else [*row, *pad] for row, pad in zip(rows, pads, strict=True)])

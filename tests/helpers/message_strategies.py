@@ -1,4 +1,4 @@
-"""Random messages: any that the protocol can spell, and some that are mostly right."""
+"""Random messages: arbitrary ones that the protocol can encode, and mostly valid ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from hostile_images import encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_inference import DATATYPES
 from PIL import Image
 from shared_objects import PREFIX
+from tritonclient.utils import np_to_triton_dtype
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
@@ -32,30 +32,30 @@ REQUESTS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "RotaryService/CosSin": (rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse),
     "RotaryService/Rotate": (rotary_pb2.RotateRequest, rotary_pb2.RotateResponse),
 }
-"""Request and response of every call that is not a stream."""
+"""Request and response of every unary call."""
 
 STREAMS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "PositionService/StreamPlace": (positions_pb2.StreamPlaceRequest, positions_pb2.StreamPlaceResponse),
     "SequenceService/StreamBuild": (sequences_pb2.StreamBuildRequest, sequences_pb2.StreamBuildResponse),
 }
-"""Likewise of every stream."""
+"""Request and response of every stream."""
 
 Fields = dict[str, object]
 
 OBJECT = f"/{PREFIX}object"
-"""Key of the shared memory object that messages name: zeros, if there is one."""
+"""Key of the shared memory object that messages name; it holds zeros if a test creates it."""
 
 _NAMES = st.sampled_from(
     ["", OBJECT, "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES]
 )
 _EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
-# Without these all else is idle; missing ones have tests of their own.
+# Without these fields all other fields have no effect; other tests leave them out.
 _NEEDED = {"query", "q", "positions", "input_ids"}
 
 
 def messages(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any message of this type that an encoder can write, mostly nonsense."""
+    """Draw any message of this type that can be encoded, mostly nonsense."""
     return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
 
 
@@ -98,24 +98,24 @@ def _scalar(field: FieldDescriptor) -> st.SearchStrategy[object]:
     }[field.type]
 
 
-# Messages that are mostly right.
+# Mostly valid messages.
 
 _small = st.integers(1, 6)
 
 
 def _one_of(*numbers: int) -> st.SearchStrategy[Any]:
-    """Draw one of these numbers of an enum, of which each enum has a type of its own."""
+    """Draw one of these numbers of an enum; the result is Any because each enum has its own type."""
     return st.sampled_from(numbers)
 
 
 @functools.cache
 def picture(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
-    """Make a small image file."""
+    """Encode a small image file."""
     return encoded(Image.new("RGB", size, (10, 200, 30)), kind)
 
 
 def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
-    """Numbers as a message."""
+    """Write numbers as a message."""
     array = np.asarray(values, dtype)
     number = tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
     return tensor_pb2.Tensor(dtype=number, shape=array.shape, data=array.tobytes())
@@ -123,7 +123,7 @@ def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
 
 @st.composite
 def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
-    """Documents of text with grids between."""
+    """Draw documents of text with grids in between."""
     table = table_pb2.SegmentTable()
     for _ in range(draw(st.integers(0, 3))):
         grids = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2]), _small, _small), max_size=3))
@@ -142,7 +142,7 @@ def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
 
 @st.composite
 def views(draw: st.DrawFn) -> positions_pb2.View:
-    """A view whose numbers are small; many of them do not fit the documents."""
+    """Draw a view with small numbers, many of which do not fit the documents."""
     kind = draw(st.sampled_from(["take", "window", "decode", "shard", "pad"]))
     few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
     if kind == "take":
@@ -163,7 +163,7 @@ def views(draw: st.DrawFn) -> positions_pb2.View:
 
 @st.composite
 def places(draw: st.DrawFn) -> positions_pb2.PlaceRequest:
-    """A batch that most schemes have a place for."""
+    """Draw a batch that most schemes can place."""
     query = positions_pb2.PositionsQuery()
     source = draw(st.sampled_from(["segments", "segments", "spans", "input_ids"]))
     if source == "segments":
@@ -202,7 +202,7 @@ _parts = st.one_of(
 
 @st.composite
 def builds(draw: st.DrawFn) -> sequences_pb2.BuildRequest:
-    """A few documents of a few parts of all sorts."""
+    """Draw a few documents with a few parts of every type."""
     documents = draw(st.lists(st.lists(_parts, max_size=4), max_size=3))
     query = sequences_pb2.SequencesQuery(start=draw(st.integers(0, 9)), patches=draw(st.booleans()))
     query.documents.extend(sequences_pb2.Document(parts=parts) for parts in documents)
@@ -211,7 +211,7 @@ def builds(draw: st.DrawFn) -> sequences_pb2.BuildRequest:
 
 @st.composite
 def rotations(draw: st.DrawFn) -> rotary_pb2.RotateRequest:
-    """Queries of four tokens and two heads, with ids that fit them."""
+    """Draw queries of four tokens and two heads, with matching ids."""
     dtype = draw(st.sampled_from(["float32", "float16"]))
     ids = draw(st.lists(st.lists(st.integers(-5, 10**6), min_size=4, max_size=4), min_size=2, max_size=2))
     request = rotary_pb2.RotateRequest(layout=draw(_one_of(0, 1)), conjugate=draw(st.booleans()))
@@ -223,7 +223,7 @@ def rotations(draw: st.DrawFn) -> rotary_pb2.RotateRequest:
 
 
 def tables(rotate: rotary_pb2.RotateRequest) -> rotary_pb2.CosSinRequest:
-    """The same tokens and rotation, for the tables."""
+    """Request cos and sin for the same tokens and rotation."""
     return rotary_pb2.CosSinRequest(positions=rotate.positions, rotary=rotate.rotary)
 
 
@@ -236,7 +236,7 @@ _parts_of_objects = st.builds(
 
 
 def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
-    """All tensors of a message."""
+    """Yield all tensors of a message."""
     if isinstance(message, tensor_pb2.Tensor):
         yield message
         return
@@ -248,7 +248,7 @@ def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
 
 @st.composite
 def sharing(draw: st.DrawFn, requests: st.SearchStrategy[M]) -> M:
-    """These requests; some of them with tensors in shared memory, there or back."""
+    """Draw one of these requests, some with input or output tensors in shared memory."""
     request = draw(requests)
     for message in _tensors(request):
         if message.data and draw(st.booleans()):
@@ -268,14 +268,14 @@ LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
     "RotaryService/CosSin": rotations().map(tables) | sharing(rotations().map(tables)),
     "RotaryService/Rotate": rotations() | sharing(rotations()),
 }
-"""Requests that are mostly right, by call."""
+"""Mostly valid requests, by call."""
 
 
-# Examples of them.
+# Examples of the strategies.
 
 
 def for_each(strategy: st.SearchStrategy[T], number: int, function: Callable[[T], object]) -> None:
-    """Call the function with so many examples, the same ones in every run."""
+    """Call the function with ``number`` examples, the same ones in every run."""
     health = list(HealthCheck)
     chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
 
@@ -292,7 +292,7 @@ INFER = "ModelInfer"
 
 
 def corpus(method: str, number: int) -> list[bytes]:
-    """Messages that are mostly right, to be broken."""
+    """Encode mostly valid messages, for tests to mutate."""
     if method == INFER:
         return inferences()
     requests: list[bytes] = []
@@ -301,18 +301,18 @@ def corpus(method: str, number: int) -> list[bytes]:
 
 
 def inferences() -> list[bytes]:
-    """Requests of the Open Inference Protocol that are right."""
+    """Encode valid requests of the Open Inference Protocol."""
 
     def request(model: str, **inputs: Any) -> bytes:
-        made = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
+        message = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
         for name, values in inputs.items():
             if isinstance(values, np.ndarray):
-                datatype, data = DATATYPES[values.dtype.name], values.tobytes()
+                datatype, data = np_to_triton_dtype(values.dtype), values.tobytes()
             else:
-                datatype, data = "BYTES", b"".join(struct.pack("<I", len(one)) + one for one in values)
-            made.inputs.add(name=name, datatype=datatype, shape=np.shape(values))
-            made.raw_input_contents.append(data)
-        return made.SerializeToString()
+                datatype, data = "BYTES", b"".join(struct.pack("<I", len(value)) + value for value in values)
+            message.inputs.add(name=name, datatype=datatype, shape=np.shape(values))
+            message.raw_input_contents.append(data)
+        return message.SerializeToString()
 
     spans = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
     ids = {"input_ids": np.array([[0, 5, 6]]), "attention_mask": np.array([[0, 1, 1]])}

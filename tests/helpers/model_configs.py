@@ -1,6 +1,6 @@
-"""Configs of every known model type, and the settings that must come of them.
+"""Configs of every known model type, and the settings that must be read from them.
 
-``python tests/helpers/model_configs.py`` writes these anew, for a reader to compare: tests/golden/model_settings.json.
+``python tests/helpers/model_configs.py`` rewrites the settings for review: tests/golden/model_settings.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmpos.rotary.hf_models import ENCODERS
 CONFIGS: Any = CONFIG_MAPPING
 """Config classes by model type."""
 TEXT = 5
-"""A token of text."""
+"""Id of a text token."""
 GLM_TEXT = {"head_dim": 128, "partial_rotary_factor": 0.5}
 """Settings of the released checkpoints that the defaults of the class lack."""
 COHERE_TEXT = {
@@ -34,11 +34,11 @@ COHERE_TEXT = {
         "full_attention": None,
     },
 }
-"""The class has no base: one type of layer turns, the other does not."""
+"""The class has no base model: one layer type has a rotation, the other has none."""
 OMNI_TEXT = {"num_attention_heads": 32, "head_dim": 128}
-"""As released: 28 heads of the class do not divide its hidden size."""
+"""As released: the 28 heads of the class default do not divide its hidden size."""
 XDROPE = {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [16] * 4}}
-"""Of the released checkpoint, under the names that it has."""
+"""As in the released checkpoint, with its field names."""
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_omni_moe": {"thinker_config": {"text_config": OMNI_TEXT}},
     "qwen3_omni_moe_thinker": {"text_config": OMNI_TEXT},
@@ -66,7 +66,7 @@ LAYER_TYPES = {
     **dict.fromkeys(("lfm3", "lfm3_vl", "shieldgemma2", "step3p7"), "full_attention"),
     **dict.fromkeys(("embedding_gemma2", "modernvbert", "neomme", "ultravbert"), "full_attention"),
 }
-"""Which of several rotations is expected."""
+"""The layer type whose rotation is expected, if a model has several."""
 HUNYUAN = {
     "model_type": "hunyuan_image_3_moe",
     "hidden_size": 4096,
@@ -90,24 +90,24 @@ def settings_of(model: str, **options: Any) -> ModelSettings:
     return mmpos.from_hf_config(config_of(model), layer_type=LAYER_TYPES.get(model), **options)
 
 
-def described(value: Any) -> Any:
-    """The fields of a frozen object that are not their defaults, as JSON has them, with the name of its class."""
+def describe(value: Any) -> Any:
+    """Return the non-default fields of a frozen object as JSON, with its class name."""
     if is_dataclass(value):
         own = [field for field in fields(value) if field.init and getattr(value, field.name) != field.default]
-        return {"class": type(value).__name__, **{field.name: described(getattr(value, field.name)) for field in own}}
-    return [described(each) for each in value] if isinstance(value, list | tuple) else value
+        return {"class": type(value).__name__, **{field.name: describe(getattr(value, field.name)) for field in own}}
+    return [describe(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def encoder_settings(encoder: str, told: object) -> Any:
-    """Positions and rotation of an encoder."""
-    return [vision_scheme(Fields("vision_config", told, encoder)), Rotary.from_hf_config(told)]
+def encoder_settings(encoder: str, config: object) -> Any:
+    """Return the position scheme and the rotation of an encoder."""
+    return [vision_scheme(Fields("vision_config", config, encoder)), Rotary.from_hf_config(config)]
 
 
 def golden() -> dict[str, dict[str, Any]]:
-    """What is read of the defaults of every class."""
+    """Return the settings read from the defaults of every class."""
     return {
-        "encoders": {each: described(encoder_settings(each, CONFIGS[each]())) for each in ENCODERS},
-        "models": {model: described(settings_of(model)) for model in MODEL_TYPES},
+        "encoders": {encoder: describe(encoder_settings(encoder, CONFIGS[encoder]())) for encoder in ENCODERS},
+        "models": {model: describe(settings_of(model)) for model in MODEL_TYPES},
     }
 
 

@@ -1,4 +1,4 @@
-"""Bytes that were right, and are broken a little: messages, and image files of every kind that is read."""
+"""Valid bytes with a few changes: messages, and image files in every format that is read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LARGEST = b"\xff\xff\xff\xff\xff\xff\xff\xff\x7f"
 """2^63 - 1 as protobuf writes it."""
 
 
-def broken(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> bytes:
-    """These bytes with one to four changes.
+def mutate(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> bytes:
+    """Return the bytes with one to four changes.
 
     Args:
-        raw: the bytes.
-        chance: what decides.
-        others: from which pieces may come.
+        raw: bytes to change.
+        chance: random source.
+        others: byte strings from which pieces are inserted; empty for ``raw`` itself.
     """
     data = bytearray(raw)
     for _ in range(chance.randint(1, 4)):
@@ -42,8 +42,8 @@ def broken(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> b
     return bytes(data)
 
 
-def files() -> list[bytes]:
-    """Small image files: every format, with what their decoders have most code for."""
+def image_files() -> list[bytes]:
+    """Encode small image files in every format, with the features whose decoders have the most code."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 40, 4), np.uint8)
     color = Image.fromarray(noise).convert("RGB")
     upright = Image.Exif()

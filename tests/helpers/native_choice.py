@@ -1,6 +1,6 @@
-"""A pytest plugin: tests run with another extension, or with none.
+"""Pytest plugin that runs tests with another extension, or without one.
 
-The environment variable NATIVE is the path of an extension, or empty for none.
+The environment variable NATIVE is the path of the extension; an empty value runs without one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if _PATH:
     _loader.exec_module(_module)
     sys.modules["mmpos._native"] = _module
 else:
-    sys.modules["mmpos._native"] = None  # type: ignore[assignment]  # importing it is an ImportError
+    sys.modules["mmpos._native"] = None  # type: ignore[assignment]  # importing it raises ImportError
 
 from mmpos.support import native  # noqa: E402
 

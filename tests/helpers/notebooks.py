@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/ and keep their outputs: python tests/helpers/notebooks.py."""
+"""Run the notebooks of docs/ and save their outputs: python tests/helpers/notebooks.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 
 
-def executed(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook from its first cell in a kernel of its own, and return it with the outputs of this run."""
+def execute(path: Path) -> nbformat.NotebookNode:
+    """Run a notebook from its first cell in a new kernel, and return it with the outputs of this run."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
@@ -24,4 +24,4 @@ def executed(path: Path) -> nbformat.NotebookNode:
 
 if __name__ == "__main__":
     for path in sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(executed(path), path)
+        nbformat.write(execute(path), path)

@@ -1,4 +1,4 @@
-"""A builder of text, audio and clips whose order and ids are short enough to write by hand."""
+"""A builder of text, audio and clips whose token order and ids are short enough to write by hand."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ BUILDER = SequenceBuilder(
 )
 
 CLIP = Clip(1, 2, frames=2, audio=3, seconds_per_frame=1)
-"""Frames at 0 and 2 ids, so that each chunk of two ids begins with one: <v <a V V A A V V A a> v>."""
+"""Frames at ids 0 and 2, so that each chunk of two ids begins with a frame: <v <a V V A A V V A a> v>."""
 CLIP_IDS = [BEGIN, AUDIO_BEGIN, VIDEO, VIDEO, AUDIO, AUDIO, VIDEO, VIDEO, AUDIO, AUDIO_END, END]
 CLIP_TYPES = [0, 0, 1, 1, 3, 3, 1, 1, 3, 0, 0]

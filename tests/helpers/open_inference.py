@@ -1,4 +1,4 @@
-"""Parts that the tests of the Open Inference Protocol share: servers, and requests by the real client."""
+"""Shared parts of the tests of the Open Inference Protocol: settings, and requests by tritonclient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
 
 from mmpos_server.config import ServerConfig
 from mmpos_server.inference import open_inference_pb2 as pb
@@ -17,18 +18,9 @@ from mmpos_server.inference.methods import SERVICE
 TritonClient: TypeAlias = triton.InferenceServerClient
 Infer: TypeAlias = "grpc.UnaryUnaryMultiCallable[pb.ModelInferRequest, pb.ModelInferResponse]"
 
-DATATYPES = {
-    "int64": "INT64",
-    "int32": "INT32",
-    "float32": "FP32",
-    "float16": "FP16",
-    "float64": "FP64",
-    "uint8": "UINT8",
-}
-
 
 def config(**tables: Any) -> ServerConfig:
-    """Settings with a profile for each kind of scheme."""
+    """Return settings with a profile for each kind of scheme."""
     images = {"backend": "pillow", "patch_size": 14, "spatial_merge_size": 2}
     return ServerConfig.model_validate(
         {
@@ -42,38 +34,36 @@ def config(**tables: Any) -> ServerConfig:
     )
 
 
-def given(name: str, values: object, datatype: str | None = None) -> Any:
-    """An input of this name: numbers, or bytes."""
+def input_tensor(name: str, values: object, datatype: str | None = None) -> Any:
+    """Build an input tensor from numbers or a list of bytes."""
     array = np.array(values, object) if _is_bytes(values) else np.asarray(values)
-    tensor = triton.InferInput(
-        name, array.shape, datatype or ("BYTES" if array.dtype == object else DATATYPES[array.dtype.name])
-    )
+    tensor = triton.InferInput(name, array.shape, datatype or np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
 
 
-def wanted(names: Iterable[str] | None) -> list[Any] | None:
-    """Outputs of these names."""
+def requested_outputs(names: Iterable[str] | None) -> list[Any] | None:
+    """Build requested outputs of these names."""
     return None if names is None else [triton.InferRequestedOutput(name) for name in names]
 
 
 def ask(
     client: TritonClient, model: str, inputs: Mapping[str, object], outputs: Sequence[str] | None = None, **options: Any
 ) -> Any:
-    """The arrays of an answer, by name."""
-    tensors = [given(name, values) for name, values in inputs.items()]
-    result = client.infer(model, tensors, outputs=wanted(outputs), **options)
+    """Send a request and return the output arrays by name."""
+    tensors = [input_tensor(name, values) for name, values in inputs.items()]
+    result = client.infer(model, tensors, outputs=requested_outputs(outputs), **options)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 
 def stub(channel: grpc.Channel) -> Infer:
-    """ModelInfer with messages as no client writes them."""
+    """Return ModelInfer as a callable for messages that no client writes."""
     kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
     return channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str]:
-    """Status and message of a call that fails."""
+    """Return the status and the message of a call that fails."""
     with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
         call()
     error = raised.value

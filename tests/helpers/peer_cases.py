@@ -1,4 +1,4 @@
-"""Parts that the tests of peers share: designs in which every two settings meet, their rotation, and bounds."""
+"""Shared parts of the tests of peers: pairwise test designs, the rotation of peers, and bounds."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The device of all tensors: a GPU runs the kernel, a CPU the extension or plain torch."""
 
 SIDE = sqrt(2) * LIBRARY * unit(torch.float32) + gamma(3)
-"""Error of one rotation in float32, of the length of its pair: of cos and sin of a library, and three roundings."""
+"""Error of one rotation in float32, relative to the length of its pair: cos and sin of a library, three roundings."""
 
 
 class Tolerance(NamedTuple):
-    """A difference that a peer allows: atol + rtol · |reference|."""
+    """A difference that a peer accepts: atol + rtol · |reference|."""
 
     rtol: float
     atol: float
 
 
-def meeting(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Cases in which every two values of every two factors meet, as pytest.param with an id; few, and always the same.
+def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return few cases that contain every pair of values of every two factors, as pytest.param with an id.
 
-    Each case begins with a pair that no case has yet, and takes of every other factor the value that brings most such
-    pairs. Such a design finds what depends on one setting, or on two of them together.
+    Each case begins with a pair that no case contains yet, and takes of every other factor the value that adds most new
+    pairs. Such a design finds bugs that depend on one setting or on two together. It is the same in every run.
 
-    >>> [case.values for case in meeting({"a": "xy", "b": (1, 2), "c": (True, False)})]
+    >>> [case.values for case in pairwise_cases({"a": "xy", "b": (1, 2), "c": (True, False)})]
     [('x', 1, True), ('x', 2, False), ('y', 1, False), ('y', 2, True)]
 
     Args:
@@ -46,7 +46,7 @@ def meeting(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
 
 
 def _covering(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Places of values in their factors, case after case."""
+    """Yield cases as indices of values, one index per factor."""
     left = {
         (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
     }
@@ -60,7 +60,7 @@ def _covering(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
                     for value in range(sizes[factor])
                 ]
                 case[factor] = gains.index(max(gains))
-        left -= {_pair(*one, *other) for one, other in combinations(sorted(case.items()), 2)}
+        left -= {_pair(*first, *second) for first, second in combinations(sorted(case.items()), 2)}
         yield tuple(case[factor] for factor in range(len(sizes)))
 
 
@@ -69,23 +69,23 @@ def _pair(a: int, i: int, b: int, j: int) -> tuple[int, int, int, int]:
 
 
 def float32_angles(ids: Tensor, dim: int, theta: float) -> Tensor:
-    """(…, dim/2) angles as all of them have them: float32 frequencies, float32 products."""
+    """Return (…, dim/2) angles as all peers compute them: float32 frequencies, float32 products."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return ids.float()[..., None] * (1.0 / torch.pow(theta, exponents)).to(ids.device)
 
 
 def channels(width: int, adjacent: bool) -> tuple[slice, slice]:
-    """Give the first and the second channel of each pair."""
+    """Return the slices of the first and the second channel of each pair."""
     return (slice(0, width, 2), slice(1, width, 2)) if adjacent else (slice(width // 2), slice(width // 2, width))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    """Their formula: each pair (a, b) becomes (a·cos − b·sin, b·cos + a·sin), and what is behind the pairs stays.
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
+    """Rotate by the peers' formula: (a, b) becomes (a·cos − b·sin, b·cos + a·sin); channels behind the pairs are kept.
 
     Args:
-        x: (…, head_dim), rounded after each operation as its dtype is.
+        x: (…, head_dim), rounded to its dtype after each operation.
         cos: (…, pairs), broadcast against x.
-        sin: likewise.
+        sin: (…, pairs), broadcast against x.
         adjacent: whether pair j is channels (2j, 2j + 1).
     """
     first, second = channels(2 * cos.shape[-1], adjacent)
@@ -95,46 +95,44 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
     return out
 
 
-def agree(
+def assert_rotations_agree(
     ours: Tensor | None,
     theirs: Tensor,
     x: Tensor,
     pairs: int,
     adjacent: bool,
     *,
-    phase: float = 0.0,
-    before: float = 0.0,
     peer: Tolerance | None = None,
 ) -> None:
-    """Assert that two rotations of x are one, within what rounding explains, and within what the peer demands.
+    """Assert that two rotations of x agree within the rounding error, and within the tolerance of the peer.
 
-    Both are off by SIDE of the length of each pair, and rounded to their dtype; what does not turn is equal.
+    Each may be off by SIDE of the length of each pair, and is rounded to its dtype; unrotated channels must be equal.
 
     Args:
         ours: the result of this library.
-        theirs: that of the peer's formula, in the same dtype.
-        x: what was rotated, in the same layout.
-        pairs: pairs of channels that turn, the first ones.
-        adjacent: as for ``turned``.
-        phase: what else the peer is off by, in rad or of the length: angles, or tables and arithmetic in fewer bits.
-        before: the error of x itself where it was normalised, relative.
-        peer: the peer's own tolerance.
+        theirs: the result of the peer's formula, in the same dtype.
+        x: the rotated heads, in the same layout.
+        pairs: number of rotated pairs, which come first.
+        adjacent: as for ``rotate_pairs``.
+        peer: tolerance of the peer.
     """
     assert ours is not None
     assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
     first, second = channels(2 * pairs, adjacent)
-    turning = torch.hypot(x[..., first].float(), x[..., second].float()) * (2 * SIDE + phase + before)
+    of_pairs = torch.hypot(x[..., first].float(), x[..., second].float()) * 2 * SIDE
     rounding = torch.finfo(ours.dtype).eps * torch.maximum(ours.abs(), theirs.abs()).float()
-    room = (before * x.float().abs() + rounding) if before else torch.zeros_like(rounding)
-    room[..., first], room[..., second] = turning + rounding[..., first], turning + rounding[..., second]
-    apart = (ours.float() - theirs.float()).abs() - torch.finfo(ours.dtype).smallest_normal
-    worst = int((apart - room).argmax())
-    assert (apart <= room).all(), f"{apart.flatten()[worst]:.3g} apart at {worst}, want {room.flatten()[worst]:.3g}"
+    room = torch.zeros_like(rounding)
+    room[..., first], room[..., second] = of_pairs + rounding[..., first], of_pairs + rounding[..., second]
+    difference = (ours.float() - theirs.float()).abs() - torch.finfo(ours.dtype).smallest_normal
+    worst = int((difference - room).argmax())
+    assert (difference <= room).all(), (
+        f"{difference.flatten()[worst]:.3g} apart at {worst}, want {room.flatten()[worst]:.3g}"
+    )
     if peer is not None:
         torch.testing.assert_close(ours, theirs, rtol=peer.rtol, atol=peer.atol)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers, the same in every run."""
+    """Draw normal numbers, the same in every run."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)

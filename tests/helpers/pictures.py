@@ -1,4 +1,4 @@
-"""Readers of pictures: the words of an SVG, the pixels of a PNG, and tables to draw."""
+"""Read the texts of an SVG and the pixels of a PNG, and place tables to draw."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mmpos.segments.table import SegmentTable
 
 
 def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
-    """The documents of these specs under a scheme."""
+    """Place the documents of these specs under a scheme."""
     return place(SegmentTable.from_documents(read_specs(specs).documents), scheme)
 
 
 def texts(path: Path) -> list[str]:
-    """The words of an SVG, in order."""
+    """Return the texts of an SVG, in document order."""
     root = ElementTree.parse(path).getroot()
     return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def pixels(path: Path) -> npt.NDArray[np.uint8]:
-    """(height, width, 3) of a PNG."""
+    """Read a PNG as (height, width, 3) pixels."""
     with Image.open(path) as picture:
         return np.asarray(picture.convert("RGB"))

@@ -1,4 +1,4 @@
-"""What each of four ranks does with a plan, in a module that their processes, which are spawned, can import."""
+"""The work of each of four ranks with a plan, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmpos.data import IGNORE_INDEX, Batch, PackedCollator, PlannedPacks
 
 
 def model() -> nn.Sequential:
-    """Make the same tiny model everywhere."""
+    """Build the same tiny model on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(300, 16), nn.Tanh(), nn.Linear(16, 300))
 
@@ -29,14 +29,16 @@ def run(rank: int, folder: Path) -> None:
     """Sum weighted losses over the steps of a plan; rank 0 writes their mean and its gradient."""
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=4, timeout=limit)
-    parallel = nn.parallel.DistributedDataParallel(model())  # which averages gradients over ranks
+    parallel = nn.parallel.DistributedDataParallel(model())  # averages gradients over ranks
     packs, total = PlannedPacks(folder / "index.parquet", rank), torch.zeros(())
     for microbatches in packs:
         means = []
-        for each in microbatches:
-            batch = PackedCollator()(each.pack)
+        for microbatch in microbatches:
+            batch = PackedCollator()(microbatch.pack)
             labels = batch.shift_labels().labels
-            means.append(each.weight * cross_entropy(parallel(batch.input_ids), labels, ignore_index=IGNORE_INDEX))
+            means.append(
+                microbatch.weight * cross_entropy(parallel(batch.input_ids), labels, ignore_index=IGNORE_INDEX)
+            )
         loss = torch.stack(means).mean() / len(packs)
         loss.backward()
         total += loss.detach()

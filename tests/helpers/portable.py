@@ -1,4 +1,4 @@
-"""Run the tests as other machines would: with other vectors, other numbers of threads, and while others compute.
+"""Run the tests as on other machines: with other vector instructions, thread counts, and on a busy machine.
 
 python tests/helpers/portable.py               every setting
 python tests/helpers/portable.py avx2 busy     these only
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from versions import asked
+from versions import parse_parts
 
 SUITES = {"test": ["-n", "3", "--dist", "worksteal"], "slow": ["-n", "4", "--dist", "loadgroup", "-m", "slow"]}
-"""Those of the Makefile."""
+"""Options of pytest for each suite, as in the Makefile."""
 
-FOUND: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
-"""Vectors that numpy uses here and not everywhere."""
+EXTENSIONS: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+"""Vector extensions that numpy uses here but not on every machine."""
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as-it-is": {},
@@ -30,23 +30,23 @@ SETTINGS: dict[str, dict[str, str]] = {
     "torch-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "mkl-sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    # A processor without AVX512, and one without AVX: torch, MKL, oneDNN, numpy and its OpenBLAS at once.
+    # Processors without AVX512 and without AVX, for torch, MKL, oneDNN, numpy and its OpenBLAS at once.
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "NPY_DISABLE_CPU_FEATURES": " ".join(name for name in FOUND if name != "X86_V3"),
+        "NPY_DISABLE_CPU_FEATURES": " ".join(name for name in EXTENSIONS if name != "X86_V3"),
         "OPENBLAS_CORETYPE": "Haswell",
     },
     "sse4.2": {
         "ATEN_CPU_CAPABILITY": "default",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "NPY_DISABLE_CPU_FEATURES": " ".join(FOUND),
+        "NPY_DISABLE_CPU_FEATURES": " ".join(EXTENSIONS),
         "OPENBLAS_CORETYPE": "Nehalem",
     },
     "one-thread": {"OMP_NUM_THREADS": "1"},
-    # Without the second one MKL allows no more threads than there are cores, and torch follows it.
+    # Without MKL_DYNAMIC=FALSE, MKL starts no more threads than there are cores, and torch follows it.
     "four-threads": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
     "busy": {},
 }
@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Processes that compute while inside."""
+    """Run processes that keep the processor busy while the context is open."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -65,10 +65,10 @@ def busy(count: int) -> Iterator[None]:
 
 
 def run(setting: str, suite: str) -> tuple[bool, str]:
-    """Run a suite, and give whether it is green, and what pytest counts; the output of one that is not is printed."""
+    """Run a suite; return whether it passed, and the counts of pytest. Print the output of a failed run."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]]
     begun = time.monotonic()
-    # A cache of its own: kernels that torch.compile wrote for other vectors have the same key, and other numbers.
+    # A separate cache: kernels that torch.compile built for other vector instructions have the same key.
     with TemporaryDirectory() as cache, busy((os.cpu_count() or 1) if setting == "busy" else 0):
         environment = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -79,9 +79,9 @@ def run(setting: str, suite: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Run what is asked for, and print a line for each."""
+    """Run the selected settings, and print a line for each suite."""
     green = True
-    for setting in asked(__doc__, list(SETTINGS)):
+    for setting in parse_parts(__doc__, list(SETTINGS)):
         for suite in SUITES:
             passed, counted = run(setting, suite)
             green &= passed

@@ -1,4 +1,4 @@
-"""Token ids and small images of the configs that probes write checkpoints from, by family."""
+"""Token ids and small images of the configs from which the probe tests write checkpoints, by family."""
 
 from __future__ import annotations
 

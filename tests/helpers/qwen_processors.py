@@ -1,4 +1,4 @@
-"""Processors of tiny Qwen-VL models: ours beside that of Transformers, and chats for both."""
+"""Processors of tiny Qwen-VL models, ours and Transformers', and chats for both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = (
 )
 SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 20}
 KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
-"""Model types, and how the names of their classes begin."""
+"""Model types and the prefixes of their class names."""
 
 
 @cache
@@ -44,15 +44,15 @@ def config_of(model: str) -> Any:
 
 
 def both(model: str, tokenizer: Any = None) -> tuple[MMPosProcessor, Any]:
-    """Our processor and theirs, of the same parts."""
+    """Build our processor and Transformers' from the same parts."""
     config = config_of(model)
     if tokenizer is None:
         tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
     half: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if model == "qwen3_vl" else {}
     images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size, size=SIZE, **half)
-    of_videos: Any = transformers.Qwen3VLVideoProcessor if model == "qwen3_vl" else transformers.Qwen2VLVideoProcessor
-    told = {"cap_pixels_per_frame": False, "size": {**SIZE, "longest_edge": 28 * 28 * 60}}
-    videos = of_videos(**told)
+    video_class: Any = transformers.Qwen3VLVideoProcessor if model == "qwen3_vl" else transformers.Qwen2VLVideoProcessor
+    options = {"cap_pixels_per_frame": False, "size": {**SIZE, "longest_edge": 28 * 28 * 60}}
+    videos = video_class(**options)
     theirs = getattr(transformers, f"{KINDS[model]}Processor")(images, tokenizer, videos, chat_template=TEMPLATE)
     settings = mmpos.from_hf_config(config)
     own = settings.image_processor(
@@ -63,7 +63,7 @@ def both(model: str, tokenizer: Any = None) -> tuple[MMPosProcessor, Any]:
 
 
 def drawn_chats(random: np.random.Generator) -> list[list[dict[str, Any]]]:
-    """One to three chats of texts, images and videos."""
+    """Draw one to three chats of texts, images and videos."""
 
     def block() -> dict[str, Any]:
         height, width = random.integers(30, 130, 2)

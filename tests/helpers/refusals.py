@@ -1,4 +1,4 @@
-"""What a call is refused with."""
+"""The form of error messages, and the errors of refused calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SENTENCE = re.compile(
 
 
 def is_sentence(message: str) -> bool:
-    """Tell whether the words of a refusal name what they are about before they say what is wrong with it."""
+    """Return whether an error message begins with the name of the argument, field or file at fault."""
     return _SENTENCE.match(message) is not None
 
 
 def assert_refused(
     message: str, call: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...] = InvalidInputError
 ) -> None:
-    """Check that a call raises an error whose words begin so."""
+    """Assert that a call raises an error whose message begins with ``message``."""
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value).startswith(message), caught.value

@@ -1,4 +1,4 @@
-"""Comparison of results of calls."""
+"""Equality of the results of calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from mmpos import MmposError
 
 
-def same(one: Any, other: Any) -> None:
-    """Assert that two results are equal: types, values, dtypes, shapes, and the words of errors."""
+def assert_equal(one: Any, other: Any) -> None:
+    """Assert that two results are equal: types, values, dtypes, shapes and error messages."""
     assert type(one) is type(other), (one, other)
     if isinstance(one, MmposError):
         assert str(one) == str(other)
@@ -25,9 +25,9 @@ def same(one: Any, other: Any) -> None:
     elif isinstance(one, list | tuple):
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):
-            same(a, b)
+            assert_equal(a, b)
     elif is_dataclass(one):
         for field in fields(one):
-            same(getattr(one, field.name), getattr(other, field.name))
+            assert_equal(getattr(one, field.name), getattr(other, field.name))
     else:
         assert one == other

@@ -1,8 +1,8 @@
-"""Plugin of pytest that installs rope_index in every model of a run, for Transformers' own tests.
+"""Pytest plugin that installs rope_index in every model of a run, for Transformers' own tests.
 
-They are in a checkout of Transformers, not in its package:
+Those tests are in a checkout of Transformers, not in its package:
     PYTHONPATH=tests/helpers pytest -p rope_index_installed CHECKOUT/tests/models/qwen2_vl/test_modeling_qwen2_vl.py
-A run fails if no function was called in this process: do not add -n.
+The run fails if no rope_index was called in this process: do not add -n.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmpos.integrations.hf import get_rope_index, install
 from mmpos.support.checks import counted
 
 CALLS, REFUSED = Counter[str](), Counter[str]()
-"""How often functions were called, by their class, and models that install refused, by its words."""
+"""Number of calls by class of the function, and number of models that install refused, by message."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Cover the end of every constructor, and the calls of functions, until the run is over."""
+    """Wrap the end of every model constructor and every rope_index call until the run ends."""
     CALLS.clear()
     REFUSED.clear()
     patch = pytest.MonkeyPatch()
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def counting(call: Any) -> Any:
-    """Cover a method of a class by one that also counts."""
+    """Wrap a method so that its calls are counted."""
 
     @wraps(call)
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,13 +56,13 @@ def counting(call: Any) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that shows nothing."""
+    """Fail a run in which no function was called."""
     if not CALLS and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how often."""
+    """Print the number of calls, and the models without rope_index."""
     terminalreporter.write_line(f"rope_index was called {counted(CALLS.total(), 'time')}: {dict(CALLS)}")
-    for words, times in REFUSED.items():
-        terminalreporter.write_line(f"{counted(times, 'model')} without it: {words}")
+    for message, times in REFUSED.items():
+        terminalreporter.write_line(f"{counted(times, 'model')} without it: {message}")

@@ -1,4 +1,4 @@
-"""A server of S3 on this machine, which holds its buckets in memory."""
+"""A local S3 server that holds its buckets in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENT = {
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Run a server for the time of the block, and give its address as host:port."""
+    """Run a server while the context is open; yield its address as host:port."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
@@ -30,6 +30,6 @@ def s3_server() -> Iterator[str]:
 
 
 def make_bucket(address: str, bucket: str) -> None:
-    """Make a bucket in the server at this address."""
+    """Create a bucket on the server at this address."""
     keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s", "region_name": "us-east-1"}
     boto3.client("s3", endpoint_url=f"http://{address}", **keys).create_bucket(Bucket=bucket)

@@ -1,4 +1,4 @@
-"""The rotation of engines with contiguous M-RoPE sections, written from reading vLLM 0.33 and SGLang 0.5.23."""
+"""The rotation of inference engines with contiguous M-RoPE sections, written after vLLM 0.33 and SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class EngineRotary(nn.Module):
-    """An M-RoPE module as both engines build it: a cache in the natural order of frequencies, in float32 angles."""
+    """An M-RoPE module of both engines: its cache keeps the natural order of frequencies, with float32 angles."""
 
     cos_sin_cache: Tensor
-    _ensure_cos_sin_cache_length: Callable[[int], None]  # of SGLang, which install_cache replaces
+    _ensure_cos_sin_cache_length: Callable[[int], None]  # SGLang's method, which install_cache replaces
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class EngineRotary(nn.Module):
         self.register_buffer("cos_sin_cache", cache.to(dtype), persistent=False)
 
     def forward(self, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(3, tokens) ids and (tokens, heads, head_size) tensors to those turned."""
+        """Rotate (tokens, heads, head_size) tensors by (3, tokens) ids."""
         blocks = self.cos_sin_cache[ids].split([*self.mrope_section, *self.mrope_section], dim=-1)
         rows = [block[i % 3] for i, block in enumerate(blocks)]
         cos, sin = torch.cat(rows[:3], -1)[:, None], torch.cat(rows[3:], -1)[:, None]
-        return tuple(self.turned(x, cos.to(x.dtype), sin.to(x.dtype)) for x in tensors)
+        return tuple(self.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in tensors)
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The first rotary_dim channels of every head turned, in pairs of halves or of neighbours."""
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first rotary_dim channels of every head; the pairs are halves or neighbours."""
         x, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         if self.is_neox_style:
             a, b = x.chunk(2, dim=-1)
@@ -50,7 +50,7 @@ class EngineRotary(nn.Module):
 
 
 def step_ids(prompt: Tensor, delta: int, computed: int, scheduled: int) -> Tensor:
-    """vLLM's ids of one step of one request: the prompt's own, then index + delta on all rows."""
+    """Return the ids that vLLM uses in one step of one request: the prompt's ids, then index + delta on all axes."""
     inside = prompt[:, computed : computed + scheduled]
     beyond = torch.arange(max(computed, prompt.shape[1]), max(computed + scheduled, prompt.shape[1])) + delta
     return torch.cat([inside, beyond.expand(3, -1)], dim=1)

@@ -1,14 +1,16 @@
-"""A server as a program: its log, its metrics, and how it ends."""
+"""A server in a separate process: its log, its metrics and its exit."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
 def _children(pid: int) -> list[int]:
@@ -17,11 +19,27 @@ def _children(pid: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Program:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     process: subprocess.Popen[str]
     address: str
     log: Path
+
+    @classmethod
+    def launch(cls, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> Self:
+        """Start a server on a free port, and wait for its address."""
+        command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
+        with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
+        return cls(process, line.split()[-1], log)
+
+    def kill(self) -> None:
+        """Kill the server if it still runs, and close its output."""
+        self.process.kill()
+        self.process.communicate()
 
     @property
     def port(self) -> str:
@@ -29,29 +47,29 @@ class Program:
 
     @property
     def workers(self) -> list[int]:
-        """The processes that answer: children of the one from which all of them are forked."""
+        """Pids of the worker processes: children of the process from which all workers are forked."""
         return sorted(worker for child in _children(self.process.pid) for worker in _children(child))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log so far."""
+        """Return the records of the log so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def end(self) -> tuple[int, list[dict[str, Any]]]:
-        """Exit code and log of a server that has been told to end."""
+        """Wait for a server that was asked to stop; return its exit code and its log."""
         out, _ = self.process.communicate(timeout=60)
         assert out == ""
         return self.process.returncode, self.lines()
 
 
 Start = Callable[..., Program]
-"""Starts a server with these arguments; it is killed in the end."""
+"""Start a server with these arguments; it is killed at the end of the test."""
 
 Refused = Callable[..., str]
-"""Gives what a server with these arguments says, that does not start."""
+"""Return the error message of a server that does not start with these arguments."""
 
 
 def metrics_of(port: int) -> dict[str, float]:
-    """The metrics page, without bounds of histograms."""
+    """Read the metrics page, without histogram buckets."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]

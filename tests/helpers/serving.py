@@ -1,4 +1,4 @@
-"""A server in this process whose one method, Place with its stream, does what the profile's name of a query says."""
+"""A server in this process whose one method, Place with its stream, does what the profile name of a query says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = 2 * 2**20
 
 
 class Fake:
-    """The method; its events tell how far it came."""
+    """The method of the server; its events report progress."""
 
     def __init__(self) -> None:
         self.begun, self.stopped, self.go = threading.Event(), threading.Event(), threading.Event()
@@ -39,7 +39,7 @@ class Fake:
         self.over = 0
 
     def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Do what the first word of the profile says."""
+        """Run the action that is the first word of the profile."""
         name, _, rest = query.profile.partition(" ")
         self.names.append(query.profile)
         try:
@@ -53,14 +53,14 @@ class Fake:
         call.count(documents=1, tokens=2, images=3)
 
     def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer with no field set."""
+        """Answer without any field."""
 
     def large(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer with two megabytes."""
         answer.cu_seqlens.extend([2**30] * (LARGE // 5 + 1))
 
     def last(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer after so many others."""
+        """Answer after ``rest`` other calls have ended."""
         assert eventually(lambda: self.over >= int(rest))
         answer.cu_seqlens.append(int(rest))
 
@@ -69,7 +69,7 @@ class Fake:
         raise {"limit": LimitExceededError, "unsupported": UnsupportedError, "bug": KeyError}[rest]("why " + "é" * 3000)
 
     def wait(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer when the test lets it: here, or in a thread of a pool."""
+        """Answer when the test sets ``go``: in this thread, or in a thread of a pool."""
         pool: Any = rest
         call.run(pool, self._wait, call) if pool else self._wait(call)
         answer.cu_seqlens.append(1)
@@ -85,7 +85,7 @@ class Fake:
 
 @dataclass(frozen=True)
 class Serving:
-    """The server, what it does, and calls of its methods."""
+    """The server, its method, and calls to it."""
 
     server: Server
     address: str
@@ -94,7 +94,7 @@ class Serving:
 
     @property
     def place(self) -> Any:
-        """Place over gRPC, from bytes."""
+        """Place over gRPC, which takes bytes."""
         return self.channel.unary_unary(PLACE, response_deserializer=pb.PlaceResponse.FromString)
 
     @property
@@ -104,31 +104,31 @@ class Serving:
         return self.channel.stream_stream(STREAM, *kinds)
 
     def taken(self) -> dict[str, int]:
-        """What calls hold, by the limit."""
+        """Return the resources that calls hold, by limit."""
         admission = self.server._admission
         gates = [admission.calls, admission.streams, admission.bytes, admission.watches, admission.checks]
         gates += [pool.gate for pool in admission.pools.values()]
         return {gate.name: gate.taken for gate in gates if gate.taken}
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """A metric of the server."""
+        """Return a metric of the server."""
         return self.server.metrics.registry.get_sample_value(f"mmpos_{name}", labels)
 
     def total(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Return the sum of a metric over its labels."""
         samples = (sample for family in self.server.metrics.registry.collect() for sample in family.samples)
         return sum(sample.value for sample in samples if sample.name == f"mmpos_{name}")
 
 
 class KeptLogs(Logs):
-    """A log in memory, whose lines can be read once."""
+    """A log in memory, which can be read once."""
 
     def __init__(self, level: str = "info") -> None:
         self._kept = io.StringIO()
         super().__init__(level, file=self._kept)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines, as soon as they are written; none is written any more."""
+        """Close the log and return all its records."""
         self.close(60.0)
         return [json.loads(line) for line in self._kept.getvalue().splitlines()]
 
@@ -143,10 +143,10 @@ def serving(
     """Serve while the context is open.
 
     Args:
-        side_by_side: whether items of a stream are at work at once.
-        grace: seconds that calls at work may take at the end.
+        side_by_side: whether items of a stream run concurrently.
+        grace: seconds that running calls may take at the end.
         options: further arguments of the server.
-        tables: of its settings.
+        tables: tables of its settings.
     """
     fake = Fake()
     method = place_method(fake.run)
@@ -166,17 +166,17 @@ def serving(
 
 
 def query(name: str) -> bytes:
-    """A request of Place that does this."""
+    """Encode a request of Place that runs an action."""
     return pb.PlaceRequest(query=pb.PositionsQuery(profile=name)).SerializeToString()
 
 
 def items(*names: str) -> Iterator[pb.StreamPlaceRequest]:
-    """Items of a stream that do this."""
+    """Yield items of a stream that run these actions."""
     return (pb.StreamPlaceRequest(id=i, query=pb.PositionsQuery(profile=name)) for i, name in enumerate(names))
 
 
-def asked(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
-    """The name of the status of a call by frames."""
+def status_of(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
+    """Make a call over HTTP/2 frames and return its status name."""
     stream = connection.call(path, *metadata)
     connection.send(stream, raw)
     return connection.ended(stream)[0]

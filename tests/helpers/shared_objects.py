@@ -1,4 +1,4 @@
-"""Shared memory objects as clients of any language make them, for tests of the server's side."""
+"""Shared memory objects as clients in any language create them, for tests of the server."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mmpos.rpc.beside import Beside
 from mmpos.rpc.v1 import tensor_pb2
 
 FOLDER = Path("/dev/shm")
-"""The folder in which Linux keeps them."""
+"""Folder in which Linux keeps shared memory objects."""
 
 PREFIX = f"mmpos-test-{os.getpid()}-"
-"""Of the names of all objects of this process of tests."""
+"""Prefix of the names of all objects of this test process."""
 
 
 @contextmanager
 def shared(data: bytes, name: str = "object") -> Iterator[str]:
-    """An object that holds these bytes; gives its key. It must be there at the end: nobody else may remove it."""
+    """Create an object that holds these bytes, and yield its key; nothing else may remove the object meanwhile."""
     key = f"/{PREFIX}{name}"
     descriptor = os.open(f"{FOLDER}{key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -38,12 +38,10 @@ SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @contextmanager
-def sealed(
-    data: bytes, name: str = "memfd", seals: int = SHRINK, memfd: str | None = None
-) -> Iterator[tuple[str, int]]:
-    """A memfd that holds these bytes, and a link to it; gives its key and its descriptor. memfd: another name of it."""
+def sealed(data: bytes, name: str = "memfd", seals: int = SHRINK) -> Iterator[tuple[str, int]]:
+    """Create a sealed memfd that holds these bytes and a link to it; yield the key and the descriptor."""
     key = f"/{PREFIX}{name}"
-    descriptor = os.memfd_create(key[1:] if memfd is None else memfd, os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(key[1:], os.MFD_ALLOW_SEALING)
     os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{FOLDER}{key}")
     try:
         os.write(descriptor, data)
@@ -60,19 +58,19 @@ def content(key: str) -> bytes:
 
 
 class Objects(Beside):
-    """All objects as a Memory of the wire: what a client needs to read an answer."""
+    """Reader of all objects, which a client needs to decode an answer."""
 
     def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor."""
+        """Return the bytes of a tensor."""
         part = content(shared.key)[shared.offset :][: shared.byte_size]
         assert len(part) == shared.byte_size, name
         return np.frombuffer(bytearray(part), np.uint8)
 
     def put(self, message: tensor_pb2.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Nothing is taken."""
+        """Accept no data."""
         return False
 
 
 def names(prefix: str = PREFIX) -> set[str]:
-    """Names of the objects that there are."""
+    """Return the names of the existing objects."""
     return {path.name for path in FOLDER.glob(f"{prefix}*")}

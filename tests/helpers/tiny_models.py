@@ -1,4 +1,4 @@
-"""Tiny random models of every model type of Transformers, from the defaults of its config class made small."""
+"""Tiny random models of every model type of Transformers, from reduced defaults of its config class."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SIZES: Mapping[str, int] = {
     "vocab_size": 512,
     "vocab_size_per_layer_input": 512,
 }
-"""The largest that each size of a tiny model may be, by the name of its field."""
+"""Upper limit of each size of a tiny model, by field name."""
 
 LAYERS = {"depth", "encoder_layers", "layers", "n_layers", "num_hidden_layers", "num_layers"}
-"""Fields with a number of layers."""
+"""Fields that hold a number of layers."""
 
 VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
 SPEECH = {"depths": [1, 1], "downsampling_ratios": [2], "num_filters": 4}
@@ -95,10 +95,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "vibevoice_asr": {f"{kind}_tokenizer_encoder_config": SPEECH for kind in ("acoustic", "semantic")},
 }
-"""What the defaults of a class made small lack, or must not be, for its model to run."""
+"""Fields to change in the reduced defaults of a class so that its model runs."""
 
 AUTOS: Any = (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel)
-"""What makes a model, the most special first."""
+"""Classes that build a model, the most specific first."""
 
 PIXELS = torch.ones(1, 3, 28, 28)
 INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
@@ -127,40 +127,40 @@ INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
     },
     "voxtral_realtime": lambda ids: {"input_ids": ids, "encoder_inputs_embeds": torch.ones(1, 4 * ids.shape[1], 64)},
 }
-"""Inputs of models that do not run on input_ids alone."""
+"""Inputs of models that need more than input_ids."""
 
 
 def tiny_config(model: str) -> Any:
-    """Make the config of a model of two layers, or one of each type of layer, whose token ids are below 512."""
+    """Build a config of two layers, or one layer of each type, with token ids below 512."""
     full = CONFIGS[model](**ARGUMENTS.get(model, {})).to_dict()
     small = _merged(_small(full), SPECIAL.get(model, {}))
     return CONFIGS[model](**{name: value for name, value in small.items() if name != "model_type"})
 
 
 def tiny_model(model: str) -> Any:
-    """Make a model with random weights, the same for the same name."""
+    """Build a model with random weights, the same for the same name."""
     with quiet():
         config = tiny_config(model)
-        auto = next(each for each in AUTOS if type(config) in each._model_mapping)
+        auto = next(cls for cls in AUTOS if type(config) in cls._model_mapping)
         torch.manual_seed(0)
         return auto.from_config(config, attn_implementation="eager").eval()
 
 
 def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Run a model on one text, with the position ids that it makes unless they are given."""
+    """Run a model on one text, with its own position ids unless ``position_ids`` is set."""
     model = network.config.model_type
-    given = INPUTS[model](input_ids) if model in INPUTS else {"input_ids": input_ids}
+    inputs = INPUTS[model](input_ids) if model in INPUTS else {"input_ids": input_ids}
     if position_ids is not None:
-        given["position_ids"] = position_ids
+        inputs["position_ids"] = position_ids
     with quiet(), torch.no_grad():
-        made = network(**given)
-    found: Tensor = made.logits if "logits" in made else made.last_hidden_state
-    return found
+        output = network(**inputs)
+    result: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return result
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers warns of most of what is made small here."""
+    """Silence the warnings of Transformers about the reduced sizes."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -169,7 +169,7 @@ def quiet() -> Iterator[None]:
 
 
 def _small(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Make every size of a config, and of the configs inside, small."""
+    """Reduce every size of a config and of its nested configs."""
     layers, types = full.get("num_hidden_layers"), full.get("layer_types")
     kept = sorted({kind: types.index(kind) for kind in types}.values()) if types else []
     kept += [kept[-1] + 1 if kept else at for at in range(2)][: max(0, 2 - len(kept))]
@@ -178,7 +178,7 @@ def _small(full: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _small(value)
         elif name == "initializer_range":
-            small[name] = 0.2  # so that tokens differ in what follows them
+            small[name] = 0.2  # large, so that the logits depend on each token
         elif name == "per_layer_config":
             own = {int(at): fields for at, fields in (value or {}).items()}
             small[name] = {new: _doubled(own[old]) for new, old in enumerate(kept) if old in own}
@@ -186,7 +186,7 @@ def _small(full: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = [_number(name, value[at], kept) for at in kept]
         else:
             small[name] = _number(name, value, kept)
-    if full.get("qk_rope_head_dim") is not None:  # heads of keys of latent attention are those of queries
+    if full.get("qk_rope_head_dim") is not None:  # latent attention has as many key heads as query heads
         small |= {"num_key_value_heads": small["num_attention_heads"]}
     return small
 

@@ -1,9 +1,9 @@
-"""Bounds of how far apart two right answers may lie, from dtypes, sizes and magnitudes: the one place of tolerances.
+"""Bounds on the difference between two correct results, from dtypes, sizes and magnitudes; all tolerances are here.
 
-Bits are compared where one code path makes both sides. Elsewhere each side is off by what it rounds: an operation by a
+Bits are compared where one code path computes both sides. Elsewhere each side has rounding errors: one operation by a
 factor 1 + δ with |δ| ≤ u, the unit roundoff, and n in a row by a factor 1 + θ with |θ| ≤ γₙ = n·u / (1 − n·u). A sum of
-n products is off by γₙ·Σ|a||b| at most, in any order, with vectors of any width and with fused operations [1, 3.1].
-Bounds here are between two computed sides, and so twice that of one.
+n products is off by at most γₙ·Σ|a||b|, in any order, with vectors of any width and with fused operations [1, 3.1].
+Bounds here are between two computed sides, and so twice the bound of one.
 
 [1] Higham, Accuracy and Stability of Numerical Algorithms, second edition, 2002.
 [2] Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41, 2019.
@@ -22,87 +22,88 @@ import torch
 from torch import Tensor
 
 LIBRARY = 4
-"""Units in the last place by which sin, cos and pow may err: those of numpy's vectors by 4, of torch's by 3.5."""
+"""Errors of sin, cos and pow in units in the last place: at most 4 in numpy's vector code and 3.5 in torch's."""
 
 FREQUENCY = 2 * LIBRARY + 16 + 1
-"""Roundings of a frequency θ^−x of a library: of the power, of x (which counts x·ln θ < 16 times), of 1 over it."""
+"""Roundings of a library frequency θ^−x: in the power, in x (which counts x·ln θ < 16 times), in its reciprocal."""
 
 EXACT = 2e-7
-"""Error of cos and sin of exact turns, at every id, as docs/transformers.md promises."""
+"""Error of cos and sin of exact angles, at every id, as docs/transformers.md promises."""
 
 
 def unit(dtype: Any) -> float:
-    """The unit roundoff: half the step from 1 to the next number."""
+    """Return the unit roundoff: half the distance from 1 to the next number."""
     return float((torch if isinstance(dtype, torch.dtype) else np).finfo(dtype).eps) / 2
 
 
 def gamma(n: float, dtype: Any = torch.float32) -> float:
-    """The most by which n roundings in a row move a number, as a share of it."""
+    """Return the largest relative error of n roundings in a row."""
     share = n * unit(dtype)
     return share / (1 - share)
 
 
 ARITHMETIC = sqrt(2) * EXACT + gamma(3)
-"""Error of an exact rotation in float32, of the length of its pair (a, b): for a·cos ∓ b·sin, times a factor."""
+"""Error of an exact rotation in float32, relative to the length of its pair (a, b): a·cos ∓ b·sin, times a factor."""
 
 
 def cos_sin(angles: Any = 0.0, roundings: float = 0, dtype: Any = torch.float32) -> Any:
-    """Bound of cos and sin against those of another library: a unit in the last place of a number below 1 is u at most.
+    """Bound cos and sin against those of another library: below 1, a unit in the last place is at most u.
 
     Args:
         angles: in radians.
-        roundings: those that made an angle, on each side; 0 if both sides take the same angles.
-        dtype: of the angles.
+        roundings: number of roundings of an angle on each side; 0 if both sides use the same angles.
+        dtype: dtype of the angles.
     """
     return 2 * (LIBRARY * unit(dtype) + gamma(roundings, dtype) * abs(angles))
 
 
 def rotations(x: Any, off: float = 0.0) -> Any:
-    """Bound of rotated heads against the same by another formula.
+    """Bound rotated heads against another formula.
 
-    A channel is a·cos ∓ b·sin, times a factor of attention: three roundings of each term. By Cauchy and Schwarz,
-    |a·cos| + |b·sin| ≤ √(a² + b²), the length of the pair, which rotations keep: √2·max|x| at most.
+    A channel is a·cos ∓ b·sin, times an attention factor: three roundings of each term. By Cauchy–Schwarz,
+    |a·cos| + |b·sin| ≤ √(a² + b²), the length of the pair, which rotations keep and which is at most √2·max|x|.
 
     Args:
         x: (…, head_dim), rotated.
-        off: bound of cos and sin of one side against those of the other; 0 if they are the same numbers.
+        off: bound between cos and sin of the two sides; 0 if both sides use the same numbers.
 
     Returns:
         (…, 1).
     """
     most = abs(x).max(-1, keepdims=True) if isinstance(x, np.ndarray) else x.detach().abs().amax(-1, keepdim=True)
-    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype  # in which heads are rotated
+    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype  # dtype of the rotation
     return sqrt(2) * most * (2 * gamma(3, dtype) + sqrt(2) * off)
 
 
 def rounded(x: Tensor, bound: Any) -> Any:
-    """Bound after both sides, which were within a bound, were rounded to the dtype of x, one of them."""
+    """Bound the difference of two results within ``bound`` after rounding to the dtype of x, which is one of them."""
     return bound + 2 * unit(x.dtype) * (x.detach().double().abs() + bound)
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Bound of (byte / 255 − mean) / std in float32 against the same with its constants folded: four roundings."""
+    """Bound (byte / 255 − mean) / std in float32 against the same with folded constants: four roundings."""
     return max(2 * gamma(4) * (1 + m) / s for m, s in zip(mean, std, strict=True))
 
 
 def rounding(
     run: Callable[[], Tensor | Iterable[Tensor]], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None
 ) -> list[float]:
-    """Bound of what some kernels give against what others give: kernels that sum in another order, or fuse operations.
+    """Bound the results of some kernels against kernels that sum in another order or fuse operations.
 
-    A rounded sum of n products is the exact sum of numbers that were moved: by a share of γₙ at most [1, 3.1], and of
-    about √n·u, as errors of either sign cancel [2]. So each number that goes in is moved by √n·u, up or down by chance,
-    eight times, where n is the longest sum; by how much a result changes is how far rounding moves it, and as a sum of
-    its own it is moved by √n·u. All else (norms, softmax, rotations) rounds a number a few times, not √n.
+    A rounded sum of n products is the exact sum of perturbed numbers: each by a relative error of at most γₙ [1, 3.1],
+    and of about √n·u, since errors of both signs cancel [2]. So each input number is perturbed by √n·u, up or down at
+    random, eight times, where n is the length of the longest sum. The change of the result estimates the effect of
+    rounding; the result itself is a sum and is perturbed by √n·u. Everything else (norms, softmax, rotations) rounds a
+    number a few times, not √n times.
 
     Args:
-        run: gives a tensor, or a sequence of them.
-        tensors: what goes in, such as the weights of a model; as before in the end.
-        length: the longest sum, where it is longer than any side of the tensors.
-        dtype: in which run rounds the most, where it is not that of the tensors.
+        run: returns a tensor, or a sequence of tensors.
+        tensors: inputs, such as the weights of a model; they are restored at the end.
+        length: the longest sum, if it is longer than every side of the tensors.
+        dtype: dtype in which ``run`` rounds most, if it is not the dtype of the tensors.
 
     Returns:
-        One for each tensor that run gives.
+        One bound for each tensor that ``run`` returns.
     """
     kept = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
     n = max(length, *(side for _, tensor in kept for side in tensor.shape))
@@ -121,38 +122,38 @@ def rounding(
 
 
 def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Copy tensors, of which one may come alone."""
+    """Copy one tensor or several into a list."""
     return [x.detach().clone() for x in ([tensors] if isinstance(tensors, Tensor) else tensors)]
 
 
 def printed(text: str) -> object:
-    """A number as a source prints it: good to half a unit of its last digit."""
+    """Compare with a number as a source prints it, within half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     assert isinstance(exponent, int)
     return pytest.approx(float(text), rel=0, abs=(0.5 + 1e-9) * 10.0**exponent)
 
 
 def assert_within(actual: Any, expected: Any, bound: Any) -> None:
-    """Check that every number is within a bound of the one expected; either may be an array or a sequence of arrays."""
+    """Assert that every number is within a bound of the expected one, in arrays or sequences of arrays."""
     if isinstance(actual, list | tuple) and not isinstance(actual[0], float):
         bounds = bound if isinstance(bound, list) else [bound] * len(actual)
-        for each in zip(actual, expected, bounds, strict=True):
-            assert_within(*each)
+        for triple in zip(actual, expected, bounds, strict=True):
+            assert_within(*triple)
         return
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         assert actual.dtype == expected.dtype
-    got, want, most = (doubles(x) for x in (actual, expected, bound[0] if isinstance(bound, list) else bound))
+    got, want, limit = (doubles(x) for x in (actual, expected, bound[0] if isinstance(bound, list) else bound))
     assert got.shape == want.shape
-    apart = np.abs(got - want)
-    wrong = ~(apart <= most)  # so that NaN is wrong
+    difference = np.abs(got - want)
+    wrong = ~(difference <= limit)  # so that NaN is wrong
     assert not wrong.any(), (
         f"{wrong.sum()} of {wrong.size} are wrong, the first at {np.argwhere(wrong)[0].tolist()}: got {got[wrong][0]}, "
-        f"want {want[wrong][0]} within {np.broadcast_to(most, got.shape)[wrong][0]:.3g}"
+        f"want {want[wrong][0]} within {np.broadcast_to(limit, got.shape)[wrong][0]:.3g}"
     )
 
 
 def doubles(x: Any) -> Any:
-    """Numbers as an array of numpy in double precision."""
+    """Convert numbers to a numpy array of double precision."""
     if isinstance(x, Tensor):
         x = x.detach().cpu()
         return (x.to(torch.complex128) if x.is_complex() else x.double()).numpy()

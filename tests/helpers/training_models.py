@@ -16,7 +16,7 @@ CONFIGS: Any = CONFIG_MAPPING
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
-# Every token goes to every expert, since which one is best may turn on the last digit.
+# Every token is routed to every expert, since rounding could change which expert scores best.
 EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2),
     "moe_intermediate_size": 32,
@@ -36,7 +36,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attention_dropout": 0.0,
-    "initializer_range": 0.3,  # so that tokens differ in what follows them
+    "initializer_range": 0.3,  # large, so that the logits depend on each token
 }
 
 ENCODER = {
@@ -70,7 +70,7 @@ TOKENS = {
 
 
 def tiny_config(model_type: str, **text: Any) -> Any:
-    """A config of this type; its text is bytes, and its images are token 300 between 302 and 303."""
+    """Build a config of this type; its text is bytes, and its images are token 300 between 302 and 303."""
     default = CONFIGS[model_type]()
     if not hasattr(default, "text_config"):
         return CONFIGS[model_type](**{**TEXT, **text})
@@ -82,9 +82,9 @@ def tiny_config(model_type: str, **text: Any) -> Any:
         by_type = {"sliding_attention": rope, "full_attention": None}
         arguments["text_config"]["rope_parameters"] = by_type if model_type == "cohere_compass" else rope
         arguments |= TOKENS
-    if model_type == "cohere_compass":  # one layer turns, the other does not
+    if model_type == "cohere_compass":  # one layer has a rotation, the other has none
         arguments["text_config"]["layer_types"] = list(by_type)
-    if model_type == "ernie4_5_vl_moe":  # text and images have experts of their own, of two sizes
+    if model_type == "ernie4_5_vl_moe":  # text and images have separate experts of two sizes
         arguments["text_config"] |= {"moe_intermediate_size": [32, 16], "mlp_layer_types": ["dense", "sparse"]}
     vision = getattr(default, "vision_config", None)
     if vision is not None:
@@ -95,25 +95,25 @@ def tiny_config(model_type: str, **text: Any) -> Any:
 
 
 def tiny_model(config: Any) -> Any:
-    """A model with random weights, the same for the same config, in training."""
+    """Build a model with random weights in training mode, the same for the same config."""
     torch.manual_seed(0)
     kind: Any = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
     return kind.from_config(config).train()
 
 
 def tiny_images(settings: mmpos.ModelSettings) -> mmpos.ImageProcessor:
-    """The images of a tiny model."""
-    told: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.6, 0.7), "min_pixels": 64, "max_pixels": 4096}
-    return settings.image_processor(backend="pillow", **told)
+    """Build the image processor of a tiny model."""
+    options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.6, 0.7), "min_pixels": 64, "max_pixels": 4096}
+    return settings.image_processor(backend="pillow", **options)
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A picture of noise."""
+    """Draw an image of noise."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def examples_of(builder: mmpos.SequenceBuilder, *documents: list[Any]) -> list[Example]:
-    """An example of each document, all of whose text is trained on."""
+    """Build an example of each document, with labels on all of its text."""
     sequences = [builder.build(parts) for parts in documents]
-    labels = [np.where(each.token_type_ids, IGNORE_INDEX, each.input_ids) for each in sequences]
+    labels = [np.where(sequence.token_type_ids, IGNORE_INDEX, sequence.input_ids) for sequence in sequences]
     return [Example(str(i), *pair) for i, pair in enumerate(zip(sequences, labels, strict=True))]

@@ -1,4 +1,4 @@
-"""What each of two ranks does, in a module that their processes, which are spawned, can import."""
+"""The work of each of two ranks, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_corpus import MadeShard
+from data_corpus import NumberedShard
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -26,12 +26,12 @@ BUILDER = SequenceBuilder()
 
 
 def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
-    """A DataLoader of batches as they are."""
+    """Return a DataLoader that yields these batches unchanged."""
     listed: Any = batches
     return DataLoader(listed, batch_size=None, **options)
 
 
-class Shards(MadeShard):
+class Shards(NumberedShard):
     """A shard whose even records are long, so that the second of two ranks packs fewer."""
 
     @staticmethod
@@ -45,7 +45,7 @@ def as_keys(group: Any) -> Any:
 
 
 def run(rank: int, folder: Path) -> None:
-    """Do all that the tests look at."""
+    """Run every case that the tests check, and write the results."""
     early = RankLoader([1], "drop")
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
@@ -58,24 +58,24 @@ def run(rank: int, folder: Path) -> None:
 
 
 def _epochs(rank: int) -> dict[str, Any]:
-    """Two epochs of each kind, of 5 batches on one rank and 2 on the other."""
+    """Run two epochs with each value of ``even``, of 5 batches on one rank and 2 on the other."""
     batches = [10 * rank + i for i in range((5, 2)[rank])]
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     kinds: tuple[Even, ...] = ("drop", "repeat")
     for even in kinds:
         taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
-        found[even] = [list(taken), list(taken)]
+        result[even] = [list(taken), list(taken)]
     with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
         list(RankLoader(batches if rank else [], "repeat"))
-    found["none"] = [list(RankLoader(batches if rank else [], "drop"))]
+    result["none"] = [list(RankLoader(batches if rank else [], "drop"))]
     loaders = [RankLoader(loader(*batches), even) for even in kinds]
     unknown: Any = batches if rank else iter(batches)
-    found["steps"] = [each.steps_per_epoch for each in (*loaders, RankLoader(unknown, "drop"))]
-    return found
+    result["steps"] = [ranked.steps_per_epoch for ranked in (*loaders, RankLoader(unknown, "drop"))]
+    return result
 
 
 def _resumed(rank: int) -> dict[str, Any]:
-    """An epoch of each kind, and what follows of it behind the state after every number of steps."""
+    """Run an epoch with each value of ``even``, and its rest after the state of every step."""
 
     def make(even: Even) -> RankLoader[Any]:
         dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
@@ -83,28 +83,28 @@ def _resumed(rank: int) -> dict[str, Any]:
         loads = StatefulDataLoader(dataset, batch_size=None, num_workers=rank, multiprocessing_context=context)
         return RankLoader(loads, even)
 
-    found: dict[str, Any] = {"whole": {}}
+    result: dict[str, Any] = {"whole": {}}
     kinds: tuple[Even, ...] = ("drop", "repeat")
     for even in kinds:
         taken = make(even)
         states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
-        found["whole"][even], found[even] = list(make(even)), []
+        result["whole"][even], result[even] = list(make(even)), []
         for state in states:
             again = make(even)
             again.load_state_dict(state)
-            found[even].append(list(again))
-    return found
+            result[even].append(list(again))
+    return result
 
 
 def _trained(rank: int) -> dict[str, Any]:
-    """The packs of a corpus that ranks share unevenly, and what two epochs on it by DDP come to, made even each way."""
+    """Count the packs of a corpus that ranks share unevenly, and train two epochs on it by DDP with each ``even``."""
     numbers = Shards("a", 40)
     dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
     return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
 
 
 def _train(dataset: BatchDataset, even: Even) -> list[Any]:
-    """Steps, and the sum of the weights in the end."""
+    """Return the number of steps, and the sum of the weights at the end."""
     model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = 0

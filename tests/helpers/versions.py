@@ -1,15 +1,15 @@
 """Run the tests with the oldest and the newest versions that pyproject.toml allows, and with other Pythons.
 
 python tests/helpers/versions.py                 everything
-python tests/helpers/versions.py oldest 3.13     these only
+python tests/helpers/versions.py oldest 3.13     only these
 
-oldest           all tests, torch included, with every requirement at its bound
-newest           all tests with everything as the index has it today
+oldest           all tests, torch included, with the lower bound of every requirement
+newest           all tests with the newest version of everything in the index
 grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
-extras           each extra that needs no torch, alone, the oldest and the newest: what it is there for
-3.12 and so on   all tests with everything as of today in that Python, if it is here
+extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
+3.12 and so on   all tests with the newest versions in that Python, if it is installed
 
-Environments are made anew by uv in build/versions, one at a time; the versions that were resolved stay there.
+uv rebuilds the environments in build/versions, one at a time; the resolved versions stay there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ UV = Path(sys.executable).with_name("uv")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
-FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}  # by triton 3.6, interpreted
+FLAGS = {
+    "oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
+}  # raised by triton 3.6 in its interpreter
 PYTHONS = ("3.12", "3.13", "3.14")
 
 PLACE = """
@@ -66,16 +68,16 @@ EXTRAS = {
     "server otel": "import mmpos_server.tracing",
     "serve": "import mmpos_server.ray_serve",
 }
-"""What extras that need no torch are there for; the others are in the environments of everything."""
+"""A program for each extra that needs no torch; the environments of all tests cover the others."""
 
 
-def asked(description: str | None, known: list[str]) -> list[str]:
-    """Read which of the known parts a command line asks for; all of them where it names none."""
+def parse_parts(description: str | None, known: list[str]) -> list[str]:
+    """Parse the parts that a command line selects; no parts select all."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(known)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}")
     chosen = parser.parse_args().parts or known
     if unknown := set(chosen) - set(known):
-        parser.error(f"got {', '.join(sorted(unknown))}, want some of {', '.join(known)}")
+        parser.error(f"got {', '.join(sorted(unknown))}, want one or more of {', '.join(known)}")
     return list(chosen)
 
 
@@ -83,14 +85,14 @@ def uv(*words: str | Path) -> None:
     """Run uv.
 
     Raises:
-        SystemExit: uv could not do it, and has said why.
+        SystemExit: uv failed and has printed the reason.
     """
     if subprocess.run([UV, *words, "--quiet"], cwd=ROOT, check=False).returncode:
         raise SystemExit(f"uv {words[0]} {words[1]} failed")
 
 
 def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> Path:
-    """Write the oldest or the newest versions of what these extras need into a file of this name."""
+    """Write the oldest or the newest versions that these extras need to a requirements file."""
     path = BUILD / f"{name}.txt"
     resolution = ["--upgrade", "--resolution", RESOLUTIONS[age], "--python", python]
     uv("pip", "compile", *resolution, *extras, "--no-header", "--output-file", path, "pyproject.toml")
@@ -98,26 +100,26 @@ def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> 
 
 
 def install(python: str, *packages: str | Path) -> None:
-    """Make the environment anew, with these packages."""
+    """Rebuild the environment with these packages."""
     uv("venv", "--clear", "--python", python, ENVIRONMENT)
     uv("pip", "install", "--python", PYTHON, *packages)
 
 
 def run(*words: str | Path) -> bool:
-    """Run the environment's Python, and give whether it succeeded."""
+    """Run the environment's Python; return whether it succeeded."""
     return subprocess.run([PYTHON, *words], cwd=ROOT, check=False).returncode == 0
 
 
 def run_tests(part: str, python: str = sys.executable) -> bool:
-    """Run all tests with the oldest versions, or with the newest."""
+    """Run all tests with the oldest or the newest versions."""
     age = "oldest" if part == "oldest" else "newest"
     versions = resolve(part, age, "--all-extras", python=python)
-    lies = untrue_bounds(versions) if age == "oldest" else []
-    print(*lies, sep="\n", end="\n" if lies else "")
+    untested = untrue_bounds(versions) if age == "oldest" else []
+    print(*untested, sep="\n", end="\n" if untested else "")
     install(python, "--constraint", versions, "--group", "dev", "--editable", ".")
     tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
     gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native.py")
-    return tests and gil and not lies
+    return tests and gil and not untested
 
 
 def run_grpc() -> bool:
@@ -136,20 +138,24 @@ def run_grpc() -> bool:
 
 
 def untrue_bounds(versions: Path) -> list[str]:
-    """Name the bounds of pyproject.toml that no environment of everything can have, so that no test has seen them."""
-    had = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
+    """List the bounds of pyproject.toml that the resolver cannot choose, so that no test has seen them."""
+    resolved = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
     wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
-    bounds = {match.groups() for each in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", each))}
-    return [f"{name}>={low}: got {had[name]}" for name, low in sorted(bounds) if plain(had[name]) != plain(low)]
+    bounds = {
+        match.groups() for requirement in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement))
+    }
+    return [
+        f"{name}>={low}: got {resolved[name]}" for name, low in sorted(bounds) if plain(resolved[name]) != plain(low)
+    ]
 
 
 def plain(version: str) -> str:
-    """Write a version without zeros that end it."""
+    """Remove trailing zeros of a version."""
     return re.sub(r"(\.0)+$", "", version)
 
 
 def run_extras() -> bool:
-    """Install each extra alone, of a wheel, and run what it is there for."""
+    """Install each extra alone from a wheel, and run a program that uses it."""
     uv("build", "--wheel", "--out-dir", BUILD)
     (wheel,) = BUILD.glob("*.whl")
     green = True
@@ -168,15 +174,15 @@ def run_extras() -> bool:
 
 
 def interpreter(version: str) -> str | None:
-    """Find a Python on the path, or among those of pyenv."""
+    """Find a Python version on the path or in pyenv."""
     known = [shutil.which(f"python{version}"), *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
     works = (path for path in known if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0)
     return next(works, None)
 
 
 def main() -> int:
-    """Run what is asked for, and print a line for each."""
-    chosen = asked(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
+    """Run the selected parts, and print a line for each."""
+    chosen = parse_parts(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}
@@ -191,7 +197,7 @@ def main() -> int:
             results[part] = run_tests(part, python) if python else None
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     for part, passed in results.items():
-        print(f"{part:10}{'skipped: this Python is not here' if passed is None else 'passed' if passed else 'FAILED'}")
+        print(f"{part:10}{'skipped: not installed' if passed is None else 'passed' if passed else 'FAILED'}")
     return 1 if False in results.values() else 0
 
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, asked in raw bytes, with what each answer cost it."""
+"""A server in a separate process, called with raw bytes, and the cost of each answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATUSES = {
     error_pb2.ERROR_CODE_LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
     error_pb2.ERROR_CODE_INTERNAL: "INTERNAL",
 }
-"""The code of an item as the status of a call."""
+"""Status of a call by the error code of an item."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Answer:
 
     Args:
         status: name of the gRPC status.
-        message: its details.
-        data: bytes of the response, if there is one.
+        message: status message.
+        data: bytes of the response; empty after an error.
     """
 
     status: str
@@ -52,17 +52,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a call to the server: seconds of all its threads, and MiB above what it held before."""
+    """The cost of a call: processor seconds of all server threads, and peak MiB above the memory before it."""
 
     seconds: float
     memory: float
 
 
 class Victim:
-    """The server.
+    """A server under test.
 
     Args:
-        pid: id of its process; None is this one.
+        pid: its process id; None for this process.
         address: where it listens.
     """
 
@@ -72,11 +72,11 @@ class Victim:
         self.channel = grpc.insecure_channel(address, options=unlimited)
 
     def call(self, method: str, request: Any) -> Answer:
-        """The answer to a message, or to any bytes."""
+        """Send a message, or arbitrary bytes, and return the answer."""
         return self.begin(method, request)()
 
     def begin(self, method: str, request: Any) -> Callable[[], Answer]:
-        """Ask, and give what waits for the answer."""
+        """Send a message and return a function that waits for its answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
         service = "mmpos.rpc.v1." if "/" in method else "inference.GRPCInferenceService/"
         call: Any = self.channel.unary_unary(f"/{service}{method}")
@@ -91,7 +91,7 @@ class Victim:
         return wait
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
-        """All answers to these items, and how the stream ended."""
+        """Send these items and return all answers, and how the stream ended."""
         answers: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
@@ -102,38 +102,37 @@ class Victim:
         return answers, Answer("OK")
 
     def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
-        """The answer, and its cost."""
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # forgets the peak
+        """Send a message and return its answer and the cost."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # resets the peak
         memory, seconds = self.memory("VmRSS"), self.seconds()
         answer = self.call(method, request)
         return answer, Cost(self.seconds() - seconds, self.memory("VmHWM") - memory)
 
     def memory(self, which: str = "VmRSS") -> float:
-        """MiB that the server holds, or held at most."""
+        """Return the MiB that the server holds (VmRSS), or held at its peak (VmHWM)."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
     def seconds(self) -> float:
-        """Processor time of the server so far."""
+        """Return the processor time of the server so far."""
         values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _failed(error: grpc.RpcError) -> Answer:
-    call: Any = error  # of which the stubs know nothing
+    call: Any = error  # the type stubs lack its methods
     return Answer(call.code().name, call.details() or "")
 
 
 @contextmanager
-def victim(backend: str = "pillow", shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
-    """A server while inside.
+def victim(shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
+    """Run a server while the context is open.
 
     Args:
-        backend: of images; with Pillow nothing but rotations imports torch.
-        shared_memory: how names of the objects begin that it takes; None takes none.
-        tables: of its settings, such as limits.
+        shared_memory: prefix of the shared memory objects that it accepts; None accepts none.
+        tables: tables of its settings, such as limits.
     """
-    profile = {"images": {"backend": backend}, "rotary": {"head_dim": 8}}
+    profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
     settings = json.dumps({"profiles": {"default": profile}, **tables})
     command = [sys.executable, "-c", SERVE, settings, *filter(None, [shared_memory])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM with all that mmpos.integrations.vllm asks of it, and no more, where it is not installed."""
+"""A stand-in for vLLM, where it is not installed, with exactly what mmpos.integrations.vllm uses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MRotaryEmbedding(nn.Module):
 
 
 class Model(nn.Module):
-    """A model whose layers share a rotation, and which keeps the weights that it is given."""
+    """A model whose layers share a rotation, and which returns the weights it loads."""
 
     shared = MRotaryEmbedding(16, 16, 64, 1e4, True, torch.float32, [0, 4, 4])
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Info:
-    """The knowledge of a processor; here its config alone."""
+    """Processing info that knows only its config."""
 
     def __init__(self, config: object = None) -> None:
         self.config = config
@@ -75,7 +75,7 @@ class Info:
 
 
 class Processor:
-    """A processor that finds the placeholders that it is given."""
+    """A processor that returns its inputs as placeholders."""
 
     def __init__(self, info: Info) -> None:
         self.info = info
@@ -93,7 +93,7 @@ def register_processor(processor: type, *, info: type, dummy_inputs: type) -> Ca
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """vLLM's names in sys.modules, and mmpos.integrations.vllm.models to be imported anew."""
+    """Put vLLM's names into sys.modules, so that mmpos.integrations.vllm.models is imported anew."""
     registry, rooms = Registry(), {}
     for room, name in {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}.items():
         classes = {
@@ -112,8 +112,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
         "vllm.multimodal": {"MULTIMODAL_REGISTRY": SimpleNamespace(register_processor=register_processor)},
     }
     for module, names in modules.items():
-        made = ModuleType(module)
-        made.__dict__.update(names)
-        monkeypatch.setitem(sys.modules, module, made)
+        fake = ModuleType(module)
+        fake.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.delitem(sys.modules, "mmpos.integrations.vllm.models", raising=False)
     return registry

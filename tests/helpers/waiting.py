@@ -1,4 +1,4 @@
-"""Waits for conditions, processes and what Linux says of them, and ports and environments of servers."""
+"""Wait for conditions, read /proc, and find ports and environments for servers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
-    """Whether something becomes so in time."""
-    end = time.monotonic() + seconds
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition holds; return False if it does not hold within a minute."""
+    end = time.monotonic() + 60
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds
 
 
 def without_torch(folder: Path) -> dict[str, str]:
-    """The environment of programs without torch, which takes seconds to import."""
+    """Return an environment in which programs run without torch, whose import takes seconds."""
     lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -28,29 +28,29 @@ def without_torch(folder: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that systems give to others by themselves until it is bound."""
+    """Find an unused port below the range that Linux assigns by itself until a socket is bound."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)  # not by random, which plugins of pytest seed alike in all workers
+        port = 20_000 + secrets.randbelow(12_000)  # not random: pytest plugins seed it alike in all workers
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
 
 
-def of_process(pid: int, name: str) -> bytes:
-    """A file of /proc; empty once the process has ended, which may be at any moment."""
+def read_proc(pid: int, name: str) -> bytes:
+    """Read a file of /proc; return b"" if the process has ended, which may happen at any moment."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # before the file is opened, or after
+    except (FileNotFoundError, ProcessLookupError):  # ended before the file was opened, or after
         return b""
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs."""
-    found = [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
-    return found + [each for child in found for each in descendants(child)]
+    """Return the pids of the children of a process, and of their children."""
+    children = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
+    return children + [descendant for child in children for descendant in descendants(child)]
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs; one that nobody buries does not."""
-    _, _, state = of_process(pid, "stat").rpartition(b") ")
+    """Return whether a process still runs; a zombie does not."""
+    _, _, state = read_proc(pid, "stat").rpartition(b") ")
     return state[:1] not in (b"", b"Z")

@@ -1,4 +1,4 @@
-"""Images: sizes that fit exactly, every source and format decoded right, and bad files refused before they cost."""
+"""Images: exact sizes, correct decoding of every source and format, and early refusal of bad files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Pixels = npt.NDArray[Any]
 
 
 def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
-    """Return a processor that leaves sides that are multiples of 4 alone."""
+    """Return a processor that keeps sides that are multiples of 4."""
     return ImageProcessor(backend, **{"patch_size": 4, "spatial_merge_size": 1, "min_pixels": 0} | options)
 
 
 def pixels(image: object, backend: str = "pillow", **options: Any) -> Pixels:
-    """Process an image, and put it together again from its 4 x 4 patches."""
+    """Process an image, and reassemble it from its 4 x 4 patches."""
     processed = exact(backend, **options).process(image)
     assert processed.patches is not None
     rows = processed.patches.reshape(processed.grid.height, processed.grid.width, 4, 4, 3)
@@ -61,7 +61,7 @@ def exif(orientation: int) -> bytes:
 
 
 def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after: bytes = b"") -> bytes:
-    """Return a PNG written by hand from rows of bytes: Pillow writes neither 16-bit colour nor damage."""
+    """Write a PNG from rows of bytes: Pillow writes neither 16-bit colour nor damaged files."""
     height, width = samples.shape[:2]
     big = samples.astype(">u2") if depth == 16 else samples
     bits = np.unpackbits(big.view(np.uint8).reshape(height, -1, 1), axis=2)
@@ -84,27 +84,27 @@ GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
         ((768, 1024), (756, 1036)),
         ((28, 112), (28, 112)),
         ((1, 1), (56, 56)),
-        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves go to the even side
+        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves round to even
         ((4000, 3000), (1148, 840)),
-        ((14, 300), (28, 280)),  # half a token high, which rounds to none: scaled up to the minimum
+        ((14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
         ((10, 2000), (28, 812)),
-        ((19, 76), (56, 140)),  # by a rounded float: exact numbers give 28 x 112
+        ((19, 76), (56, 140)),  # rounded floats; exact numbers give 28 x 112
         ((39, 7477), (28, 7476)),
     ],
 )
-def test_fit_of_known_sizes(size: tuple[int, int], want: tuple[int, int]) -> None:
+def test_fit_returns_known_sizes(size: tuple[int, int], want: tuple[int, int]) -> None:
     assert ImageProcessor().fit(*size) == want
 
 
-def test_a_thin_image_keeps_the_budget_though_its_short_side_is_raised_to_one_token() -> None:
+def test_a_thin_image_keeps_the_budget_with_a_short_side_of_one_token() -> None:
     assert ImageProcessor(max_tokens=16).fit(10, 1900) == (28, 16 * 28)
     assert ImageProcessor(max_tokens=16).fit(1900, 10) == (16 * 28, 28)
     assert ImageProcessor(max_tokens=1).fit(3000, 4000) == (28, 28)
 
 
-def test_the_maximum_wins_where_rounding_cannot_keep_both() -> None:
+def test_the_maximum_wins_when_rounding_cannot_keep_both_limits() -> None:
     processor = exact(min_pixels=16 * 97, max_pixels=16 * 97)  # 97 tokens: a prime
-    assert processor.fit(300, 400) == (32, 44)  # 8 x 11: rounded up it is 9 x 12
+    assert processor.fit(300, 400) == (32, 44)  # 8 x 11; rounded up, 9 x 12
     assert exact(min_pixels=16 * 100, max_pixels=16 * 100).fit(300, 300) == (40, 40)
 
 
@@ -142,8 +142,8 @@ def test_fit_keeps_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProces
     assert processor.grid(height, width) == Grid(fitted[0] // factor, fitted[1] // factor)
 
 
-def of_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
-    """Return the size that Transformers' smart_resize gives; None where it refuses."""
+def fitted_by_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
+    """Return the size from Transformers' smart_resize; None if it refuses."""
     modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     factor = processor.patch_size * processor.spatial_merge_size
     try:
@@ -170,28 +170,28 @@ QWENS = {
 
 @pytest.mark.parametrize("model", QWENS)
 @pytest.mark.parametrize("step", [97, pytest.param(3, marks=pytest.mark.slow)])
-def test_sizes_of_every_shape_are_those_of_transformers(model: str, step: int) -> None:
+def test_sizes_of_every_shape_equal_those_of_transformers(model: str, step: int) -> None:
     processor = QWENS[model]
-    # Every side up to 120, where rounding shows most, and a dense row of longer ones.
+    # Every side up to 120, where rounding matters most, and a dense series of longer ones.
     sides = [*range(1, 121, max(step // 20, 1)), *range(121, 2000, 4 * step), *range(2000, 30_000, 47 * step)]
     for height in sides:
         for width in sides:
-            assert fitted(processor, height, width) == of_transformers(processor, height, width), (height, width)
+            assert fitted(processor, height, width) == fitted_by_transformers(processor, height, width), (height, width)
 
 
 @given(processors_and_sizes())
-def test_sizes_differ_from_those_of_transformers_only_where_these_break_their_own_limits(
+def test_sizes_differ_from_transformers_only_where_smart_resize_exceeds_its_limit(
     case: tuple[ImageProcessor, int, int],
 ) -> None:
     processor, height, width = case
     processor = replace(processor, max_tokens=None, max_aspect_ratio=200)
-    theirs = of_transformers(processor, height, width)
+    theirs = fitted_by_transformers(processor, height, width)
     assert theirs is not None
     if 0 < theirs[0] * theirs[1] <= processor.max_pixels:
         assert processor.fit(height, width) == theirs
 
 
-def test_fit_refuses_values_that_are_not_a_size() -> None:
+def test_fit_refuses_invalid_sizes() -> None:
     processor = ImageProcessor()
     with pytest.raises(InvalidInputError, match=r"image\.height: got 0, want >= 1"):
         processor.fit(0, 5)
@@ -251,7 +251,7 @@ def test_gray_sources_are_repeated_over_the_colours(backend: str) -> None:
         np.testing.assert_array_equal(pixels(image, backend), want)
 
 
-def test_a_path_reads_as_its_bytes_and_hashes_alike(tmp_path: Path) -> None:
+def test_a_path_gives_the_pixels_and_the_hash_of_its_bytes(tmp_path: Path) -> None:
     data = encoded(photo(), "JPEG")
     path = tmp_path / "photo.bin"
     path.write_bytes(data)
@@ -268,10 +268,10 @@ def test_hashes_of_pixels_depend_on_type_shape_and_content() -> None:
     zeros = np.zeros((4, 8), np.uint8)
     palette = Image.new("P", (8, 4))
     palette.putpalette([9, 9, 9])
-    turned = Image.new("L", (8, 4))
-    turned.info["exif"] = exif(3)
+    rotated = Image.new("L", (8, 4))
+    rotated.info["exif"] = exif(3)
     different = [zeros, zeros.reshape(8, 4), zeros + 1, np.zeros((4, 4), np.uint16), Image.new("L", (8, 4))]
-    different += [palette, Image.new("P", (8, 4)), turned, torch.zeros(3, 4, 8, dtype=torch.uint8)]
+    different += [palette, Image.new("P", (8, 4)), rotated, torch.zeros(3, 4, 8, dtype=torch.uint8)]
     assert len({digest(image) for image in different}) == len(different)
     assert digest(np.zeros((4, 8, 3), np.uint8)) == digest(torch.zeros(3, 4, 8, dtype=torch.uint8))
     assert digest(np.full((4, 4), 5, ">u2")) == digest(np.full((4, 4), 5, "<u2"))
@@ -316,7 +316,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         ),
     ],
 )
-def test_values_that_are_not_an_image_are_refused(image: object, message: str) -> None:
+def test_invalid_images_are_refused(image: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         exact().process(image)
 
@@ -346,14 +346,14 @@ def eight(samples: Pixels) -> Pixels:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("background", [(255, 255, 255), (0, 100, 200)])
-def test_alpha_shows_the_background(backend: str, background: tuple[int, int, int]) -> None:
+def test_transparent_pixels_show_the_background(backend: str, background: tuple[int, int, int]) -> None:
     want = over(GRADIENT, RGBA[..., 3], background)
     image = Image.fromarray(RGBA)
     for source in (RGBA, image, encoded(image, "PNG"), encoded(image, "WEBP", lossless=True, exact=True)):
         np.testing.assert_array_equal(pixels(source, backend, background=background), want)
 
 
-def test_transparent_palette_and_gray_and_bilevel_images() -> None:
+def test_palette_gray_and_bilevel_images_with_transparency_are_decoded() -> None:
     palette = Image.fromarray(np.tile(np.arange(4, dtype=np.uint8), (4, 1)))
     palette = Image.frombytes("P", (4, 4), palette.tobytes())
     palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
@@ -382,14 +382,14 @@ def test_gray_of_few_bits_is_stretched_and_one_level_may_be_transparent(depth: i
     np.testing.assert_array_equal(pixels(keyed, background=(0, 0, 0)), want)
 
 
-def test_gray_of_16_bits_is_rounded_for_every_level() -> None:
+def test_gray_of_16_bits_is_rounded_at_every_level() -> None:
     levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     want = np.dstack([eight(levels)] * 3)
     for source in (levels, png(levels, 0, 16), Image.fromarray(levels)):
         np.testing.assert_array_equal(pixels(source), want)
 
 
-def test_colour_of_16_bits_is_cut_in_files_and_rounded_in_arrays() -> None:
+def test_colour_of_16_bits_is_truncated_in_files_and_rounded_in_arrays() -> None:
     rgb, rgba, gray_alpha = NOISE[..., :3], NOISE, NOISE[..., 2:]
     np.testing.assert_array_equal(pixels(rgb), eight(rgb))
     np.testing.assert_array_equal(pixels(png(rgb, 2, 16)), rgb >> 8)
@@ -420,13 +420,13 @@ def test_jpegs_decode_as_in_pillow(backend: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_jpegs_of_printers_are_inverted_as_adobe_wants(backend: str) -> None:
+def test_cmyk_jpegs_are_inverted_by_the_adobe_convention(backend: str) -> None:
     colour = Image.new("RGB", (8, 8), (200, 100, 50))
     assert np.abs(pixels(encoded(colour.convert("CMYK"), "JPEG"), backend) - np.array([200, 100, 50])).max() <= 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_webps_and_the_first_frames_of_gifs_decode_as_in_pillow(backend: str) -> None:
+def test_webps_and_first_frames_of_gifs_decode_as_in_pillow(backend: str) -> None:
     gif = encoded(photo().quantize(64), "GIF", save_all=True, append_images=[Image.new("P", (64, 48))])
     animated = encoded(photo(), "WEBP", save_all=True, append_images=[Image.new("RGB", (64, 48))])
     for data in (gif, animated, encoded(photo(), "WEBP"), encoded(photo(), "WEBP", lossless=True)):
@@ -438,7 +438,7 @@ def test_webps_and_the_first_frames_of_gifs_decode_as_in_pillow(backend: str) ->
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "Pillow"])
-def test_orientation_turns_sizes_and_pixels(kind: str, orientation: int, backend: str) -> None:
+def test_orientation_rotates_sizes_and_pixels(kind: str, orientation: int, backend: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(photo(), "PNG" if kind == "Pillow" else kind, exif=exif(orientation), **options)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
@@ -451,7 +451,7 @@ def test_orientation_turns_sizes_and_pixels(kind: str, orientation: int, backend
     np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
 
 
-def test_orientation_behind_the_pixels_of_a_png_does_not_count() -> None:
+def test_orientation_after_the_pixels_of_a_png_is_ignored() -> None:
     data = png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")))
     assert exact().inspect(data) == ImageSize(4, 8)
     np.testing.assert_array_equal(pixels(data), GRADIENT)
@@ -459,7 +459,7 @@ def test_orientation_behind_the_pixels_of_a_png_does_not_count() -> None:
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("block", [b"", b"Exif\0\0", b"Exif\0\0II*\0\xff\0\0\0", exif(6)[:20], b"?", exif(9), exif(0)])
-def test_damaged_exif_does_not_turn(block: bytes) -> None:
+def test_damaged_exif_is_ignored(block: bytes) -> None:
     for kind in ("JPEG", "PNG"):
         assert exact().process(encoded(photo(), kind, exif=block, dpi=(72, 72))).source_size == ImageSize(48, 64)
 
@@ -489,7 +489,7 @@ def files() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", files())
-def test_a_truncated_file_never_gives_pixels(name: str, backend: str) -> None:
+def test_a_truncated_file_is_always_refused(name: str, backend: str) -> None:
     data = files()[name]
     end = len(data) - (30 if "PNG" in name else 3)  # a PNG ends with checksums and IEND
     for length in [*range(1, end, 1 + len(data) // 40), end]:
@@ -499,7 +499,7 @@ def test_a_truncated_file_never_gives_pixels(name: str, backend: str) -> None:
         exact(backend).process(data[: len(data) // 2])
 
 
-def test_errors_of_decoders_become_errors_of_mmpos_but_memory_runs_out_as_such() -> None:
+def test_decoder_errors_become_mmpos_errors_except_memory_errors() -> None:
     with pytest.raises(LimitExceededError, match="above Pillow's own limit"), decode.guarded("file"):
         raise Image.DecompressionBombError("bomb")
     with pytest.raises(InvalidInputError, match="truncated or corrupt file"), decode.guarded("file"):
@@ -520,17 +520,17 @@ def test_a_truncated_pillow_image_is_refused() -> None:
         exact().process(Image.open(io.BytesIO(data[: len(data) // 2])))
 
 
-SOUND = png(GRADIENT, 2, 8)
+VALID = png(GRADIENT, 2, 8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (SOUND[:8] + chunk(b"IDAT", b""), "got a file that starts with"),
-        (SOUND[:60] + b"~" + SOUND[61:], "truncated or corrupt PNG file"),
+        (VALID[:8] + chunk(b"IDAT", b""), "got a file that starts with"),
+        (VALID[:60] + b"~" + VALID[61:], "truncated or corrupt PNG file"),
         (png(GRADIENT, 5, 8), "got a file that starts with"),
-        (SOUND[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""), "got a file that starts with"),
+        (VALID[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""), "got a file that starts with"),
         (b"\xff\xd8\xff\xd9", "got a file that starts with"),
         (b"\xff\xd8\xff\xda\0\2", "got a file that starts with"),
         (b"RIFF\0\0\0\0WEBPVP8?" + bytes(20), "got a file that starts with"),
@@ -544,11 +544,11 @@ def test_a_corrupt_file_is_refused(data: bytes, message: str, backend: str) -> N
 
 
 def huge(kind: str, side: int) -> bytes:
-    """Return a small file that claims to hold side x side pixels."""
+    """Return a small file whose header claims side x side pixels."""
     image = Image.new("RGB", (8, 8), "red")
     if kind == "PNG":
         head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        return SOUND[:8] + chunk(b"IHDR", head) + SOUND[33:]
+        return VALID[:8] + chunk(b"IHDR", head) + VALID[33:]
     if kind == "JPEG":
         return encoded(image, kind).replace(b"\0\x11\x08\0\x08\0\x08", b"\0\x11\x08" + side.to_bytes(2) * 2)
     size = side.to_bytes(2, "little") * 2
@@ -565,19 +565,19 @@ def huge(kind: str, side: int) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "frame of a GIF", "VP8L", "VP8"])
-def test_a_bomb_is_refused_by_its_header(kind: str) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header(kind: str) -> None:
     for side, message in (
         (9460, "got 9460 x 9460 = 89491600 pixels, want <= 89478485"),
         (16383, "above Pillow's own limit"),
     ):
-        for door in (exact().process, exact().inspect, exact("torchvision").process):
+        for call in (exact().process, exact().inspect, exact("torchvision").process):
             with pytest.raises(LimitExceededError, match=message):
-                door(huge(kind, side))
+                call(huge(kind, side))
     assert exact(max_source_pixels=9460**2).inspect(huge(kind, 9460)) == ImageSize(9460, 9460)
 
 
 @pytest.mark.parametrize("image", [GRADIENT, Image.fromarray(GRADIENT), ImageSize(4, 8)])
-def test_the_limit_holds_for_pixels_and_sizes_too(image: object) -> None:
+def test_the_pixel_limit_applies_to_arrays_and_sizes(image: object) -> None:
     assert exact(max_source_pixels=32).process(image).grid == Grid(1, 2)
     with pytest.raises(LimitExceededError, match="got 4 x 8 = 32 pixels, want <= 31"):
         exact(max_source_pixels=31).process(image)
@@ -585,16 +585,16 @@ def test_the_limit_holds_for_pixels_and_sizes_too(image: object) -> None:
 
 def test_a_thin_image_is_refused_by_its_header() -> None:
     data = encoded(Image.new("L", (201, 1)), "PNG")
-    for door in (exact().process, exact().inspect):
+    for call in (exact().process, exact().inspect):
         with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
-            door(data)
+            call(data)
 
 
 # The processor as a whole
 
 
 @pytest.mark.parametrize("name", PHOTOS)
-def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a_million(name: str) -> None:
+def test_backends_agree_on_photos_within_a_few_levels(name: str) -> None:
     data = encoded(photo(name, (1024, 768)), "JPEG", quality=90)
     one, other = (ImageProcessor(backend).process(data) for backend in BACKENDS)
     assert one.patches is not None
@@ -602,26 +602,26 @@ def test_backends_agree_on_photos_within_three_levels_but_for_a_few_samples_in_a
     assert one.grid == other.grid == ImageProcessor().grid(768, 1024) == Grid(27, 37)
     assert one.size == (756, 1036)
     assert one.patches.shape == (27 * 37 * 4, 14, 14, 3)
-    apart = np.abs(one.patches.astype(int) - other.patches)
-    assert (apart > 3).mean() < 1e-5
-    assert apart.max() <= 5
+    difference = np.abs(one.patches.astype(int) - other.patches)
+    assert (difference > 3).mean() < 1e-5
+    assert difference.max() <= 5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("max_tokens", "decoded"), [(None, (1024, 768)), (361, (1024, 768)), (150, (512, 384)), (3, (128, 96))]
 )
-def test_scaled_decoding_reads_fewer_pixels_where_they_cover_the_image(
+def test_scaled_decoding_reads_fewer_pixels_if_they_cover_the_image(
     backend: str, max_tokens: int | None, decoded: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = []
 
-    def spied(pixels: Pixels, *others: Any) -> Pixels:
+    def recording_resize(pixels: Pixels, *others: Any) -> Pixels:
         shapes.append(pixels.shape[:2])
-        return whole_resize(pixels, *others)
+        return original_resize(pixels, *others)
 
-    whole_resize = decode.resize
-    monkeypatch.setattr("mmpos.images.processor.resize", spied)
+    original_resize = decode.resize
+    monkeypatch.setattr("mmpos.images.processor.resize", recording_resize)
     data = encoded(photo(size=(1024, 768)), "JPEG", quality=90, exif=exif(6))
     processor = ImageProcessor(backend, max_tokens=max_tokens)
     scaled = replace(processor, scaled_decoding=True)
@@ -635,9 +635,9 @@ def test_scaled_decoding_reads_fewer_pixels_where_they_cover_the_image(
     )
     assert got.patches is not None
     assert want.patches is not None
-    apart = np.abs(got.patches.astype(int) - want.patches)
-    assert apart.max() <= (0 if decoded == (1024, 768) else 30)
-    assert apart.mean() <= 1.5
+    difference = np.abs(got.patches.astype(int) - want.patches)
+    assert difference.max() <= (0 if decoded == (1024, 768) else 30)
+    assert difference.mean() <= 1.5
     assert scaled.pixels(data).shape == (1024, 768, 3)
     for kind in ("PNG", "Pillow"):
         image = photo(size=(1024, 768)) if kind == "Pillow" else encoded(photo(size=(1024, 768)), kind)
@@ -645,7 +645,7 @@ def test_scaled_decoding_reads_fewer_pixels_where_they_cover_the_image(
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_pixel_values_are_those_of_transformers(frames: int) -> None:
+def test_pixel_values_equal_those_of_transformers(frames: int) -> None:
     pytest.importorskip("transformers")
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
@@ -660,7 +660,7 @@ def test_pixel_values_are_those_of_transformers(frames: int) -> None:
     assert_within(values, theirs["pixel_values"].numpy(), normalised(processor.mean, processor.std))
 
 
-def test_pixel_values_have_a_plane_per_colour_and_keep_library_and_strides_apart() -> None:
+def test_pixel_values_have_a_plane_per_colour_for_any_library_and_strides() -> None:
     processor = ImageProcessor(patch_size=2, spatial_merge_size=1, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 0.5 / 255))
     pattern = np.random.default_rng(0).integers(0, 256, (300, 2, 2, 3), np.uint8)
     want = (pattern.transpose(0, 3, 1, 2) * np.array([1, 1, 2], np.float32)[:, None, None]).reshape(300, 12)
@@ -675,7 +675,7 @@ def test_pixel_values_have_a_plane_per_colour_and_keep_library_and_strides_apart
 
 
 def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor:
-    """Return the way that tensors outside the host take, on the host."""
+    """Take the path of tensors outside the host, on the host."""
     return on_device(patches, 2, *processor._factors)
 
 
@@ -689,7 +689,7 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
         (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
     ],
 )
-def test_pixel_values_refuse_arrays_that_are_not_patches(patches: Any, message: str) -> None:
+def test_pixel_values_refuse_other_arrays(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
 
@@ -706,7 +706,7 @@ def test_each_backend_resizes_by_its_own_library() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(height=st.integers(1, 60), width=st.integers(1, 60))
-def test_grids_of_pixels_are_those_of_sizes(backend: str, height: int, width: int) -> None:
+def test_grids_of_pixels_equal_grids_of_sizes(backend: str, height: int, width: int) -> None:
     processor = ImageProcessor(backend, patch_size=4, min_pixels=64, max_tokens=9)
     processed = processor.process(np.zeros((height, width), np.uint8))
     assert processed.patches is not None
@@ -715,7 +715,7 @@ def test_grids_of_pixels_are_those_of_sizes(backend: str, height: int, width: in
     assert processed.patches.shape == (processed.grid.height * processed.grid.width * 4, 4, 4, 3)
 
 
-def test_inspecting_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [encoded(photo(), kind, exif=exif(6)) for kind in ("JPEG", "PNG", "WEBP")]
     bare = encoded(photo(), "PNG")
     opened = [Image.open(io.BytesIO(data)) for data in (images[1], bare)]
@@ -726,7 +726,7 @@ def test_inspecting_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ImageProcessor().inspect(image) == ImageSize(48, 64)
 
 
-def test_a_processor_survives_pickling_and_compares_by_value() -> None:
+def test_a_processor_can_be_pickled_and_compares_by_value() -> None:
     processor = ImageProcessor("pillow", mean=np.array([0, 0.5, 1]), max_tokens=np.int64(9))  # type: ignore[arg-type]
     copy = pickle.loads(pickle.dumps(processor))
     assert copy == processor == ImageProcessor("pillow", mean=(0.0, 0.5, 1.0), max_tokens=9)
@@ -759,12 +759,12 @@ def test_a_processor_survives_pickling_and_compares_by_value() -> None:
         ({"background": (0, 0.5, 0)}, r"background: got 0\.5, want an integer"),
     ],
 )
-def test_a_processor_checks_itself(options: dict[str, Any], message: str) -> None:
+def test_a_processor_checks_its_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         ImageProcessor(**options)
 
 
-def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     decode.torchvision.cache_clear()
     decode.pillow.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -772,7 +772,7 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         ImportError, match=r'\(backend="pillow" works without torch\): torch is .* "multimodal-positions\[all\]"$'
     ):
         ImageProcessor("torchvision").process(GRADIENT)
-    np.testing.assert_array_equal(pixels(GRADIENT, "torchvision"), GRADIENT)  # fits: nothing to resize
+    np.testing.assert_array_equal(pixels(GRADIENT, "torchvision"), GRADIENT)  # the size fits, so nothing is resized
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r'pip install "multimodal-positions\[pillow\]"'):
         ImageProcessor("pillow").process(SAME["PNG bytes"])

@@ -1,4 +1,4 @@
-"""Patches in C and in numpy: the bits of a plain loop, whatever the strides, and nothing written where it declines."""
+"""Patches in C and in numpy equal a plain loop for any strides, and C writes nothing when it declines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ compiled = pytest.mark.skipif(native.core is None, reason="the extension was not
 
 
 def random(*shape: int) -> npt.NDArray[np.uint8]:
-    """Levels of every sort."""
+    """Draw random levels."""
     return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 
 
 def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
-    """Patches, one after the other: those of a block of merge x merge first, where they are merged."""
+    """Cut patches one after another; in merged order, each block of merge x merge comes first."""
     block = merge if order == "merged" else 1
     rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
     places = [
@@ -36,7 +36,7 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
 
 
 def in_planes(patches: Array, frames: int) -> Array:
-    """Return a plane per colour, each told for every frame, and every sample by the formula."""
+    """Scale and shift every sample, and return one plane per colour, repeated for every frame."""
     planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
     return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
 
@@ -47,17 +47,17 @@ STRIDES: dict[str, npt.NDArray[np.uint8]] = {
     "upside down": random(28, 56, 3)[::-1],
     "one row repeated": np.broadcast_to(random(1, 56, 3), (28, 56, 3)),
     "mirrored": random(28, 56, 3)[:, ::-1],
-    "turned": random(56, 28, 3).swapaxes(0, 1),
+    "transposed": random(56, 28, 3).swapaxes(0, 1),
     "gray": np.broadcast_to(random(28, 56, 1), (28, 56, 3)),
     "planes": random(3, 28, 56).transpose(1, 2, 0),
     "not aligned": random(28 * 56 * 3 + 1)[1:].reshape(28, 56, 3),
 }
-"""Pixels whose rows or columns do not follow each other in memory."""
+"""Pixels whose rows or columns are not contiguous in memory."""
 
 
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (6, 1), (32, 1), (33, 1)])
-def test_patches_have_the_bits_of_a_loop(way: str, patch: int, merge: int, order: str) -> None:
+def test_patches_equal_a_loop(way: str, patch: int, merge: int, order: str) -> None:
     pixels = random(2 * patch * merge, 3 * patch * merge, 3)
     want = by_loops(pixels, patch, merge, order)
     got = patchify(pixels, patch, merge, order, None)
@@ -72,24 +72,24 @@ def test_patches_have_the_bits_of_a_loop(way: str, patch: int, merge: int, order
         np.testing.assert_array_equal(pixel_values(got, patch, frames, SCALE, SHIFT), values)
 
 
-@pytest.mark.parametrize("sort", STRIDES)
-def test_pixels_may_have_any_strides(way: str, sort: str) -> None:
-    pixels = STRIDES[sort]
+@pytest.mark.parametrize("name", STRIDES)
+def test_pixels_may_have_any_strides(way: str, name: str) -> None:
+    pixels = STRIDES[name]
     want = by_loops(pixels, 14, 2, "merged")
     np.testing.assert_array_equal(patchify(pixels, 14, 2, "merged", None), want)
     np.testing.assert_array_equal(values_of_pixels(pixels, 14, 2, "merged", 2, (SCALE, SHIFT)), in_planes(want, 2))
 
 
-@pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats do not begin where vectors may
-def test_large_outputs_have_the_same_bits(way: str, side: int) -> None:
-    pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, past the caches
+@pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats are not aligned for vectors
+def test_large_outputs_equal_a_loop(way: str, side: int) -> None:
+    pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, larger than the caches
     want = by_loops(pixels, side, 1, "raster")
     np.testing.assert_array_equal(patchify(pixels, side, 1, "raster", (SCALE, SHIFT)), want * SCALE + SHIFT)
     values = values_of_pixels(pixels, side, 1, "raster", 2, (SCALE, SHIFT))
     np.testing.assert_array_equal(values, in_planes(want, 2))
 
 
-def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: str) -> None:
+def test_an_image_is_laid_out_for_transformers_without_intermediate_patches(way: str) -> None:
     image = random(60, 90, 3)
     for dtype in ("uint8", "float32"):
         with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
@@ -104,7 +104,7 @@ def test_an_image_is_laid_out_for_transformers_with_no_patches_on_the_way(way: s
         with_frames.process(image, temporal_patch_size=0)
 
 
-def written(*shape: int) -> Array:
+def zeros(*shape: int) -> Array:
     return np.zeros(shape, np.uint8)
 
 
@@ -118,7 +118,7 @@ TABLE = levels(SCALE, SHIFT)
 
 @compiled
 @pytest.mark.parametrize("patch", [14, 16, 32])
-def test_pixels_that_fit_are_cut_in_c(patch: int) -> None:
+def test_aligned_pixels_are_cut_in_c(patch: int) -> None:
     assert native.core is not None
     pixels, count = random(2 * patch, 4 * patch, 3), 2 * 4 * patch * patch * 3
     assert native.core.patches(pixels, patch, 2, None, 0, np.empty(count, np.uint8))
@@ -130,32 +130,32 @@ def test_pixels_that_fit_are_cut_in_c(patch: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "out"),
     [
-        ((random(4, 6), 2, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 4), 2, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3).astype(np.int8), 2, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 4, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 2, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 0, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), -2, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2**64, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2.0, 1, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 0, None, 0), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 1, None, 1), written(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 1, None, 0), written(6, 2, 2, 2)),
+        ((random(4, 6), 2, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 4), 2, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3).astype(np.int8), 2, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 4, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 2, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 0, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), -2, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2**64, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2.0, 1, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 0, None, 0), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, None, 1), zeros(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, None, 0), zeros(6, 2, 2, 2)),
         ((random(4, 6, 3), 2, 1, None, 0), np.zeros((6, 2, 2, 3), np.int8)),
-        ((random(4, 6, 3), 2, 1, None, 0), read_only(written(6, 2, 2, 3))),
-        ((random(4, 6, 3), 2, 1, None, 0), written(6, 2, 2, 6)[..., ::2]),
-        ((random(4, 6, 3), 2, 1, TABLE, 0), written(6, 2, 2, 3)),
+        ((random(4, 6, 3), 2, 1, None, 0), read_only(zeros(6, 2, 2, 3))),
+        ((random(4, 6, 3), 2, 1, None, 0), zeros(6, 2, 2, 6)[..., ::2]),
+        ((random(4, 6, 3), 2, 1, TABLE, 0), zeros(6, 2, 2, 3)),
         ((random(4, 6, 3), 2, 1, TABLE, 2), np.zeros((6, 12), np.float32)),
         ((random(4, 6, 3), 2, 1, TABLE, -1), np.zeros((6, 12), np.float32)),
         ((random(4, 6, 3), 2, 1, TABLE[:2], 1), np.zeros((6, 12), np.float32)),
         ((random(4, 6, 3), 2, 1, TABLE.astype(np.float64), 1), np.zeros((6, 12), np.float32)),
         ((random(0, 6, 3), 2, 1, TABLE, 1), np.zeros((6, 12), np.float32)),
         ((random(33, 33, 3), 33, 1, TABLE, 1), np.zeros((1, 33 * 33 * 3), np.float32)),
-        (([1, 2], 2, 1, None, 0), written(6, 2, 2, 3)),
+        (([1, 2], 2, 1, None, 0), zeros(6, 2, 2, 3)),
     ],
 )
-def test_values_that_do_not_fit_are_declined_and_nothing_is_written(
+def test_invalid_arguments_are_declined_and_nothing_is_written(
     arguments: tuple[Array, int, int, Array | None, int], out: Array
 ) -> None:
     assert native.core is not None
@@ -164,6 +164,6 @@ def test_values_that_do_not_fit_are_declined_and_nothing_is_written(
     assert not out.any()
 
 
-def test_no_pixels_are_no_patches(way: str) -> None:
+def test_empty_images_have_no_patches(way: str) -> None:
     assert patchify(random(0, 28, 3), 14, 2, "merged", None).shape == (0, 14, 14, 3)
     assert values_of_pixels(random(28, 0, 3), 14, 2, "merged", 2, (SCALE, SHIFT)).shape == (0, 1176)

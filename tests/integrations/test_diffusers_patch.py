@@ -1,4 +1,4 @@
-"""Patched transformers of diffusers: images of mixed sizes, padded or packed, turn as each of them alone."""
+"""Patched diffusers transformers: images of mixed sizes, padded or packed, have the outputs of each image alone."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ NAMES = sorted(MODELS)
 THREE = (0, 1, 2)
 
 
-def made(name: str) -> tuple[Model, Any]:
+def build(name: str) -> tuple[Model, Any]:
     model = MODELS[name]()
     return model, model.transformer()
 
 
 @contextmanager
-def rotations_off(transformer: Any, off: float) -> Iterator[None]:
-    """Move the transformer's own cos and sin, up or down by chance, as far as its angles may be off."""
+def perturbed_rotations(transformer: Any, error: float) -> Iterator[None]:
+    """Add or subtract ``error`` at random to the transformer's own cos and sin."""
     rope = getattr(transformer, ANATOMIES[type(transformer).__name__].rope or "pos_embed")
 
-    def moved(x: object) -> object:
+    def perturbed(x: object) -> object:
         floating = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-        return x + off * (2 * torch.randint(0, 2, x.shape) - 1) if floating else x  # type: ignore[attr-defined, operator]
+        return x + error * (2 * torch.randint(0, 2, x.shape) - 1) if floating else x  # type: ignore[attr-defined, operator]
 
     def after(module: object, args: object, output: object) -> object:
-        return tuple(map(moved, output)) if isinstance(output, tuple) else moved(output)
+        return tuple(map(perturbed, output)) if isinstance(output, tuple) else perturbed(output)
 
     hook = rope.register_forward_hook(after)
     yield
@@ -58,25 +58,25 @@ def rotations_off(transformer: Any, off: float) -> Iterator[None]:
 
 
 def bounds(model: Model, transformer: Any) -> list[float]:
-    """How far each image alone is moved by roundings, and by those of the class's own angles."""
+    """Bound the error of each image alone by roundings, including those of the class's own angles."""
 
     def run() -> list[Tensor]:
         return [model.alone(transformer, i) for i in THREE]
 
     rotary, ids, alone = model.settings().rotary, model.positions(THREE).dense(dtype="float64"), run()
-    off = gamma(FREQUENCY) * float(abs(ids).max() * rotary.inv_freq_array.max())
+    error = gamma(FREQUENCY) * float(abs(ids).max() * rotary.inv_freq_array.max())
     by_weights, by_angles = rounding(run, transformer.parameters()), [0.0] * 3
     for _ in range(4):
-        with rotations_off(transformer, off):
-            moved = [float((one - other).abs().max()) for one, other in zip(run(), alone, strict=True)]
-        by_angles = [max(pair) for pair in zip(by_angles, moved, strict=True)]
+        with perturbed_rotations(transformer, error):
+            changes = [float((one - other).abs().max()) for one, other in zip(run(), alone, strict=True)]
+        by_angles = [max(pair) for pair in zip(by_angles, changes, strict=True)]
     return [one + 2 * other for one, other in zip(by_weights, by_angles, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_images_of_mixed_sizes_are_what_each_is_alone(name: str) -> None:
-    model, transformer = made(name)
+def test_outputs_of_mixed_sizes_equal_those_of_each_image_alone(name: str) -> None:
+    model, transformer = build(name)
     alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
     patch(transformer)
     assert all(torch.equal(model.alone(transformer, i), alone[i]) for i in THREE)
@@ -92,8 +92,8 @@ def test_images_of_mixed_sizes_are_what_each_is_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_positions_decide(name: str) -> None:
-    model, transformer = made(name)
+def test_other_positions_change_the_output(name: str) -> None:
+    model, transformer = build(name)
     patch(transformer)
     right = model.call(transformer, THREE, False, model.positions(THREE))
     bound = rounding(lambda: model.call(transformer, THREE, False, model.positions(THREE)), transformer.parameters())
@@ -109,7 +109,7 @@ def test_positions_decide(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unpatch_leaves_nothing_behind(name: str) -> None:
-    model, transformer = made(name)
+    model, transformer = build(name)
     before = [(type(module), sorted(vars(module))) for module in transformer.modules()]
     processors = [type(module.processor) for module in transformer.modules() if hasattr(module, "processor")]
     patch(transformer)
@@ -129,7 +129,7 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_the_same_through_checkpoints(name: str) -> None:
-    model, transformer = made(name)
+    model, transformer = build(name)
     patch(transformer)
     transformer.train()
     gradients = []
@@ -148,8 +148,8 @@ def test_gradients_are_the_same_through_checkpoints(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "LTXVideoTransformer3DModel", "WanTransformer3DModel"])
 @torch.no_grad()
-def test_compiled_transformers_give_the_same(name: str) -> None:
-    model, transformer = made(name)
+def test_compiled_transformers_have_the_same_output(name: str) -> None:
+    model, transformer = build(name)
     patch(transformer)
     want = model.call(transformer, THREE, False, model.positions(THREE))
     compiled = torch.compile(transformer, backend="eager")
@@ -161,7 +161,7 @@ def test_compiled_transformers_give_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_among_which_diffusers_splits_tokens_give_what_one_process_does(tmp_path: Path) -> None:
+def test_context_parallel_ranks_have_the_output_of_one_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run, args=(rank, tmp_path)) for rank in (0, 1)]
     try:
@@ -177,25 +177,25 @@ def test_ranks_among_which_diffusers_splits_tokens_give_what_one_process_does(tm
     for rank in "01":
         shares = json.loads((tmp_path / rank).read_text())
         assert shares.pop("ring") == (
-            "positions: got padding or packed documents under ring attention, want ulysses_degree alone, or one whole "
-            "document in each row"
+            "positions: got padding or packed documents with ring attention, want one whole document per row, or "
+            "ulysses_degree only"
         )
         assert shares.pop("ltx") == (
-            "positions: got packed documents under context parallelism, want one document in each row: diffusers "
-            "splits the texts that they see"
+            "positions: got packed documents with context parallelism, want one document per row: diffusers splits "
+            "their texts"
         )
         assert len(shares) == 8
         assert max(shares.values()) <= 1, shares
 
 
-def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_splits_inputs_itself_rotates_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Flux2()
     transformer = patch(model.transformer())
-    seen: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
     attention = transformer_flux2.dispatch_attention_fn
 
     def recording(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        seen.append((query[0], key[0]))
+        calls.append((query[0], key[0]))
         return attention(query, key, value, **options)
 
     monkeypatch.setattr(transformer_flux2, "dispatch_attention_fn", recording)
@@ -203,24 +203,24 @@ def test_ranks_turn_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     text, image = model.texts[0], torch.cat([model.images[0], torch.randn(48 - 5 - 30, 16)])
     arguments = {"timestep": model.timestep, "guidance": model.guidance}
 
-    def turned(table: Any, texts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-        seen.clear()
+    def rotated(table: Any, texts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        calls.clear()
         with torch.no_grad():
             transformer(hidden_states=images[None], encoder_hidden_states=texts[None], positions=table, **arguments)
-        return seen[0]
+        return calls[0]
 
-    whole = turned(positions, text, image)
-    bound = rounding(lambda: turned(positions, text, image), transformer.parameters())
+    whole = rotated(positions, text, image)
+    bound = rounding(lambda: rotated(positions, text, image), transformer.parameters())
     for layout in ("contiguous", "zigzag"):
         for rank in range(2):
             index = torch.from_numpy(positions.shard_indices(rank, 2, layout))
             texts, images = text[index[index < 5]], image[index[index >= 5] - 5]
-            part = turned(positions.shard(rank, 2, layout), texts, images)
+            part = rotated(positions.shard(rank, 2, layout), texts, images)
             assert_within(list(part), [x[index] for x in whole], bound)
 
 
 @torch.no_grad()
-def test_images_that_cross_attention_sees_are_those_of_their_own_document() -> None:
+def test_cross_attention_to_images_stays_in_the_document() -> None:
     model = WanFromImages()
     transformer = model.transformer()
     alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
@@ -232,8 +232,8 @@ def test_images_that_cross_attention_sees_are_those_of_their_own_document() -> N
 
 @pytest.mark.parametrize("name", ["LTXVideoTransformer3DModel", "WanTransformer3DModel"])
 @torch.no_grad()
-def test_documents_of_a_packed_row_have_a_timestep_each_where_tokens_may(name: str) -> None:
-    model, transformer = made(name)
+def test_documents_of_a_packed_row_may_have_separate_timesteps(name: str) -> None:
+    model, transformer = build(name)
     times = torch.tensor([0.2, 0.5, 0.9])
 
     def alone(i: int) -> Tensor:
@@ -251,7 +251,7 @@ def test_documents_of_a_packed_row_have_a_timestep_each_where_tokens_may(name: s
 
 
 @torch.no_grad()
-def test_z_image_turns_mixed_sizes_itself() -> None:
+def test_z_image_rotates_mixed_sizes_without_a_patch() -> None:
     config = {"dim": 48, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 24}
     transformer = diffusers.ZImageTransformer2DModel(in_channels=4, axes_dims=[8, 8, 8], **config).eval()
     for parameter in transformer.parameters():
@@ -266,12 +266,12 @@ def test_z_image_turns_mixed_sizes_itself() -> None:
     for i in THREE:
         (bound,) = rounding(lambda i=i: alone(i), transformer.parameters())  # type: ignore[misc]
         assert_within(together[i], alone(i), bound)
-    with pytest.raises(UnsupportedError, match=r"^transformer: got ZImageTransformer2DModel, want another: it takes l"):
+    with pytest.raises(UnsupportedError, match=r"^transformer: got ZImageTransformer2DModel, which needs no patch: "):
         patch(transformer, Rotary(24))
 
 
 def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]:
-    """A call of Flux2 with something else in it."""
+    """Return a call of Flux2 with changed arguments."""
 
     def call() -> None:
         model = Flux2()
@@ -290,16 +290,16 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
         (
             {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 98)}},
-            "joint_attention_kwargs: got an attention_mask beside positions, want none: they say who sees whom",
+            "joint_attention_kwargs must not have an attention_mask if positions are passed, which define the mask",
         ),
         (
             {"img_ids": torch.zeros(9, 4)},
-            "img_ids: got one beside positions, want None: positions say where tokens are",
+            "img_ids cannot be combined with positions, which replace it",
         ),
         (
             {"positions": place(SegmentTable.from_documents([[Text(5), Grid(4, 6)]]), "flux")},
@@ -307,40 +307,40 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
         ),
         (
             {"hidden_states": torch.randn(1, 9, 16)},
-            "hidden_states: got 9 tokens in a row, want 83 as in row 0 of positions",
+            "hidden_states: got 9 tokens per row, want 83 as in row 0 of positions",
         ),
         (
             {"encoder_hidden_states": torch.randn(1, 16, 24)},
-            "encoder_hidden_states: got 16 tokens in a row, want 15 as in row 0 of positions",
+            "encoder_hidden_states: got 16 tokens per row, want 15 as in row 0 of positions",
         ),
         (
             {"hidden_states": torch.randn(2, 83, 16), "encoder_hidden_states": torch.randn(2, 15, 24)},
-            "positions: got 3 documents for 2 rows, want one in each row, or all in one row",
+            "positions: got 3 documents for 2 rows, want one per row, or all in one row",
         ),
         (
             {"hidden_states": torch.randn(3, 44, 16), "encoder_hidden_states": torch.randn(3, 6, 24)},
-            "encoder_hidden_states: got 6 tokens in a row, want 7 as in row 2 of positions",
+            "encoder_hidden_states: got 6 tokens per row, want 7 as in row 2 of positions",
         ),
         (
             {"timestep": torch.ones(3)},
-            "timestep: got 3, want 1, one for each row; documents with their own have a row each",
+            "timestep: got 3, want 1, one per row; documents with different values need separate rows",
         ),
     ],
     ids=range(9),
 )
-def test_what_does_not_fit_positions_is_refused(change: dict[str, Any], words: str) -> None:
+def test_arguments_that_contradict_positions_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         wrong(lambda model, arguments: arguments.update(change))()
-    assert str(error.value) == words
+    assert str(error.value) == message
 
 
-def test_text_has_no_positions_where_it_is_in_cross_attention() -> None:
+def test_text_in_positions_is_refused_if_it_is_used_in_cross_attention() -> None:
     model = Wan()
     transformer = patch(model.transformer())
     table = place(SegmentTable.from_documents([[Text(2), Grid(4, 6, frames=2)]]), "mrope")
-    with pytest.raises(InvalidInputError, match="positions: got text, want none: that of encoder_hidden_states stands"):
+    with pytest.raises(InvalidInputError, match="positions: got text, want none: encoder_hidden_states is used"):
         model.call(transformer, [0], False, table)
-    with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one for each document"):
+    with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one per document"):
         transformer(
             hidden_states=pack_latents(model.latents, 2),
             timestep=model.timestep,
@@ -349,19 +349,19 @@ def test_text_has_no_positions_where_it_is_in_cross_attention() -> None:
         )
 
 
-def test_a_rotation_of_one_s_own_has_the_heads_axes_and_pairs_of_the_transformer() -> None:
+def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() -> None:
     model = Flux2()
     transformer, own = model.transformer(), model.settings().rotary
-    for changed, words in (
-        ({"head_dim": 16, "rotary_dim": 16}, "rotary.head_dim: got 16, want 32 as the transformer has it"),
-        ({"axes": 2}, "rotary.axes: got 2, want 4 as the transformer has it"),
-        ({"pairing": "half"}, "rotary.pairing: got 'half', want 'adjacent' as the transformer has it"),
+    for changed, message in (
+        ({"head_dim": 16, "rotary_dim": 16}, "rotary.head_dim: got 16, want 32 as in the transformer"),
+        ({"axes": 2}, "rotary.axes: got 2, want 4 as in the transformer"),
+        ({"pairing": "half"}, "rotary.pairing: got 'half', want 'adjacent' as in the transformer"),
     ):
-        with pytest.raises(InvalidInputError, match=words):
+        with pytest.raises(InvalidInputError, match=message):
             patch(transformer, replace(own, **changed))
     with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
         patch(transformer, "flux2")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="rotary: got one, want None: the channels of a pair turn by a rotat"):
+    with pytest.raises(InvalidInputError, match="rotary: got one, want None: the two channels of a pair"):
         patch(MODELS["ErnieImageTransformer2DModel"]().transformer(), own)
     patch(transformer)
     with torch.no_grad():
@@ -377,21 +377,21 @@ def test_a_forward_on_the_instance_is_not_overwritten() -> None:
     transformer = model.transformer()
     transformer.rope.forward = transformer.rope.forward
     with pytest.raises(
-        UnsupportedError, match=r"transformer: got WanRotaryPosEmbed\.forward set on the instance, want that of the cl"
+        UnsupportedError, match=r"transformer: got WanRotaryPosEmbed\.forward set on the instance, want the method of"
     ):
         patch(transformer)
     del transformer.rope.forward
     patch(transformer)
-    ours, transformer.rope.forward = transformer.rope.forward, lambda hidden_states: hidden_states
+    patched_forward, transformer.rope.forward = transformer.rope.forward, lambda hidden_states: hidden_states
     with pytest.raises(
-        InvalidInputError, match=r"got WanRotaryPosEmbed\.forward that was replaced after patch, want ou"
+        InvalidInputError, match=r"got WanRotaryPosEmbed\.forward that was replaced after patch, want the"
     ):
         unpatch(transformer)
-    transformer.rope.forward = ours
+    transformer.rope.forward = patched_forward
     unpatch(transformer)
 
 
-def test_rows_move_between_devices_as_arguments_do() -> None:
+def test_rows_can_be_moved_to_another_device() -> None:
     model = Flux2()
     lengths = {TEXT: sum(map(len, model.texts)), IMAGE: sum(map(len, model.images))}
     mask = torch.ones(3, 4)
@@ -406,11 +406,11 @@ def test_rows_move_between_devices_as_arguments_do() -> None:
     assert moved.reached is rows.reached
 
 
-def test_a_processor_that_came_after_patch_is_not_silent() -> None:
+def test_a_processor_set_after_patch_raises_in_the_next_call() -> None:
     model = Flux2()
     transformer = patch(model.transformer())
     transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2AttnProcessor())
-    with pytest.raises(UnsupportedError, match="transformer: got 1 of 2 attentions that did not turn by positions"):
+    with pytest.raises(UnsupportedError, match="transformer: got 1 of 2 attentions that did not rotate by positions"):
         model.call(transformer, THREE, False, model.positions(THREE))
 
 
@@ -420,7 +420,7 @@ def test_a_processor_of_another_patched_transformer_is_refused() -> None:
     patch(first)
     for _ in range(2):
         with pytest.raises(
-            UnsupportedError, match=r"^processor: got one that another patched transformer has, want one of its own$"
+            UnsupportedError, match=r"^processor: got one of another patched transformer, want one that is not shared$"
         ):
             patch(second)
     unpatch(first)
@@ -428,11 +428,11 @@ def test_a_processor_of_another_patched_transformer_is_refused() -> None:
 
 
 class Other:
-    """A class that an object may get."""
+    """A class to assign to an object."""
 
 
 @pytest.mark.parametrize("fails", ["class", "hook"])
-def test_a_patch_that_fails_leaves_nothing_behind(fails: str) -> None:
+def test_a_failed_patch_leaves_nothing_behind(fails: str) -> None:
     module, one = nn.Linear(1, 1), type("One", (), {})()
     before, kind = sorted(vars(module)), type(one)
 
@@ -446,7 +446,7 @@ def test_a_patch_that_fails_leaves_nothing_behind(fails: str) -> None:
     assert (sorted(vars(module)), type(one), len(module._forward_hooks)) == (before, kind, 0)
 
 
-def test_transformers_that_are_not_known_are_refused_by_name() -> None:
+def test_unknown_transformers_are_refused_by_name() -> None:
     model, rotary = Flux2(), Rotary(32)
     transformer = model.transformer()
     with pytest.raises(UnsupportedError, match="transformer: got Linear, want one of BriaTransformer2DModel, Chr"):
@@ -457,22 +457,22 @@ def test_transformers_that_are_not_known_are_refused_by_name() -> None:
     ):
         patch(transformer, rotary)
     transformer = patch(model.transformer())
-    with pytest.raises(InvalidInputError, match="transformer: got one that is patched, want unpatch before another"):
+    with pytest.raises(InvalidInputError, match="transformer: got one that is already patched; call unpatch"):
         patch(transformer, rotary)
     qwen = MODELS["QwenImageTransformer2DModel"]
     assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}
     twice = diffusers.QwenImageTransformer2DModel(**qwen.config, zero_cond_t=True)
-    with pytest.raises(UnsupportedError, match=r"config\.zero_cond_t: got True, want another: some tokens have"):
+    with pytest.raises(UnsupportedError, match=r"config\.zero_cond_t: got True, which is not supported: timesteps"):
         patch(twice, rotary)
 
 
 @pytest.mark.parametrize("call", [patch, unpatch])
-def test_what_is_no_module_is_refused(call: Any) -> None:
-    with pytest.raises(InvalidInputError, match="transformer: got str, want a transformer of diffusers"):
+def test_an_argument_that_is_not_a_module_is_refused(call: Any) -> None:
+    with pytest.raises(InvalidInputError, match="transformer: got str, want a diffusers transformer"):
         call("x")
 
 
-def test_latents_of_mixed_sizes_go_into_one_tensor_and_back() -> None:
+def test_latents_of_mixed_sizes_are_packed_and_unpacked() -> None:
     latents = [torch.arange(2 * 4 * 6.0).reshape(2, 4, 6), 100 + torch.arange(2 * 2 * 2.0).reshape(2, 2, 2)]
     packed = pack_latents(latents, 2)
     assert packed.shape == (1, 2, 2, 14)
@@ -484,19 +484,19 @@ def test_latents_of_mixed_sizes_go_into_one_tensor_and_back() -> None:
     assert rows.shape == (2, 2, 2, 12)
     assert not rows[1, :, :, 2:].any()
     videos = [torch.randn(3, 4, 2, 6), torch.randn(3, 2, 4, 3)]
-    for each, size in ((latents, 2), (videos, (2, 2, 3))):
+    for inputs, size in ((latents, 2), (videos, (2, 2, 3))):
         for batch in (False, True):
-            back = unpack_latents(pack_latents(each, size, batch=batch), [x.shape[1:] for x in each], size)
-            assert all(torch.equal(one, other) for one, other in zip(back, each, strict=True))
-    for call, words in (
+            back = unpack_latents(pack_latents(inputs, size, batch=batch), [x.shape[1:] for x in inputs], size)
+            assert all(torch.equal(one, other) for one, other in zip(back, inputs, strict=True))
+    for call, message in (
         (lambda: pack_latents([], 2), "latents: got none, want at least one"),
         (lambda: pack_latents([latents[0], videos[0]], 2), r"latents\[1\]: got shape \(3, 4, 2, 6\), want \(channels"),
         (lambda: pack_latents(latents, 4), r"latents\[0\]: got size \(4, 6\), want multiples of the patch \(4, 4\)"),
         (
             lambda: unpack_latents(packed, [(4, 6)], 2),
-            r"sizes: got 1 size of \[12\] columns, want those of shape \(1, ",
+            r"sizes: got 1 size with 12 columns, want the sizes of the strips in shape \(1, ",
         ),
         (lambda: unpack_latents(packed, [(4, 6, 2)], 2), r"sizes\[0\]: got \(4, 6, 2\), want 2 numbers"),
     ):
-        with pytest.raises(InvalidInputError, match=words):
+        with pytest.raises(InvalidInputError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""Settings of diffusers' transformers: every class is known or refused, and known ones turn as their own classes do."""
+"""Settings of diffusers transformers: every class is supported or refused, and rotations equal those of the class."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from mmpos import Grid, InvalidInputError, LimitExceededError, Text, Unsupported
 from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
 from mmpos.integrations.diffusers.classes import REFUSED, TRANSFORMERS
 from mmpos.rotary import Rotary
-from mmpos.rotary import cos_sin as ours
+from mmpos.rotary import cos_sin as cos_sin_of
 from mmpos.schemes import get_scheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTERPOLATED = 8
-"""Roundings of an id that a class computes in float32, of the largest on its axis."""
+"""Number of float32 roundings in the ids of a class, relative to the largest id of the axis."""
 
 
 def documents(peer: Peer, name: str, count: int) -> list[Document]:
-    drawn = random.Random(0)
-    found = []
+    draw = random.Random(0)
+    result = []
     for _ in range(count):
-        images = 2 if peer.images < 0 else drawn.randint(1, peer.images)
-        frames = [drawn.randint(1, 4) if peer.frames else 1 for _ in range(images)]
-        sizes = [(f, drawn.randint(1, 30), drawn.randint(1, 30)) for f in frames]
+        images = 2 if peer.images < 0 else draw.randint(1, peer.images)
+        frames = [draw.randint(1, 4) if peer.frames else 1 for _ in range(images)]
+        sizes = [(f, draw.randint(1, 30), draw.randint(1, 30)) for f in frames]
         if name == "MiniMaxH3Transformer3DModel":
-            side = drawn.randint(1, 6)
-            sizes = [(drawn.randint(1, 12), 4 * side, 9 * side)]
-        text = peer.even * drawn.randint(1, 30 // peer.even + 1) if peer.text else 0
-        found.append(Document(text, tuple(sizes)))
-    return found
+            side = draw.randint(1, 6)
+            sizes = [(draw.randint(1, 12), 4 * side, 9 * side)]
+        text = peer.even * draw.randint(1, 30 // peer.even + 1) if peer.text else 0
+        result.append(Document(text, tuple(sizes)))
+    return result
 
 
 def check(name: str, count: int) -> None:
-    """Compare cos and sin of as many documents of random sizes."""
+    """Compare cos and sin of ``count`` documents of random sizes."""
     peer = PEERS[name]
     transformer = transformer_of(name)
     settings = from_diffusers(transformer)
@@ -60,9 +60,9 @@ def check(name: str, count: int) -> None:
     for document in documents(peer, name, count):
         parts = document.parts(settings, text=peer.text)
         positions = settings.place([parts[::-1] if name == "ErnieImageTransformer2DModel" else parts])
-        cos, sin = (torch.cat(both, -1) for both in zip(*(ours(one, positions) for one in rotaries), strict=True))
-        want = peer.turned(transformer, document)
-        # Heads that turn otherwise come one by one: Allegro's are a third of one each.
+        cos, sin = (torch.cat(both, -1) for both in zip(*(cos_sin_of(one, positions) for one in rotaries), strict=True))
+        want = peer.rotation(transformer, document)
+        # Heads with different rotations are separate: each head of Allegro is a third of a head of the class.
         cos, sin = (x.reshape(len(want[0]), -1, want[0].shape[1]) for x in (cos, sin))
         bound = torch.from_numpy(np.concatenate([allowed(one, positions, peer) for one in rotaries], -1))
         bound = bound.reshape(len(want[0]), -1, want[0].shape[1])
@@ -71,9 +71,9 @@ def check(name: str, count: int) -> None:
 
 
 def allowed(rotary: Rotary, positions: mmpos.PositionTable, peer: Peer) -> Any:
-    """(tokens, …, pairs) by how much cos and sin of the class may be off, in the dtype of its angles."""
+    """Return the bound of the class's error in cos and sin, (tokens, …, pairs), for the dtype of its angles."""
     ids = positions.dense(dtype="float64")
-    # An id that is a difference, such as 2x − 1, or between two ends, is off by a share of these.
+    # The error of a difference, such as 2x − 1, or of an interpolation is relative to its operands.
     reach = np.abs(rotary.pair_ids(ids)) + rotary.pair_ids(
         np.repeat(np.abs(ids).max(1, keepdims=True), ids.shape[1], 1)
     )
@@ -84,33 +84,33 @@ def allowed(rotary: Rotary, positions: mmpos.PositionTable, peer: Peer) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(PEERS))
-def test_known_classes_turn_as_their_own_code_does(name: str) -> None:
+def test_rotations_equal_those_of_the_class(name: str) -> None:
     check(name, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PEERS))
-def test_known_classes_turn_as_their_own_code_does_at_any_size(name: str) -> None:
+def test_rotations_of_many_sizes_equal_those_of_the_class(name: str) -> None:
     check(name, 200)
 
 
-def test_every_transformer_of_diffusers_is_known_or_refused() -> None:
-    found = set()
+def test_every_transformer_of_diffusers_is_supported_or_refused() -> None:
+    classes = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in pkgutil.iter_modules(diffusers.models.transformers.__path__):
             names = vars(importlib.import_module(f"{diffusers.models.transformers.__name__}.{module.name}"))
-            found |= {
+            classes |= {
                 name
                 for name, kind in names.items()
                 if isinstance(kind, type) and issubclass(kind, ModelMixin) and kind.__module__ == names["__name__"]
             }
-    assert found == {*TRANSFORMERS, *REFUSED}
+    assert classes == {*TRANSFORMERS, *REFUSED}
     assert not {*TRANSFORMERS} & {*REFUSED}
     assert set(PEERS) == set(TRANSFORMERS)
 
 
-def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_path: Path) -> None:
+def test_settings_are_read_from_a_folder_a_file_a_mapping_or_a_transformer(tmp_path: Path) -> None:
     config = {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56, 56], "attention_head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     want = TransformerSettings(
@@ -120,17 +120,17 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
         (1, 2, 2),
     )
     assert mmpos.from_diffusers is from_diffusers
-    for given in (tmp_path, str(tmp_path), tmp_path / "config.json", config, {"_class_name": config["_class_name"]}):
-        assert from_diffusers(given) == want
+    for source in (tmp_path, str(tmp_path), tmp_path / "config.json", config, {"_class_name": config["_class_name"]}):
+        assert from_diffusers(source) == want
     assert from_diffusers(transformer_of("FluxTransformer2DModel")).rotary.head_dim == 32
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
-        ({}, "config._class_name: got None, want the name of a class of transformers"),
-        ({"model_type": "qwen3_vl"}, "config._class_name: got None, want the name of a class of transformers"),
-        (3, "config: got int, want a folder, a mapping or a transformer of diffusers"),
+        ({}, "config._class_name: got None, want the class name of a transformer"),
+        ({"model_type": "qwen3_vl"}, "config._class_name: got None, want the class name of a transformer"),
+        (3, "config: got int, want a folder, a mapping or a diffusers transformer"),
         (
             {"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [16, 56]},
             "config.axes_dims_rope: got [16, 56], want 3 integers",
@@ -150,18 +150,18 @@ def test_a_config_is_a_folder_a_file_a_mapping_or_the_transformer_itself(tmp_pat
     ],
     ids=range(7),
 )
-def test_a_config_that_contradicts_itself_is_refused(config: object, words: str) -> None:
+def test_an_invalid_config_is_refused(config: object, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         from_diffusers(config)
-    assert str(error.value).startswith(words)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (
             {"_class_name": "MochiTransformer3DModel"},
-            "config._class_name: got 'MochiTransformer3DModel', want another: ",
+            "config._class_name: got 'MochiTransformer3DModel', which is not supported: ",
         ),
         (
             {"_class_name": "UNet2DModel"},
@@ -179,13 +179,13 @@ def test_a_config_that_contradicts_itself_is_refused(config: object, words: str)
     ],
     ids=range(5),
 )
-def test_what_no_scheme_holds_is_refused_with_the_reason(config: object, words: str) -> None:
+def test_an_unsupported_config_is_refused_with_the_reason(config: object, message: str) -> None:
     with pytest.raises(UnsupportedError) as error:
         from_diffusers(config)
-    assert str(error.value).startswith(words)
+    assert str(error.value).startswith(message)
 
 
-def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
+def test_sizes_must_be_whole_patches_and_ids_must_be_in_the_models_tables() -> None:
     flux, qwen, wan, qwen_21 = (
         from_diffusers({"_class_name": f"{name}Model"})
         for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D", "QwenImage21Transformer2D")
@@ -194,7 +194,7 @@ def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
     assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
     for fps in (25, 25.0, Fraction(25)):
         assert wan.grid(2, 2, frames=2, fps=fps) == Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25))
-    for call, kind, words in (
+    for call, kind, message in (
         (lambda: flux.grid(127, 96), InvalidInputError, "height: got 127, want a multiple of 2, the patch of FluxTr"),
         (lambda: wan.grid(2, 2, fps=0), InvalidInputError, "fps: got 0, want an integer or Fraction > 0"),
         (lambda: wan.grid(2, 2, fps=29.97), InvalidInputError, r"fps: got 29\.97, want an integer or Fraction > 0"),
@@ -214,28 +214,28 @@ def test_grids_are_whole_patches_and_ids_those_of_the_model_s_tables() -> None:
         (
             lambda: qwen.place([[Text(5), Grid(8, 8)], [Text(4093), Grid(8, 8)]]),
             LimitExceededError,
-            r"documents\[1\]: got ids from 4 to 4096 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+            r"documents\[1\]: got ids from 4 to 4096 on axis 0, want -4096 to 4095, the tables of QwenImage",
         ),
         (
-            lambda: qwen.place([[Text(5), Grid(8, 8), Grid(8194, 8)]]),  # a reference, which text makes room for
+            lambda: qwen.place([[Text(5), Grid(8, 8), Grid(8194, 8)]]),  # the size of a reference moves text
             LimitExceededError,
-            r"documents\[0\]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+            r"documents\[0\]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095, the tables of QwenImage",
         ),
         (
             lambda: qwen.place([[Text(5)] + [Grid(1, 1)] * 4097]),
             LimitExceededError,
-            r"documents\[0\]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, which the tables of QwenImage",
+            r"documents\[0\]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, the tables of QwenImage",
         ),
         (
             lambda: qwen_21.place([[Text(8190), Grid(2, 2), Grid(2, 2)]]),
             LimitExceededError,
-            r"documents\[0\]: got ids from 8192 to 8192 on axis 0, want -1024 to 8191, which the tables of QwenImage21",
+            r"documents\[0\]: got ids from 8192 to 8192 on axis 0, want -1024 to 8191, the tables of QwenImage21",
         ),
         (
             lambda: wan.place([[Grid(2, 1025)]]),
             LimitExceededError,
-            r"documents\[0\]: got ids from 0 to 1024 on axis 2, want 0 to 1023, which the tables of WanTransformer3DM",
+            r"documents\[0\]: got ids from 0 to 1024 on axis 2, want 0 to 1023, the tables of WanTransformer3DM",
         ),
     ):
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=message):
             call()

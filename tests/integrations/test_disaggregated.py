@@ -1,4 +1,4 @@
-"""The example of disaggregated serving: it agrees as it stands, and says so when a worker gets the delta wrong."""
+"""The example of disaggregated serving: all workers agree, and a worker with a wrong delta is reported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> tuple[int, list[str]]:
-    """Exit status and lines of the example, started as a user would."""
+    """Run the example as a user does; return its exit status and the lines of its output."""
     command = [sys.executable, "examples/disaggregated.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.stderr == ""
@@ -24,13 +24,13 @@ def run(*arguments: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_every_hop_agrees_with_the_whole() -> None:
+def test_every_window_agrees_with_the_complete_sequence() -> None:
     status, lines = run()
     assert (status, lines[-1]) == (0, "64 windows agree with the whole, placed at once")
     assert all(line.endswith(" agree") for line in lines[:-1])
-    told = "\n".join(lines)
-    for what in ("chunk ", "after 4 cached blocks", "draft of 4", "after a step back", "after prefill elsewhere"):
-        assert what in told
+    output = "\n".join(lines)
+    for stage in ("chunk ", "after 4 cached blocks", "draft of 4", "after a step back", "after prefill elsewhere"):
+        assert stage in output
 
 
 @pytest.mark.slow
@@ -38,39 +38,36 @@ def test_every_hop_agrees_with_the_whole() -> None:
     ("worker", "faults"),
     [
         ("prefill 1", {"delta"}),  # it never decodes
-        (
-            "prefill 2",
-            {"delta, positions, q and k", "tokens, k"},
-        ),  # the retracted tokens, and what decode makes of them
+        # The retracted tokens are wrong, and so are the tokens that decode computes from them.
+        ("prefill 2", {"delta, positions, q and k", "tokens, k"}),
         ("decode", {"positions, delta, q and k", "tokens, k, block keys"}),
     ],
 )
-def test_a_worker_that_forgets_the_delta_is_found_out(worker: str, faults: set[str]) -> None:
+def test_a_worker_that_ignores_the_delta_is_detected(worker: str, faults: set[str]) -> None:
     status, lines = run("--forget-delta", worker)
     assert (status, lines[-1]) == (1, "not everything agrees")
-    found = {line.partition("DISAGREE: ")[2] for line in lines if "DISAGREE" in line}
-    assert found == faults
+    assert {line.partition("DISAGREE: ")[2] for line in lines if "DISAGREE" in line} == faults
     assert all(line.startswith((worker, "decode")) for line in lines if "DISAGREE" in line)
 
 
-def test_its_rotation_is_apply_rotary() -> None:
+def test_the_rotation_of_the_example_equals_apply_rotary() -> None:
     positions = BUILDER.build(REQUESTS[0]).positions
     x = np.random.default_rng(0).standard_normal((positions.num_tokens, 2, HEADS, HEAD_DIM), np.float32)
     q, k = (torch.from_numpy(part.copy()) for part in (x[:, 0], x[:, 1]))
-    turned = np.stack([part.numpy() for part in apply_rotary(q, k, positions, ROTARY) if part is not None], axis=1)
-    assert_within(rotate(x, positions.dense()), turned, rotations(turned, 2 * EXACT))
+    want = np.stack([part.numpy() for part in apply_rotary(q, k, positions, ROTARY) if part is not None], axis=1)
+    assert_within(rotate(x, positions.dense()), want, rotations(want, 2 * EXACT))
 
 
-def test_its_rotation_of_a_window_has_the_bits_of_the_whole() -> None:
+def test_the_rotation_of_a_window_equals_that_of_the_complete_sequence() -> None:
     positions = BUILDER.build(REQUESTS[0]).positions
     x = np.random.default_rng(0).standard_normal((positions.num_tokens, 2, HEADS, HEAD_DIM), np.float32)
-    whole = rotate(x, positions.dense())
+    rotated = rotate(x, positions.dense())
     for start in range(0, positions.num_tokens, 7):
         window = positions.window([0], [start], [min(7, positions.num_tokens - start)])
-        assert np.array_equal(rotate(x[start : start + 7], window.dense()), whole[start : start + 7])
+        assert np.array_equal(rotate(x[start : start + 7], window.dense()), rotated[start : start + 7])
 
 
-def test_its_chunks_cut_both_photographs_and_its_blocks_share_one() -> None:
+def test_chunks_cut_both_photographs_and_shared_blocks_contain_one() -> None:
     first, second = (BUILDER.build(parts) for parts in REQUESTS)
     for begin, end in first.image_spans.tolist():
         assert any(begin < edge < end for edge in range(0, end, CHUNK))

@@ -1,4 +1,4 @@
-"""Vision encoders of Transformers: the rows and columns they turn by, and what small ones make of q and k."""
+"""Vision encoders of Transformers: their positions, and the rotation of q and k in small encoders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "patch_size": 4,
     "temporal_patch_size": 2,
 }
-"""Fields of encoders for one layer with two heads of 64 channels, and patches of 4×4 pixels."""
+"""Config fields for encoders with one layer, two heads of 64 channels and patches of 4×4 pixels."""
 
 FUNCTIONS = (
     "apply_multidimensional_rope",
@@ -50,7 +50,7 @@ FUNCTIONS = (
     "apply_rotary_pos_emb_vision",
     "apply_rotary_pos_emb",
 )
-"""Names of what turns q and k, the most special first."""
+"""Names of functions that rotate q and k, the most specific first."""
 
 IMAGES = {
     "gemma4_vision": [(3, 6), (6, 3)],
@@ -58,46 +58,46 @@ IMAGES = {
     "pixtral": [(3, 5), (4, 2)],
     "step3p5_vision": [(3, 5), (3, 5)],
 }
-"""Rows and columns for encoders that take whole images."""
+"""Rows and columns of patches for encoders that take complete images."""
 FRAMES_APART = ("glm4v_moe_vision", "glm4v_vision")
-"""Encoders that take each frame of a video as a grid of its own."""
+"""Encoders that take each frame of a video as a separate grid."""
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Transformers warns of most small configs."""
+    """Disable the warnings of Transformers about small configs."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 def small(encoder: str) -> tuple[Any, Any]:
-    """Make a small config of the encoder, and import the module with its code."""
+    """Return a small config of the encoder, and the module with its code."""
     kind: Any = CONFIG_MAPPING[encoder]
     config = kind(**{name: value for name, value in SMALL.items() if name in kind.__dataclass_fields__})
     return config, importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
 
 
 def grids_of(encoder: str) -> list[tuple[int, int, int]]:
-    """Frames, rows and columns before merging."""
+    """Return frames, rows and columns of grids before merging."""
     if encoder in IMAGES:
         return [(1, *sides) for sides in IMAGES[encoder]]
     return [(1, 4, 6), (1 if encoder in FRAMES_APART else 2, 2, 8)]
 
 
 def run(encoder: str, model: Any) -> None:
-    """Give the model patches of these grids, or images."""
+    """Run the model on patches of ``grids_of``, or on images."""
     grid = torch.tensor(grids_of(encoder))
     patches = int(grid.prod(dim=1).sum())
     channels = 3 * 4 * 4 * getattr(model.config, "temporal_patch_size", getattr(model.config, "patch_temporal", 1))
     if encoder == "pixtral":
         model(torch.randn(2, 3, 32, 32), image_sizes=4 * grid[:, 1:])
-    elif encoder == "gemma4_vision":  # which takes patches with their columns and rows
+    elif encoder == "gemma4_vision":  # takes patches with their columns and rows
         places = [[[x, y] for y in range(height) for x in range(width)] for _, height, width in grid.tolist()]
         model(torch.randn(2, patches // 2, 48), torch.tensor(places))
     elif encoder in IMAGES:
         model(torch.randn(2, 3, *(4 * grid[0, 1:]).tolist()))
-    elif encoder == "inkling2_vision":  # which takes blocks of 2×2 patches
+    elif encoder == "inkling2_vision":  # takes blocks of 2×2 patches
         model(torch.randn(patches // 4, 8, 8, 3), grid // torch.tensor([1, 2, 2]))
     elif encoder == "kimi_k25_vision":
         model(torch.randn(patches, 3, 4, 4), grid)
@@ -108,24 +108,24 @@ def run(encoder: str, model: Any) -> None:
 
 
 def models_of(kind: Any, code: Any) -> list[Any]:
-    """List the models of a module that are made of this class of config."""
+    """Return the models of a module that have this config class."""
     kinds = [value for value in vars(code).values() if inspect.isclass(value) and issubclass(value, PreTrainedModel)]
     return [value for value in kinds if value.config_class is kind and value.__module__ == code.__name__]
 
 
-class TurnedError(Exception):
-    """What an encoder gave its rotation and got from it: q, k, and both turned."""
+class RotatedError(Exception):
+    """Stop an encoder at its rotation; the arguments are q, k, rotated q and rotated k."""
 
 
 def by_token(values: Tensor) -> Tensor:
-    """(tokens, heads, channels), of every shape that encoders have q in."""
-    if values.ndim == 4 and values.shape[1] == 2:  # two heads
+    """Convert q or k of any encoder to (tokens, heads, channels)."""
+    if values.ndim == 4 and values.shape[1] == 2:  # two heads come before the tokens
         values = values.transpose(1, 2)
     return values.reshape(-1, *values.shape[-2:])
 
 
 def documents_of(encoder: str) -> list[list[Text | Grid]]:
-    """The grids, with class tokens where the encoder puts them."""
+    """Return documents of the grids, with class tokens where the encoder inserts them."""
     grids = [Grid.from_thw(grid) for grid in grids_of(encoder)]
     if encoder == "inkling2_vision":
         return [[Text(1), grid] for grid in grids]
@@ -134,38 +134,38 @@ def documents_of(encoder: str) -> list[list[Text | Grid]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_positions_and_rotation_are_those_of_the_encoder(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_and_rotation_equal_those_of_the_encoder(encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, code = small(encoder)
     name = next(name for name in FUNCTIONS if hasattr(code, name))
     function = getattr(code, name)
 
-    def turn(q: Tensor, k: Tensor, *tables: Tensor, **options: Any) -> NoReturn:
-        if encoder == "gemma4_vision":  # k is cos, and the halves of heads are heads
+    def rotate(q: Tensor, k: Tensor, *tables: Tensor, **options: Any) -> NoReturn:
+        if encoder == "gemma4_vision":  # k is cos, and each half of a head is rotated like a head
             q, theirs = (values.reshape(-1, 4, 32) for values in (q, function(q, k, *tables)))
-            raise TurnedError(q, q, theirs, theirs)
-        raise TurnedError(*(by_token(values) for values in (q, k, *function(q, k, *tables, **options))))
+            raise RotatedError(q, q, theirs, theirs)
+        raise RotatedError(*(by_token(values) for values in (q, k, *function(q, k, *tables, **options))))
 
-    monkeypatch.setattr(code, name, turn)
+    monkeypatch.setattr(code, name, rotate)
     torch.manual_seed(0)
-    with torch.no_grad(), pytest.raises(TurnedError) as caught:
+    with torch.no_grad(), pytest.raises(RotatedError) as caught:
         run(encoder, models_of(type(config), code)[-1](config).eval())
     q, k, *theirs = caught.value.args
     scheme = vision_scheme(Fields("vision_config", config, encoder))
     positions = place(SegmentTable.from_documents(documents_of(encoder)), scheme)
     ours = apply_rotary(q, k, positions, Rotary.from_hf_config(config, precision="hf"), layout="thd")
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_within(mine, other, rotation_bound(other, cos_sin()))  # of the same float32 angles
+    for got, want in zip(ours, theirs, strict=True):
+        assert_within(got, want, rotation_bound(want, cos_sin()))  # both use the same float32 angles
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_config_without_its_defaults_gives_the_positions_and_rotation_of_its_object(encoder: str) -> None:
+def test_a_mapping_gives_the_positions_and_rotation_of_its_config_object(encoder: str) -> None:
     config = CONFIG_MAPPING[encoder]()
-    for told in (json.loads(config.to_json_string(use_diff=False)), {"model_type": encoder}):
-        assert encoder_settings(encoder, told) == encoder_settings(encoder, config)
+    for mapping in (json.loads(config.to_json_string(use_diff=False)), {"model_type": encoder}):
+        assert encoder_settings(encoder, mapping) == encoder_settings(encoder, config)
 
 
 @pytest.mark.parametrize(
-    ("told", "scheme", "head_dim"),
+    ("config", "scheme", "head_dim"),
     [
         ({"model_type": "step3p5_vision", "width": 1024, "heads": 8}, Grid2D(), 128),
         ({"model_type": "inkling2_vision", "adapter_merge_size": 4}, Grid2D("merged", 4, first=1), 64),
@@ -173,18 +173,18 @@ def test_a_config_without_its_defaults_gives_the_positions_and_rotation_of_its_o
         ({"model_type": "llama4_vision_model", "rope_parameters": {"rope_type": "linear"}}, Grid2D(first=1), 48),
     ],
 )
-def test_older_names_of_fields_count_and_what_the_code_ignores_does_not(
-    told: dict[str, Any], scheme: Grid2D, head_dim: int
+def test_old_field_names_are_read_and_fields_that_the_code_ignores_are_not(
+    config: dict[str, Any], scheme: Grid2D, head_dim: int
 ) -> None:
-    fields = Fields("vision_config", told, told["model_type"])
+    fields = Fields("vision_config", config, config["model_type"])
     assert vision_scheme(fields) == scheme
-    rotary = Rotary.from_hf_config(told)
+    rotary = Rotary.from_hf_config(config)
     assert (rotary.head_dim, rotary.theta, rotary.scaling) == (head_dim, 10000.0, None)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hf_classes")  # every model of Transformers is imported
-def test_every_vision_encoder_that_rotates_is_known_or_refused_by_name() -> None:
+def test_every_vision_encoder_that_rotates_is_supported_or_refused_by_name() -> None:
     parts = {
         spec.model_type
         for config in CONFIG_MAPPING.values()
@@ -206,4 +206,4 @@ def test_every_vision_encoder_that_rotates_is_known_or_refused_by_name() -> None
             for model in models_of(kind, sys.modules[module.__module__])
         )
     }
-    assert {*ENCODERS, *UNSUPPORTED_ENCODERS} - {"vjepa2"} == rotating  # which rotates by a function alone
+    assert {*ENCODERS, *UNSUPPORTED_ENCODERS} - {"vjepa2"} == rotating  # it rotates with a function, without a module

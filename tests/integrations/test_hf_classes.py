@@ -1,4 +1,4 @@
-"""Configs of every class of the installed Transformers, read beside the class and the module that rotates by it."""
+"""Configs of every class of the installed Transformers, compared with the class and its rotation module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, written
+from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, to_json
 from model_configs import CONFIGS, LAYER_TYPES, config_of, settings_of
 from tolerance import FREQUENCY, gamma
 from torch import Tensor
@@ -37,20 +37,20 @@ WHOLE = sorted(
     model
     for model, row in class_defaults().items()
     if {"text_config", "thinker_config"} & {*row.get("parts", {}), *row.get("auto_parts", {})}
-    and model != "gemma4_assistant"  # whose class refuses its own defaults
+    and model != "gemma4_assistant"  # its class refuses its own defaults
 )
 NAMELESS = {"Qwen3OmniMoeCode2WavConfig", "SaProtConfig"}
 """Config classes without a model type."""
 
 EPSILON = 2.0**-23
 IDS = torch.tensor([[0, 1, 2, 3, 5, 8, 13], [4, 0, 9, 1, 7, 2, 30], [1, 6, 2, 11, 0, 21, 5]])
-"""(3, tokens) ids on as many axes as any model has."""
+"""(3, tokens) ids; no model has more than three axes."""
 
 COLUMNS_FIRST = ("muse_glimmer_vision", "muse_spark_vision", "sam3_vit_model")
-"""Encoders whose modules are given columns before rows."""
+"""Encoders whose modules take columns before rows."""
 
 WITHOUT_IDS = ("gemma4_vision", "llama4_vision_model")
-"""Encoders whose modules are given no ids, or turn halves of heads: tests of encoders turn by them."""
+"""Encoders whose modules take no ids, or rotate each half of a head; test_encoders.py covers them."""
 
 LAYERS = ("full_attention", "sliding_attention")
 RELEASED: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": {"head_dim": 128},
     "qwen4_exp_text": {"partial_rotary_factor": 0.25},
 }
-"""Fields of checkpoints where the defaults of the class make no rotation."""
+"""Fields of released checkpoints for classes whose defaults are not a valid rotation."""
 
 STRAY: dict[str, Any] = {
     "embed_dim": 512,
@@ -90,7 +90,7 @@ STRAY: dict[str, Any] = {
     "swa_rope_theta": 333.0,
     "width": 512,
 }
-"""Fields that some class reads and others do not, with values that are no default."""
+"""Fields that only some classes read, with values that are not defaults."""
 
 PART_FIELDS: list[dict[str, Any]] = [
     {"hidden_size": 1536, "num_attention_heads": 12},
@@ -101,7 +101,7 @@ PART_FIELDS: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {"rope_theta": 77777.0},
 ]
-"""Fields that a config.json may have for a model or a part, all else left out."""
+"""Fields of a config.json for a model or a part, without any other field."""
 
 SCALED: dict[str, dict[str, Any]] = {
     "default": {},
@@ -121,7 +121,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Transformers warns of most of what it is told here."""
+    """Disable the warnings of Transformers about these configs."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -129,14 +129,14 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def one_in(pytestconfig: pytest.Config) -> int:
-    """Of so many variants of a config, one is read."""
+    """Return the option ``--one-in``; a value of n tests one in n variants of a config."""
     return int(pytestconfig.getoption("--one-in"))
 
 
-def some(variants: Iterable[Any], one_in: int, seed: str) -> list[Any]:
-    """One in so many, the same in every run; other models, which share the code that reads, have others."""
-    every = list(variants)
-    return Random(seed).sample(every, -(-len(every) // one_in))
+def sampled(variants: Iterable[Any], one_in: int, seed: str) -> list[Any]:
+    """Sample one in ``one_in`` variants, the same ones in every run but others for another seed."""
+    population = list(variants)
+    return Random(seed).sample(population, -(-len(population) // one_in))
 
 
 def config_class(model: str) -> Any:
@@ -148,19 +148,19 @@ def module_of(config: object) -> Any:
 
 
 def layer_types(module: object) -> list[Any]:
-    """Those that a module tells apart, or None for all."""
+    """Return the layer types that a module distinguishes, or [None] if it has one rotation."""
     types = getattr(module, "rope_type", None)
     return sorted(types) if isinstance(types, dict) and types else [None]
 
 
 def buffer(module: Any, name: str, layer_type: str | None) -> Any:
-    if hasattr(module, "freqs_ci"):  # of Llama 4, whose first patch has 1 as its ids
+    if hasattr(module, "freqs_ci"):  # Llama 4, whose first patch has the ids 1
         return module.freqs_ci[0].flatten().angle().chunk(2)[0] if name == "inv_freq" else 1.0
     return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
 
 
-def words_or(reader: Any, config: object, layer_type: str | None) -> Any:
-    """Return what is read, or the words of the refusal."""
+def result_or_error(reader: Any, config: object, layer_type: str | None) -> Any:
+    """Return the result of a reader, or its error message."""
     try:
         return reader(config, layer_type=layer_type)
     except MmposError as error:
@@ -168,30 +168,30 @@ def words_or(reader: Any, config: object, layer_type: str | None) -> Any:
 
 
 def ours(config: object, layer_type: str | None = None) -> Rotary | str:
-    """The rotation that is read, or the words of the refusal."""
-    reading: Rotary | str = words_or(Rotary.from_hf_config, config, layer_type)
+    """Return our rotation of a config, or the error message."""
+    reading: Rotary | str = result_or_error(Rotary.from_hf_config, config, layer_type)
     return reading
 
 
 def as_json(config: dict[str, object]) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    return told
+    mapping: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    return mapping
 
 
-def test_the_table_is_that_of_the_classes() -> None:
-    assert TABLE.read_text(encoding="utf-8") == written(table())
+def test_the_table_of_class_defaults_is_up_to_date() -> None:
+    assert TABLE.read_text(encoding="utf-8") == to_json(table())
 
 
-def test_every_class_that_a_model_rotates_by_is_read_or_refused_by_name() -> None:
+def test_every_config_class_of_a_rotation_is_supported_or_refused_by_name() -> None:
     models = {config.model_type or config.__name__ for config in rotations()}
     assert {*ROTATING, *OTHER_ROTATIONS, *NAMELESS} - {*WITHOUT_MODULE} == models
 
 
-# Rotations of class defaults, turned by the code of the model.
+# Rotations of class defaults, compared with the code of the model.
 
 
 def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
-    """cos and sin of IDS, and on how many axes."""
+    """Return cos and sin of IDS, and the number of axes."""
     kind = {} if layer_type is None else {"layer_type": layer_type}
     if hasattr(module, "compute_axial_rope_parameters"):
         model = module.config.model_type
@@ -201,14 +201,14 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     for axes in (3, 2):
         try:
             tables = module(torch.zeros(1), IDS[:axes, None], **kind)
-        except RuntimeError:  # of another number of axes
+        except RuntimeError:  # the module has another number of axes
             continue
-        if (tables[0] if isinstance(tables, tuple) else tables).ndim == 3:  # the axes are used up
+        if (tables[0] if isinstance(tables, tuple) else tables).ndim == 3:  # the module has reduced the axes
             return tables, axes
     return module(torch.zeros(1), IDS[:1], **kind), 1
 
 
-def turning_function(module: object, config: object) -> Any:
+def rotating_function(module: object, config: object) -> Any:
     code = sys.modules[type(module).__module__]
     if hasattr(module, "compute_axial_rope_parameters"):
         for name in ("apply_rotary_pos_emb_vision", "apply_rotary_pos_emb_2d"):
@@ -220,18 +220,18 @@ def turning_function(module: object, config: object) -> Any:
     return code.apply_rotary_pos_emb if hasattr(code, "apply_rotary_pos_emb") else code.apply_rotary_emb
 
 
-def turned(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """q and k, (1, heads, tokens, channels), as a function of Transformers turns them."""
+def rotated(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+    """Rotate (1, heads, tokens, channels) q and k with a function of Transformers."""
     names = list(inspect.signature(function).parameters)
     if names[0] == "x":
         return function(q, *tables), function(k, *tables)
     if function.__name__ == "apply_rotary_pos_emb_vision":
-        turned = function(q[0].transpose(0, 1), k[0].transpose(0, 1), *tables)
-        return tuple(each.transpose(0, 1)[None] for each in turned)
+        pair = function(q[0].transpose(0, 1), k[0].transpose(0, 1), *tables)
+        return tuple(each.transpose(0, 1)[None] for each in pair)
     if isinstance(tables, Tensor):  # complex
         if function.__module__.endswith("llama4"):
-            turned = function(q.transpose(1, 2), k.transpose(1, 2), tables)
-            return tuple(each.transpose(1, 2) for each in turned)
+            pair = function(q.transpose(1, 2), k.transpose(1, 2), tables)
+            return tuple(each.transpose(1, 2) for each in pair)
         return function(q, k, tables)
     if tables[0].ndim == 2:  # Pixtral
         return function(q, k, *tables, unsqueeze_dim=0)
@@ -239,22 +239,22 @@ def turned(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Te
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    """Of all pairs of tokens: whatever order the channels of both come in."""
+    """Return the scores of all pairs of tokens, which do not depend on the order of channels."""
     return q.double() @ k.double().mT
 
 
 def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
-    """Bound between scores of two float32 implementations.
+    """Bound the difference of scores between two float32 implementations.
 
-    An angle is a frequency of some eight operations times an id; cos, sin and products round as often again. That is
-    an error of each turned channel, and a score is a sum over pairs of channels, of q and of k.
+    An angle is an id times a frequency, which takes about eight operations; cos, sin and products round as often
+    again. This bounds the error of each rotated channel, and a score is a sum over channels of q and k.
     """
-    turning = 2 * 8 * (1 + int(IDS.max())) * EPSILON * attention_factor**2
-    return turning * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
+    channel = 2 * 8 * (1 + int(IDS.max())) * EPSILON * attention_factor**2
+    return channel * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
 
 
 @pytest.mark.parametrize("model", [model for model in ROTATING if model not in (*WITHOUT_MODULE, *WITHOUT_IDS)])
-def test_scores_are_those_of_the_code_of_the_model(model: str) -> None:
+def test_scores_equal_those_of_the_model(model: str) -> None:
     config = config_class(model)(**RELEASED.get(model, {}))
     module = module_of(config)
     for layer_type in layer_types(module):
@@ -265,9 +265,9 @@ def test_scores_are_those_of_the_code_of_the_model(model: str) -> None:
         dim = 2 * len(buffer(module, "inv_freq", layer_type))
         dim *= axes if hasattr(module, "compute_axial_rope_parameters") and model != "pixtral" else 1
         theirs = [
-            torch.cat((part, whole[..., dim:]), dim=-1)
-            for part, whole in zip(
-                turned(turning_function(module, config), q[..., :dim], k[..., :dim], tables), (q, k), strict=True
+            torch.cat((part, full[..., dim:]), dim=-1)
+            for part, full in zip(
+                rotated(rotating_function(module, config), q[..., :dim], k[..., :dim], tables), (q, k), strict=True
             )
         ]
         assert axes in (1, rotary.axes)
@@ -277,7 +277,7 @@ def test_scores_are_those_of_the_code_of_the_model(model: str) -> None:
         torch.testing.assert_close(scores(*mine), scores(*theirs), rtol=0, atol=bound)  # type: ignore[arg-type]
 
 
-def test_scores_are_those_of_functions_without_a_module() -> None:
+def test_scores_equal_those_of_models_without_a_rotation_module() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, IDS.shape[1], 64, generator=generator) for _ in range(2))
     for model in WITHOUT_MODULE:
@@ -296,11 +296,11 @@ def test_scores_are_those_of_functions_without_a_module() -> None:
         torch.testing.assert_close(scores(*mine), scores(*theirs), rtol=0, atol=bound_of(q, k))  # type: ignore[arg-type]
 
 
-# Configs as files have them.
+# Configs from files.
 
 
-def with_fields_left_out(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The whole config without one field, of rope_parameters too."""
+def without_fields(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the complete config without one field, of the config itself or of rope_parameters."""
     for name in sorted(full.keys() - {"model_type"}):
         yield {key: value for key, value in full.items() if key != name}
     rope = full.get("rope_parameters") or {}
@@ -312,7 +312,7 @@ def with_fields_left_out(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def with_other_values(full: dict[str, object], least: dict[str, object], declared: Any) -> Iterator[dict[str, Any]]:
-    """The config with one number changed or null, and with fields that may mean nothing to it."""
+    """Yield the config with one number changed or null, and with fields that its class may not read."""
     words = ("base", "dim", "embd", "head", "hidden_size", "position", "rope", "rotary", "theta", "width")
     for name, value in full.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and any(word in name for word in words):
@@ -326,14 +326,14 @@ def with_other_values(full: dict[str, object], least: dict[str, object], declare
 
 
 def with_other_scaling(full: dict[str, Any], least: dict[str, Any], pairs: int) -> Iterator[dict[str, Any]]:
-    """The config with each rope type, in today's words and in those of older files, and with half of a head."""
+    """Yield the config with each rope type under current and old field names, and with half of a head rotated."""
     rope, theta = full.get("rope_parameters") or {}, {"rope_theta": 65432.0}
     lists = {"short_factor": [1 + i / 100 for i in range(pairs)], "long_factor": [2 + i / 100 for i in range(pairs)]}
     for kind, needed in SCALED.items():
         for part in ({}, {"partial_rotary_factor": 0.5}):
-            of_half = {name: values[: pairs // 2] if part else values for name, values in lists.items()}
-            told: dict[str, Any] = {**needed, **part, **(of_half if kind == "longrope" else {})}
-            old, new = {"type": kind, **told}, {"rope_type": kind, **told}
+            factors = {name: values[: pairs // 2] if part else values for name, values in lists.items()}
+            parameters: dict[str, Any] = {**needed, **part, **(factors if kind == "longrope" else {})}
+            old, new = {"type": kind, **parameters}, {"rope_type": kind, **parameters}
             yield least | {"rope_scaling": new}
             yield least | {"rope_scaling": old, "max_position_embeddings": 4096} | theta
             yield least | {"rope_scaling": old, "original_max_position_embeddings": 1024} | theta
@@ -346,28 +346,26 @@ def with_other_scaling(full: dict[str, Any], least: dict[str, Any], pairs: int) 
 
 
 def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> bool:
-    """Whether a rotation has the frequencies of a module, in whatever order, its sections and its attention factor."""
+    """Return whether a rotation has a module's frequencies in any order, its sections and its attention factor."""
     sections = getattr(module, "mrope_section", None)
     if isinstance(sections, list) and rotary.mrope_section is not None:
-        read = slice(1 if rotary.allocation == "mrope-interleaved" else 0, None)  # where frames have what is left
-        if sections[read] != list(rotary.mrope_section[read]):
+        compared = slice(1 if rotary.allocation == "mrope-interleaved" else 0, None)  # frames get the remaining pairs
+        if sections[compared] != list(rotary.mrope_section[compared]):
             return False
-    theirs = buffer(module, "inv_freq", layer_type).float().sort().values
-    found = torch.from_numpy(
-        rotary.inv_freq_as_hf(lambda base, power: torch.pow(base, torch.from_numpy(power)).numpy())
-    )
+    want = buffer(module, "inv_freq", layer_type).float().sort().values
+    got = torch.from_numpy(rotary.inv_freq_as_hf(lambda base, power: torch.pow(base, torch.from_numpy(power)).numpy()))
     by_axis = rotary.allocation == "axial" or rotary.axes_dim is not None
-    found = (found[torch.from_numpy(rotary.pair_axis == 0)] if by_axis else found).sort().values
+    got = (got[torch.from_numpy(rotary.pair_axis == 0)] if by_axis else got).sort().values
     factor = float(buffer(module, "attention_scaling", layer_type))
-    same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=2 * gamma(FREQUENCY), atol=0)
+    same = got.shape == want.shape and torch.allclose(got, want, rtol=2 * gamma(FREQUENCY), atol=0)
     return same and abs(rotary.attention_factor - factor) <= 8 * EPSILON * factor
 
 
-def judge(told: dict[str, Any], layer_type: str | None) -> str | None:
-    """Compare the readings of a config, as object and as mapping, with its module: the difference, or None."""
-    model = told["model_type"]
+def difference(mapping: dict[str, Any], layer_type: str | None) -> str | None:
+    """Compare the rotations read from a config object and its mapping with its module; describe a difference."""
+    model = mapping["model_type"]
     try:
-        config = config_class(model)(**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
+        config = config_class(model)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
         module = None if model in WITHOUT_MODULE else module_of(config)
         if module is not None and (
             layer_type not in layer_types(module) or not buffer(module, "inv_freq", layer_type).numel()
@@ -377,8 +375,10 @@ def judge(told: dict[str, Any], layer_type: str | None) -> str | None:
         return None
     latent = class_defaults()[model].get("qk_rope_head_dim") and getattr(config, "qk_rope_head_dim", None)
     if module is not None and latent and 2 * len(buffer(module, "inv_freq", layer_type)) != latent:
-        return None  # its module does not fit the part of a head that it is for
-    readings = [rotary for rotary in (ours(config, layer_type), ours(told, layer_type)) if isinstance(rotary, Rotary)]
+        return None  # the module does not fit the rotated part of a head
+    readings = [
+        rotary for rotary in (ours(config, layer_type), ours(mapping, layer_type)) if isinstance(rotary, Rotary)
+    ]
     if len({*readings}) > 1:
         return f"object and mapping: {readings}"
     if module is not None and not all(same_frequencies(rotary, module, layer_type) for rotary in readings):
@@ -387,33 +387,33 @@ def judge(told: dict[str, Any], layer_type: str | None) -> str | None:
 
 
 @pytest.mark.parametrize("model", ROTATING)
-def test_a_config_is_read_as_its_class_reads_it_or_refused(model: str, one_in: int) -> None:
+def test_a_config_gives_the_rotation_of_its_class_or_is_refused(model: str, one_in: int) -> None:
     released = RELEASED.get(model, {})
     config = config_class(model)(**copy.deepcopy(released))
     full, least = as_json(config.to_dict()), {"model_type": model, **released}
     for layer_type in [None] if model in WITHOUT_MODULE else layer_types(module_of(config)):
         rotary = ours(config, layer_type)
         assert isinstance(rotary, Rotary)
-        for told in (full, as_json(config.to_diff_dict()), least):
-            assert ours(told, layer_type) == rotary
+        for mapping in (full, as_json(config.to_diff_dict()), least):
+            assert ours(mapping, layer_type) == rotary
         variants = [
-            *with_fields_left_out(full),
+            *without_fields(full),
             *with_other_values(full, least, type(config).__dataclass_fields__),
             *with_other_scaling(full, least, rotary.num_pairs),
         ]
-        chosen = some(variants, one_in, f"{model} {layer_type}")
-        wrong = [(told, why) for told in chosen if (why := judge(told, layer_type))]
+        sample = sampled(variants, one_in, f"{model} {layer_type}")
+        wrong = [(mapping, message) for mapping in sample if (message := difference(mapping, layer_type))]
         assert wrong == []
 
 
 @pytest.mark.parametrize("model", sorted(OTHER_ROTATIONS))
-def test_other_rotations_are_refused_by_name(model: str) -> None:
+def test_unsupported_rotations_are_refused_by_name(model: str) -> None:
     config = config_class(model)()
     want = f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}"
     assert ours(config) == ours(as_json(config.to_dict())) == ours({"model_type": model}) == want
 
 
-# Configs of whole models.
+# Configs of complete models.
 
 
 def language_model(config: object) -> Any:
@@ -423,15 +423,15 @@ def language_model(config: object) -> Any:
 
 
 @pytest.mark.parametrize("model", WHOLE)
-def test_a_whole_config_gives_the_rotation_of_its_language_model(model: str) -> None:
+def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) -> None:
     config = CONFIGS[model]()
     text = language_model(config)
     for name, value in RELEASED.get(text.model_type, {}).items():
         setattr(text, name, value)
-    whole = as_json(config.to_dict())
-    part = "thinker_config" if "thinker_config" in whole else "text_config"
-    if text.model_type not in ROTATING:  # and so in words
-        assert ours(config) == ours(text) == ours(whole)
+    mapping = as_json(config.to_dict())
+    part = "thinker_config" if "thinker_config" in mapping else "text_config"
+    if text.model_type not in ROTATING:  # all give the same error message
+        assert ours(config) == ours(text) == ours(mapping)
         return
     released = RELEASED.get(text.model_type, {})
     least = {
@@ -440,9 +440,9 @@ def test_a_whole_config_gives_the_rotation_of_its_language_model(model: str) -> 
     for layer_type in layer_types(module_of(text)):
         rotary = ours(text, layer_type)
         assert isinstance(rotary, Rotary)
-        for told in (config, whole, as_json(config.to_diff_dict())):
-            assert ours(told, layer_type) == rotary
-        if model != "fun_asr_nano":  # whose class wants its parts to fit each other
+        for source in (config, mapping, as_json(config.to_diff_dict())):
+            assert ours(source, layer_type) == rotary
+        if model != "fun_asr_nano":  # its class requires consistent parts
             bare = language_model(CONFIGS[model](**copy.deepcopy(least)))
             assert ours({"model_type": model} | least, layer_type) == ours(bare, layer_type)
         want = f"config.{part}: got none, want the config of the language model"
@@ -450,40 +450,42 @@ def test_a_whole_config_gives_the_rotation_of_its_language_model(model: str) -> 
 
 
 def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:
-    """The config with nothing but its parts, which have nothing but theirs, and their model types."""
+    """Return the config with no fields except its parts, reduced in the same way, and their model types."""
     parts = {name: bare(full[name], typed) for name in full if name.endswith("_config") and full[name]}
     return {"model_type": full["model_type"], **parts} if typed and "model_type" in full else parts
 
 
-def parts_of(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield told
-    for name in sorted(told.keys() - {"model_type"}):
-        yield from parts_of(told[name])
+def parts_of(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield mapping
+    for name in sorted(mapping.keys() - {"model_type"}):
+        yield from parts_of(mapping[name])
 
 
 @pytest.mark.parametrize("model", [model for model in [*ROTATING, *WHOLE] if model in CONFIGS])
-def test_a_config_without_its_defaults_gives_what_its_object_gives_or_is_refused(model: str, one_in: int) -> None:
+def test_a_mapping_without_defaults_gives_the_result_of_its_object_or_is_refused(model: str, one_in: int) -> None:
     full = as_json(CONFIGS[model]().to_dict())
     readers = (Rotary.from_hf_config, mmpos.from_hf_config) if model in MODEL_TYPES else (Rotary.from_hf_config,)
     for typed in (True, False):
         count = len([*parts_of(bare(full, typed))])
         variants = itertools.product(range(count), PART_FIELDS)
-        for part, said in [(0, dict[str, Any]()), *some(variants, one_in, f"{model} {typed}")]:
-            told = {**bare(full, typed), "model_type": model}
-            [*parts_of(told)][part].update(copy.deepcopy(said))
+        for part, values in [(0, dict[str, Any]()), *sampled(variants, one_in, f"{model} {typed}")]:
+            mapping = {**bare(full, typed), "model_type": model}
+            [*parts_of(mapping)][part].update(copy.deepcopy(values))
             try:
-                config = CONFIGS[model](**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
+                config = CONFIGS[model](
+                    **{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"}
+                )
             except Exception:  # Transformers cannot read it
                 continue
             for reader in readers:
                 for layer_type in (None, *LAYERS):
-                    readings = [words_or(reader, each, layer_type) for each in (config, told)]
-                    refused = [isinstance(reading, str) for reading in readings]
-                    assert readings[0] == readings[1] or (any(refused) if said else all(refused)), (told, layer_type)
+                    got = [result_or_error(reader, source, layer_type) for source in (config, mapping)]
+                    refused = [isinstance(result, str) for result in got]
+                    assert got[0] == got[1] or (any(refused) if values else all(refused)), (mapping, layer_type)
 
 
-def with_parts_left_out(full: dict[str, object]) -> Iterator[dict[str, Any]]:
-    """The whole config without one field, of itself or of a part."""
+def without_fields_of_parts(full: dict[str, object]) -> Iterator[dict[str, Any]]:
+    """Yield the complete config without one field, of the config itself or of a part."""
     for name, value in full.items():
         if name != "model_type":
             yield {key: full[key] for key in full if key != name}
@@ -493,18 +495,16 @@ def with_parts_left_out(full: dict[str, object]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", [model for model in MODEL_TYPES if model in class_defaults()])
-def test_settings_of_a_config_that_leaves_fields_out_are_those_of_its_object_or_refused(
-    model: str, one_in: int
-) -> None:
+def test_a_mapping_without_a_field_gives_the_settings_of_its_object_or_is_refused(model: str, one_in: int) -> None:
     config, layer_type = config_of(model), LAYER_TYPES.get(model)
     assert mmpos.from_hf_config(as_json(config.to_diff_dict()), layer_type=layer_type) == settings_of(model)
-    for told in some(with_parts_left_out(as_json(config.to_dict())), one_in, model):
+    for mapping in sampled(without_fields_of_parts(as_json(config.to_dict())), one_in, model):
         try:
-            again = type(config)(**{name: copy.deepcopy(told[name]) for name in told if name != "model_type"})
+            again = type(config)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
         except Exception:  # Transformers cannot read it
             continue
         try:
-            settings = mmpos.from_hf_config(told, layer_type=layer_type)
+            settings = mmpos.from_hf_config(mapping, layer_type=layer_type)
         except MmposError:
             continue
         assert settings == mmpos.from_hf_config(again, layer_type=layer_type)

@@ -1,4 +1,4 @@
-"""Patched models of Transformers turn as they should, forward and backward: bit for bit, or as if by hand."""
+"""Logits and gradients of patched models: equal to the unpatched model's, or to those with cos and sin by hand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_models import (
     model_of,
     patched,
     rotary_of,
+    rotated_by_hand,
     text,
     tokens,
-    turned_by_hand,
     two_rows,
 )
 from tolerance import assert_within, rounding
@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("gemma3", torch.float32)], ids=str
 )
-def test_text_alone_has_the_logits_of_the_untouched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+def test_text_has_the_logits_of_the_unpatched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     model, input_ids = model_of(name, dtype), tokens(2, 120)
     with torch.no_grad():
         want = model(input_ids).logits
@@ -44,12 +44,12 @@ def test_text_alone_has_the_logits_of_the_untouched_model_bit_for_bit(name: str,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
+def test_images_have_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
     model, input_ids = model_of(name), tokens(2, 24)
     table, rotary = two_rows("rope-tie-v2"), rotary_of(model)  # half-integers
     with torch.no_grad():
         untouched = model(input_ids).logits
-        with turned_by_hand(model, table, rotary, 2):
+        with rotated_by_hand(model, table, rotary, 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         got = patch(model, rotary)(input_ids, mm_position_ids=table).logits
     assert_within(got, want, bound)
@@ -57,7 +57,7 @@ def test_images_turn_as_if_cos_and_sin_were_made_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize(("embedding", "states"), [DTYPES, DTYPES[::-1]], ids=str)
-def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights(
+def test_cos_and_sin_have_the_dtype_of_the_hidden_states_not_of_the_weights(
     embedding: torch.dtype, states: torch.dtype
 ) -> None:
     model, input_ids = model_of("llama", states), tokens(1, 24)
@@ -71,27 +71,27 @@ def test_cos_and_sin_have_the_dtype_of_the_states_whatever_that_of_the_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_built_like_llama_turn_likewise(name: str) -> None:
+def test_other_models_built_like_llama_have_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     with torch.no_grad():
         untouched = model(input_ids).logits
         patch(model, rotary_of(model, precision="hf"))
         assert torch.equal(model(input_ids, mm_position_ids=text(24, 24)).logits, untouched)
         unpatch(model)
-        with turned_by_hand(model, table, rotary_of(model), 2):
+        with rotated_by_hand(model, table, rotary_of(model), 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         patch(model, rotary_of(model), implementation="reference")
         got = model(input_ids, mm_position_ids=table).logits
         assert_within(got, want, bound)
         unpatch(model)
-        if name != "phi":  # which turns half of its channels
+        if name != "phi":  # it rotates only half of its channels
             fused = patched(model, "fused")(input_ids, mm_position_ids=table).logits
             assert_within(fused, want, bound)
     assert (got - untouched).abs().max() > 1e-3 * untouched.abs().max()
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_tables_device_positions_and_dense_ids_give_the_same_bits(scheme: str) -> None:
+def test_tables_device_positions_and_dense_ids_give_the_same_logits(scheme: str) -> None:
     model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows(scheme)
     forms = [table, DevicePositions.from_table(table), as_ids(table)]
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_tables_device_positions_and_dense_ids_give_the_same_bits(scheme: str) -
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
-def test_heads_with_axes_of_their_own_turn_by_positions(implementation: Any) -> None:
+def test_heads_with_separate_axes_rotate_by_positions(implementation: Any) -> None:
     model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
     heads = model.config.num_key_value_heads
 
@@ -121,7 +121,7 @@ def test_heads_with_axes_of_their_own_turn_by_positions(implementation: Any) -> 
     assert (logits(allocation="heads", head_axes=[0, 1] * (heads // 2)) - columns).abs().max() > 0.01
 
 
-def test_any_number_of_axes_and_any_allocation() -> None:
+def test_axes_and_allocations_have_the_logits_of_cos_and_sin_by_hand() -> None:
     model, input_ids = model_of("qwen3"), tokens(2, 24)
     for scheme, changes in (
         ("flatten", {"axes": 1}),
@@ -130,7 +130,7 @@ def test_any_number_of_axes_and_any_allocation() -> None:
         ("rope-tie", {"allocation": "axial"}),
     ):
         table, rotary = two_rows(scheme), rotary_of(model, **changes)
-        with torch.no_grad(), turned_by_hand(model, table, rotary, 2):
+        with torch.no_grad(), rotated_by_hand(model, table, rotary, 2):
             want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
         patch(model, rotary)
         assert_within(model(input_ids, mm_position_ids=table).logits, want, bound)
@@ -165,7 +165,7 @@ def test_any_number_of_axes_and_any_allocation() -> None:
     ],
     ids=["linear", "yarn", "llama3", "dynamic", "longrope"],
 )
-def test_scaled_models_keep_the_bits_of_text(rope: dict[str, object], scaling: type) -> None:
+def test_text_of_scaled_models_has_the_logits_of_the_unpatched_model(rope: dict[str, object], scaling: type) -> None:
     model = model_of("llama", rope_parameters={"rope_theta": 5e5, **rope})
     input_ids, rotary = tokens(1, 300), rotary_of(model, precision="hf")
     assert isinstance(rotary.scaling, scaling)
@@ -174,17 +174,17 @@ def test_scaled_models_keep_the_bits_of_text(rope: dict[str, object], scaling: t
         assert torch.equal(patch(model, rotary)(input_ids, mm_position_ids=text(300)).logits, want)
 
 
-def test_a_cursor_beyond_what_a_scaling_was_set_for_is_refused() -> None:
+def test_a_next_position_beyond_the_length_of_a_scaled_rotary_is_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model, input_ids = model_of("llama", rope_parameters=rope, max_position_embeddings=64), tokens(1, 60)
-    table = place(SegmentTable.from_documents([[Text(3), Grid(6, 9), Text(3)]]))  # 60 tokens, cursor 75
+    table = place(SegmentTable.from_documents([[Text(3), Grid(6, 9), Text(3)]]))  # 60 tokens, next position 75
     rotary = rotary_of(model)
     patch(model, rotary)
     for call in (model, model.generate):
-        with pytest.raises(InvalidInputError, match=r"go on at 75, .* want a patch with rotary.for_length\(75\)"):
+        with pytest.raises(InvalidInputError, match=r"got next position 75, .* a patch with rotary.for_length\(75\)"):
             call(input_ids, mm_position_ids=table)
     unpatch(model)
-    with torch.no_grad(), turned_by_hand(model, table, rotary.for_length(80), 1):
+    with torch.no_grad(), rotated_by_hand(model, table, rotary.for_length(80), 1):
         want, bound = model(input_ids).logits, rounding(lambda: model(input_ids).logits, model.parameters())
     got = patch(model, rotary.for_length(80))(input_ids, mm_position_ids=table).logits
     assert_within(got, want, bound)
@@ -194,7 +194,7 @@ def test_a_cursor_beyond_what_a_scaling_was_set_for_is_refused() -> None:
 
 
 def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
-    """The loss, and what it sends back to each parameter."""
+    """Return the loss and the gradient of each parameter."""
     model.train()
     model.zero_grad()
     loss = model(input_ids, labels=input_ids, **arguments).loss
@@ -203,27 +203,27 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_loss_and_gradients_are_those_of_cos_and_sin_by_hand(name: str) -> None:
+def test_loss_and_gradients_equal_those_of_cos_and_sin_by_hand(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     rotary = rotary_of(model)
-    with turned_by_hand(model, table, rotary, 2):
+    with rotated_by_hand(model, table, rotary, 2):
         want, bounds = gradients(model, input_ids), rounding(lambda: gradients(model, input_ids), model.parameters())
     assert_within(gradients(patch(model, rotary), input_ids, mm_position_ids=table), want, bounds)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_turn_again_by_the_same_positions(reentrant: bool, way: str) -> None:
+def test_recomputed_layers_use_the_positions_of_their_call(reentrant: bool, way: str) -> None:
     model, input_ids, table = patched(model_of("qwen3"), way), tokens(2, 24), two_rows()
     loss, *want = gradients(model, input_ids, mm_position_ids=table)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     model.zero_grad()
-    again = model(input_ids, labels=input_ids, mm_position_ids=table, use_cache=False).loss
+    checkpointed = model(input_ids, labels=input_ids, mm_position_ids=table, use_cache=False).loss
     model.eval()
-    with torch.no_grad():  # another call comes between, with other positions
+    with torch.no_grad():  # a call with other positions before the backward pass
         model(input_ids, mm_position_ids=text(24, 24), use_cache=False)
     model.train()
-    again.backward()
-    assert torch.equal(again, loss)
+    checkpointed.backward()
+    assert torch.equal(checkpointed, loss)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True))

@@ -1,4 +1,4 @@
-"""Patched models as graphs and with the kernel: whole graphs, few of them, the logits of eager, one launch a layer."""
+"""Patched models with torch.compile and with the kernel: full graphs, logits as in eager mode, a launch per layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import as_ids, model_of, rotary_of, tokens, turned_by_hand, two_rows
+from hf_models import as_ids, model_of, rotary_of, rotated_by_hand, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +19,7 @@ from mmpos.rotary import DevicePositions, kernel
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[PositionTable], Any]] = {"dense": as_ids, "device": D
 
 
 @pytest.mark.parametrize("form", ["dense", pytest.param("device", marks=pytest.mark.slow)])
-def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
+def test_a_forward_compiles_to_one_graph_with_the_logits_of_eager_mode(form: str) -> None:
     model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -47,27 +47,26 @@ def test_a_forward_is_one_graph_with_the_logits_of_eager(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
-def test_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
-    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to be bound
+def test_different_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
+    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to bind
     model, counter = patched(implementation, num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
     @torch.no_grad()
     def logits(call: Any, height: int) -> Tensor:
-        found: Tensor = call(
-            tokens(2, 5 + 4 * height), mm_position_ids=FORMS[form](rows_of(height)), use_cache=False
-        ).logits
-        return found
+        input_ids, ids = tokens(2, 5 + 4 * height), FORMS[form](rows_of(height))
+        out: Tensor = call(input_ids, mm_position_ids=ids, use_cache=False).logits
+        return out
 
-    for height in (3, 5, 8, 150):  # the last one over several blocks of cos and sin
+    for height in (3, 5, 8, 150):  # the last one has several blocks of cos and sin
         bound = rounding(partial(logits, model, height), model.parameters(), 5 + 4 * height)
         assert_within(logits(compiled, height), logits(model, height), bound)
     assert counter.frame_count <= 3
 
 
-def by_the_reference(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Any, *_: Any) -> None:
-    """The kernel's work without its interpreter."""
+def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Any, *_: Any) -> None:
+    """Compute the kernel's result without its interpreter."""
     from mmpos.rotary import reference
 
     turn = reference.turning_of(rotation, q.shape[0], q.shape[1])
@@ -76,7 +75,7 @@ def by_the_reference(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotatio
 
 
 @pytest.mark.slow
-def test_layers_compiled_one_by_one_take_their_turns() -> None:
+def test_separately_compiled_layers_have_the_logits_of_eager_mode() -> None:
     model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
     with torch.no_grad():
         runs = [partial(model, input_ids, mm_position_ids=ids, use_cache=False) for ids in (table, None)]
@@ -88,25 +87,25 @@ def test_layers_compiled_one_by_one_take_their_turns() -> None:
 
 
 @pytest.mark.slow
-def test_training_compiles(monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch_rotate", by_the_reference)
-    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to be bound
+def test_compiled_training_has_the_gradients_of_eager_mode(monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
+    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to bind
     model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
     patch(model, rotary_of(model), implementation="triton")
     device = DevicePositions.from_table(two_rows())
     compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    told: dict[str, Any] = {"mm_position_ids": device, "use_cache": False}
-    want = gradients(model, input_ids, **told)
-    bounds = rounding(lambda: gradients(model, input_ids, **told), model.parameters())
-    assert_within(gradients(compiled, input_ids, **told), want, bounds)
+    arguments: dict[str, Any] = {"mm_position_ids": device, "use_cache": False}
+    want = gradients(model, input_ids, **arguments)
+    bounds = rounding(lambda: gradients(model, input_ids, **arguments), model.parameters())
+    assert_within(gradients(compiled, input_ids, **arguments), want, bounds)
 
 
-# The kernel, in its interpreter where there is no GPU.
+# The kernel runs in Triton's interpreter if there is no GPU.
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of q in each launch of the kernel."""
+    """Return a list to which each launch of the kernel appends the shape of q."""
     shapes: list[tuple[int, ...]] = []
     original = kernel.launch_rotate
 
@@ -118,37 +117,37 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_the_kernel_takes_the_place_of_the_models_rotation(launches: list[tuple[int, ...]]) -> None:
+def test_the_kernel_replaces_the_rotation_of_the_model(launches: list[tuple[int, ...]]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, input_ids = model_of("llama", num_hidden_layers=1).to(device), tokens(1, 5).to(device)
     other = model_of("llama", num_hidden_layers=1).to(device)
     table = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(2)]]), "rope-tie-v2")
     rotary = rotary_of(model)
-    with turned_by_hand(model, table, rotary, 1):
+    with rotated_by_hand(model, table, rotary, 1):
         want, bounds = gradients(model, input_ids), rounding(lambda: gradients(model, input_ids), model.parameters())
     patch(model, rotary, implementation="triton")
     untouched = other(input_ids).logits
     assert launches == []
     got = gradients(model, input_ids, mm_position_ids=table)
-    assert launches == [(1, 5, 4, 16)] * 2  # forward, and backward by the same kernel
+    assert launches == [(1, 5, 4, 16)] * 2  # forward and backward use the same kernel
     assert_within(got, want, bounds)
     assert torch.equal(model(input_ids).logits, untouched)
     assert torch.equal(other(input_ids).logits, untouched)
     assert len(launches) == 2
 
 
-def gradients(model: Any, input_ids: Tensor, **told: Any) -> list[Tensor]:
+def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
     model.zero_grad()
-    output = model(input_ids, labels=input_ids, **told)
+    output = model(input_ids, labels=input_ids, **arguments)
     output.loss.backward()
     return [output.logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:
+def test_auto_uses_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:
     model, input_ids, table = patched("auto"), tokens(2, 24), two_rows()
     model(input_ids, mm_position_ids=table)
     assert not launches
     if not torch.cuda.is_available():
-        pytest.skip("the other half needs a GPU")
+        pytest.skip("the second half requires a GPU")
     model.cuda()(input_ids.cuda(), mm_position_ids=table)
     assert len(launches) == 2

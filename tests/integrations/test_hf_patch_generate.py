@@ -1,4 +1,4 @@
-"""generate with images: every way of it follows the next positions of the table, row by row."""
+"""generate with images: every decoding method continues at the next positions of the table, row by row."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ NEW = 6
 
 
 def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
-    """Two prompts of 24 and 9 tokens, padded left: ids, mask, and the table."""
+    """Return the ids, mask and table of two prompts of 24 and 9 tokens, padded on the left."""
     table = place(SEGMENTS, scheme)
     mask = torch.from_numpy(table.padded(side="left")[1])
     return tokens(2, 24) * mask, mask, table.pad(side="left")
 
 
 @cache
-def one_by_one(scheme: str = "rope-tie", name: str = "llama") -> list[list[int]]:
-    """Tokens after each prompt alone, every one from a full forward without a cache or padding."""
+def reference_tokens(scheme: str = "rope-tie", name: str = "llama") -> list[list[int]]:
+    """Generate after each prompt separately, with a full forward per token, without cache and padding."""
     (input_ids, mask, _), table = prompts(scheme), place(SEGMENTS, scheme)
-    return [gone_on(patched(name), input_ids[row, mask[row].bool()], table, row) for row in range(2)]
+    return [greedy_tokens(patched(name), input_ids[row, mask[row].bool()], table, row) for row in range(2)]
 
 
 @torch.no_grad()
-def gone_on(model: Any, prompt: Tensor, table: PositionTable, row: int) -> list[int]:
-    """The tokens that follow a prompt by far: no rounding puts another one before them."""
+def greedy_tokens(model: Any, prompt: Tensor, table: PositionTable, row: int) -> list[int]:
+    """Return the most likely tokens after a prompt; check that rounding cannot change the choice."""
     sequence = prompt[None]
 
     def logits() -> Tensor:
-        found: Tensor = model(sequence, mm_position_ids=table.window([row], [0], [sequence.shape[1]])).logits
-        return found
+        out: Tensor = model(sequence, mm_position_ids=table.window([row], [0], [sequence.shape[1]])).logits
+        return out
 
     for _ in range(NEW):
         sequence = torch.cat((sequence, logits()[:, -1:].argmax(-1)), dim=1)
@@ -64,45 +64,45 @@ def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.generate(*args, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})
 
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "a cache that grows": {},
-    "chunks that cut an image": {"prefill_chunk_size": 7},
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "dynamic cache": {},
+    "chunked prefill within an image": {"prefill_chunk_size": 7},
     "no cache": {"use_cache": False},
     "static cache": {"cache_implementation": "static"},
     "sampling": {"do_sample": True, "top_k": 1},
 }
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_every_way_goes_on_as_one_by_one(name: str, way: str) -> None:
+def test_every_decoding_method_gives_the_tokens_of_full_forwards(name: str, method: str) -> None:
     input_ids, mask, table = prompts()
-    found = generated(patched(name), input_ids, attention_mask=mask, mm_position_ids=table, **WAYS[way])
-    assert found[:, 24:].tolist() == one_by_one("rope-tie", name)
+    output = generated(patched(name), input_ids, attention_mask=mask, mm_position_ids=table, **METHODS[method])
+    assert output[:, 24:].tolist() == reference_tokens("rope-tie", name)
 
 
-def test_images_come_as_embeddings() -> None:
+def test_prompts_can_be_passed_as_embeddings() -> None:
     model, (input_ids, mask, table) = patched(), prompts()
     embeds = model.get_input_embeddings()(input_ids).detach()
     alone = generated(model, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
-    assert alone.tolist() == one_by_one()
-    beside = generated(model, input_ids=input_ids, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
-    assert beside[:, 24:].tolist() == one_by_one()
+    assert alone.tolist() == reference_tokens()
+    both = generated(model, input_ids=input_ids, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
+    assert both[:, 24:].tolist() == reference_tokens()
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_dense_ids_and_device_positions_with_next_positions(scheme: str) -> None:
+def test_dense_ids_and_device_positions_give_the_tokens_of_the_table(scheme: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts(scheme)
     dense = as_ids(table)
-    following = torch.from_numpy(table.next_positions.copy())
+    next_positions = torch.from_numpy(table.next_positions.copy())
     for ids in (dense, DevicePositions.from_table(table)):
-        found = generated(model, input_ids, attention_mask=mask, mm_position_ids=ids, mm_next_positions=following)
-        assert found[:, 24:].tolist() == one_by_one(scheme)
+        output = generated(model, input_ids, attention_mask=mask, mm_position_ids=ids, mm_next_positions=next_positions)
+        assert output[:, 24:].tolist() == reference_tokens(scheme)
 
 
 def test_beams_keep_the_positions_of_their_row() -> None:
     model, (input_ids, mask, table) = patched(), prompts()
-    found = generated(
+    output = generated(
         model,
         input_ids,
         attention_mask=mask,
@@ -114,9 +114,9 @@ def test_beams_keep_the_positions_of_their_row() -> None:
         output_scores=True,
     )
     real = place(SEGMENTS)
-    for beam, score in enumerate(found.sequences_scores):  # each is the sum of log-probabilities of a full forward
+    for beam, score in enumerate(output.sequences_scores):  # equals the sum of log-probabilities of a full forward
         row = beam // 3
-        sequence = torch.cat((input_ids[row, mask[row].bool()], found.sequences[beam, 24:]))[None]
+        sequence = torch.cat((input_ids[row, mask[row].bool()], output.sequences[beam, 24:]))[None]
         ids = real.window([row], [0], [sequence.shape[1]])
 
         @torch.no_grad()
@@ -129,80 +129,80 @@ def test_beams_keep_the_positions_of_their_row() -> None:
 
 
 @pytest.mark.parametrize("assistant", ["a copy", "tokens of the prompt"])
-def test_drafts_are_judged_at_their_own_positions(assistant: str) -> None:
+def test_draft_tokens_are_verified_at_their_own_positions(assistant: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts()
     first = table.window([0], [0], [24])
-    told = {"assistant_model": patched()} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
-    found = generated(model, input_ids[:1], attention_mask=mask[:1], mm_position_ids=first, **told)
-    assert found[:, 24:].tolist() == one_by_one()[:1]
+    options = {"assistant_model": patched()} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
+    output = generated(model, input_ids[:1], attention_mask=mask[:1], mm_position_ids=first, **options)
+    assert output[:, 24:].tolist() == reference_tokens()[:1]
 
 
-@pytest.mark.parametrize("given", ["all tokens", "new tokens"])
-def test_a_conversation_goes_on_from_its_cache(given: str) -> None:
+@pytest.mark.parametrize("prompt", ["all tokens", "new tokens"])
+def test_generation_continues_from_a_cache(prompt: str) -> None:
     model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
     with torch.no_grad():
         cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9))[CACHE]
     assert isinstance(cache, DynamicCache)
-    want = gone_on(model, input_ids[0], table, 0)
+    want = greedy_tokens(model, input_ids[0], table, 0)
     mask = torch.ones(1, 24, dtype=torch.int64)
-    sent = input_ids if given == "all tokens" else input_ids[:, 9:]
-    found = generated(model, sent, attention_mask=mask, mm_position_ids=table, **{CACHE: cache})
-    assert found[:, -NEW:].tolist() == [want]
+    inputs = input_ids if prompt == "all tokens" else input_ids[:, 9:]
+    output = generated(model, inputs, attention_mask=mask, mm_position_ids=table, **{CACHE: cache})
+    assert output[:, -NEW:].tolist() == [want]
 
 
-def test_without_positions_generate_is_the_models_own() -> None:
+def test_generate_without_positions_gives_the_tokens_of_the_unpatched_model() -> None:
     model, (input_ids, mask, table) = patched(), prompts()
-    found = generated(model, input_ids, attention_mask=mask)
-    turned = generated(model, input_ids, attention_mask=mask, mm_position_ids=table)
+    without = generated(model, input_ids, attention_mask=mask)
+    with_positions = generated(model, input_ids, attention_mask=mask, mm_position_ids=table)
     unpatch(model)
-    assert torch.equal(generated(model, input_ids, attention_mask=mask), found)
-    assert not torch.equal(found, turned)
+    assert torch.equal(generated(model, input_ids, attention_mask=mask), without)
+    assert not torch.equal(without, with_positions)
 
 
-def test_columns_are_those_of_the_table_and_its_decoding() -> None:
+def test_columns_equal_the_dense_ids_of_a_longer_window() -> None:
     table = place(SEGMENTS, "rope-tie-v2").pad(side="left")
     prompt = Prompt(as_ids(table), torch.from_numpy(table.next_positions.copy()))
     longer = table.window([0, 1], [0, 0], [30, 30]).dense().reshape(2, 2, 30)
     for start, length in ((0, 24), (3, 9), (20, 10), (24, 1), (27, 3)):
-        for at in (start, torch.tensor(start)):  # static caches keep their length in a tensor
+        for at in (start, torch.tensor(start)):  # static caches store their length in a tensor
             got = prompt.columns(at, length, 4)
             assert got.dtype == torch.float64
             assert got.tolist() == longer[:, [0, 0, 1, 1], start : start + length].tolist()
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_ids_of_a_step_begin_where_its_cache_ends(name: str) -> None:
+def test_ids_of_a_step_start_at_the_end_of_its_cache(name: str) -> None:
     class Model:
         def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
             return {"input_ids": input_ids[:, -1:]}
 
     prompt, cache = Prompt(as_ids(two_rows()), torch.tensor([50, 60])), DynamicCache()
     cache.update(torch.zeros(2, 1, 26, 4), torch.zeros(2, 1, 26, 4), 0)
-    told: dict[str, Any] = {"mm_position_ids": prompt, "inputs_embeds": None, name: cache}
-    made: dict[str, Any] = prepare_inputs_for_generation(Model(), torch.zeros(2, 27, dtype=torch.int64), **told)
-    assert made["mm_position_ids"].tolist() == [[[52], [62]]] * 2
+    arguments: dict[str, Any] = {"mm_position_ids": prompt, "inputs_embeds": None, name: cache}
+    prepared: dict[str, Any] = prepare_inputs_for_generation(Model(), torch.zeros(2, 27).long(), **arguments)
+    assert prepared["mm_position_ids"].tolist() == [[[52], [62]]] * 2
 
 
-def test_a_slice_of_packed_prompts_is_the_prompt_that_it_holds() -> None:
+def test_a_slice_of_packed_prompts_with_one_prompt_can_be_continued() -> None:
     model, (input_ids, _, _), packed = patched(), prompts(), place(SEGMENTS)
-    found = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
-    assert found[:, 9:].tolist() == one_by_one()[1:]
+    output = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
+    assert output[:, 9:].tolist() == reference_tokens()[1:]
 
 
-@pytest.mark.parametrize("given", ["alone", "in a config", "in a config by place", "in that of the model"])
-def test_guidance_whose_second_branch_has_no_positions_is_refused(given: str) -> None:
+@pytest.mark.parametrize("source", ["argument", "config", "positional config", "config of the model"])
+def test_classifier_free_guidance_is_refused(source: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts()
     config = GenerationConfig(guidance_scale=1.5)
-    if given == "in that of the model":
+    if source == "config of the model":
         model.generation_config = config
-    args = (config,) if given == "in a config by place" else ()
-    named: dict[str, Any] = {"alone": {"guidance_scale": 1.5}, "in a config": {"generation_config": config}}
-    told = {"attention_mask": mask, "mm_position_ids": table, **named.get(given, {})}
+    args = (config,) if source == "positional config" else ()
+    sources: dict[str, Any] = {"argument": {"guidance_scale": 1.5}, "config": {"generation_config": config}}
+    arguments = {"attention_mask": mask, "mm_position_ids": table, **sources.get(source, {})}
     message = "guidance_scale: got 1.5, want 1"
-    assert_refused(message, lambda: model.generate(input_ids, *args, **told), UnsupportedError)
+    assert_refused(message, lambda: model.generate(input_ids, *args, **arguments), UnsupportedError)
 
 
-def test_generation_ends_where_ids_would_leave_int32() -> None:
+def test_generation_beyond_int32_ids_is_refused() -> None:
     table = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
     message = "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
     assert_refused(message, lambda: generated(patched(), tokens(1, 4), mm_position_ids=table))
@@ -213,20 +213,20 @@ _, _, TABLE = prompts()
 SHAPE = "want (2, 2, 24): (axes, batch, seq)"
 REFUSED: list[tuple[str, object, object]] = [
     ("mm_position_ids: got 1 document of [24] tokens, want 2 of one length", TABLE.window([0], [0], [24]), None),
-    ("mm_position_ids: got padding behind prompt 1, want it before", place(SEGMENTS).pad(), None),
+    ("mm_position_ids: got padding after prompt 1, want it before", place(SEGMENTS).pad(), None),
     ("mm_position_ids: got 2 documents of [24, 9] tokens, want 2 of one length", place(SEGMENTS), None),
     (f"mm_position_ids: got (2, 2, 25), {SHAPE}", TABLE.pad(25, "left"), None),
-    ("mm_next_positions: got it beside a table", TABLE, 1),
-    ("mm_next_positions: got it without mm_position_ids", None, BOTH),
-    ("mm_next_positions: got None beside Tensor, want (batch,) ids of the tokens to come", ZEROS, None),
+    ("mm_next_positions cannot be combined with a PositionTable", TABLE, 1),
+    ("mm_next_positions requires mm_position_ids", None, BOTH),
+    ("mm_next_positions: got None with Tensor, want the (batch,) ids of the next tokens", ZEROS, None),
     ("mm_next_positions: got torch.float32 (2,), want a tensor of 2 integers", ZEROS, torch.ones(2)),
     (f"mm_position_ids: got (3, 2, 24), {SHAPE}", torch.zeros(3, 2, 24), BOTH),
     (f"mm_position_ids: got list, {SHAPE}", [0] * 24, BOTH),
 ]
 
 
-@pytest.mark.parametrize(("why", "ids", "following"), REFUSED, ids=range(len(REFUSED)))
-def test_prompts_that_do_not_fit_are_refused(why: str, ids: object, following: object) -> None:
+@pytest.mark.parametrize(("message", "ids", "next_positions"), REFUSED, ids=range(len(REFUSED)))
+def test_invalid_prompts_are_refused(message: str, ids: object, next_positions: object) -> None:
     model, (input_ids, mask, _) = patched(), prompts()
-    told = {"attention_mask": mask, "mm_position_ids": ids, "mm_next_positions": following}
-    assert_refused(why, lambda: generated(model, input_ids, **told))
+    arguments = {"attention_mask": mask, "mm_position_ids": ids, "mm_next_positions": next_positions}
+    assert_refused(message, lambda: generated(model, input_ids, **arguments))

@@ -1,4 +1,4 @@
-"""State of a patched model: nothing stays after unpatch, between calls, or between copies."""
+"""State of a patched model: nothing remains after unpatch or between calls, and copies are independent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmpos.integrations.hf import patch, unpatch
 
 
 def state(model: torch.nn.Module) -> list[Any]:
-    """Names, attributes and the number of hooks of every module."""
+    """Return the name, the attributes and the numbers of hooks of every module."""
     return [
         (
             name,
@@ -31,7 +31,7 @@ def state(model: torch.nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference", "triton"])
-def test_unpatch_leaves_nothing_behind(implementation: Any) -> None:
+def test_unpatch_restores_the_model(implementation: Any) -> None:
     model, input_ids = model_of("qwen2"), tokens(2, 24)
     before, want = state(model), model(input_ids).logits
     weights = {key: value.clone() for key, value in model.state_dict().items()}
@@ -47,12 +47,12 @@ def test_unpatch_leaves_nothing_behind(implementation: Any) -> None:
         model.generate(input_ids, mm_position_ids=two_rows())
 
 
-def test_a_forward_that_others_have_set_is_left_to_them() -> None:
+def test_a_forward_set_by_other_code_is_not_replaced() -> None:
     model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
     want = patched(model)(input_ids, mm_position_ids=table).logits
     unpatch(model)
     attention = model.model.layers[1].self_attn
-    attention.forward = attention.forward  # as hooks that offload weights do
+    attention.forward = attention.forward  # like hooks that offload weights
     before = state(model)
     with pytest.raises(UnsupportedError, match=r"got LlamaAttention\.forward set on the instance"):
         patch(model, rotary_of(model), implementation="triton")
@@ -63,7 +63,7 @@ def test_a_forward_that_others_have_set_is_left_to_them() -> None:
     assert "forward" in vars(attention)
 
 
-def test_unpatch_does_not_take_away_what_was_set_over_it() -> None:
+def test_unpatch_refuses_to_remove_a_forward_set_by_other_code() -> None:
     model = model_of("llama")
     patch(model, rotary_of(model), implementation="triton")
     attention = model.model.layers[1].self_attn
@@ -77,19 +77,19 @@ def test_unpatch_does_not_take_away_what_was_set_over_it() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_failed_call_leaves_nothing_to_the_next(way: str) -> None:
+def test_a_failed_call_does_not_affect_the_next(way: str) -> None:
     model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
     want = model(input_ids).logits
     patched(model, way)
     with pytest.raises(RuntimeError):
         model(input_ids, mm_position_ids=table, attention_mask=torch.ones(2, 1, 3, 3))
     assert torch.equal(model(input_ids).logits, want)
-    turned = model(input_ids, mm_position_ids=table).logits
+    with_positions = model(input_ids, mm_position_ids=table).logits
     assert torch.equal(model(input_ids).logits, want)
-    assert not torch.equal(turned, want)
+    assert not torch.equal(with_positions, want)
 
 
-def test_threads_that_share_a_model_do_not_share_positions() -> None:
+def test_threads_that_share_a_model_use_their_own_positions() -> None:
     model, input_ids = patched(model_of("llama")), tokens(2, 24)
     tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 3
 
@@ -104,7 +104,7 @@ def test_threads_that_share_a_model_do_not_share_positions() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_patched_and_lead_their_own_life(copied: Callable[[Any], Any], way: str) -> None:
+def test_copies_are_patched_and_independent(copied: Callable[[Any], Any], way: str) -> None:
     model, input_ids, table = patched(model_of("llama"), way), tokens(2, 24), two_rows()
     want = model(input_ids, mm_position_ids=table).logits
     other = copied(model)
@@ -118,13 +118,13 @@ def test_copies_are_patched_and_lead_their_own_life(copied: Callable[[Any], Any]
     assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
 
 
-def test_a_model_without_its_head_and_one_with_another() -> None:
+def test_models_without_a_head_or_with_another_head_can_be_patched() -> None:
     model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows()
     want = model.model(input_ids, mm_position_ids=table).last_hidden_state
     unpatch(model)
     patch(model.model, rotary_of(model))
     assert torch.equal(model.model(input_ids, mm_position_ids=table).last_hidden_state, want)
-    with pytest.raises(InvalidInputError, match="want the one that was"):
+    with pytest.raises(InvalidInputError, match="want the patched module"):
         unpatch(model)
     unpatch(model.model)
     classifier = AutoModelForSequenceClassification.from_config(config_of("llama"))
@@ -132,7 +132,7 @@ def test_a_model_without_its_head_and_one_with_another() -> None:
     assert not torch.equal(classifier(input_ids, mm_position_ids=table).logits, classifier(input_ids).logits)
 
 
-def test_autocast_decides_the_dtype() -> None:
+def test_positions_follow_the_dtype_of_autocast() -> None:
     model, input_ids = model_of("llama"), tokens(2, 24)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         want = model(input_ids).logits

@@ -1,4 +1,4 @@
-"""Processors made of the folders of models, as they are saved and as they were released."""
+"""MMPosProcessor created from the folder of a model, as saved by Transformers and as released."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mmpos import InvalidInputError
 from mmpos.integrations.hf import MMPosProcessor
 
 
-def test_a_folder_is_all_that_a_processor_needs(tmp_path: Path) -> None:
+def test_a_processor_can_be_created_from_a_folder(tmp_path: Path) -> None:
     ours, theirs = both("qwen2_5_vl")
     config_of("qwen2_5_vl").save_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
     chats = drawn_chats(np.random.default_rng(3))
-    made = MMPosProcessor.from_hf_config(tmp_path)
+    created = MMPosProcessor.from_hf_config(tmp_path)
     want = ours(text=chats, padding=True, return_tensors="pt")
-    assert_same(made(text=chats, padding=True, return_tensors="pt"), want, 0)
-    made.save_pretrained(tmp_path / "saved")
+    assert_same(created(text=chats, padding=True, return_tensors="pt"), want, 0)
+    created.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved/processor_config.json").read_text())["return_positions"] is False
-    again = MMPosProcessor.from_pretrained(tmp_path / "saved")
-    assert_same(again(text=chats, padding=True, return_tensors="pt"), want, 0)
+    loaded = MMPosProcessor.from_pretrained(tmp_path / "saved")
+    assert_same(loaded(text=chats, padding=True, return_tensors="pt"), want, 0)
     with pytest.raises(InvalidInputError, match=r"^markers: got int, want Markers or its fields$"):
         MMPosProcessor.from_pretrained(tmp_path / "saved", markers=5)
     images = MMPosProcessor.from_hf_config(str(tmp_path), return_positions=True, video_processor=None)
@@ -55,8 +55,8 @@ HUB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def released(tmp_path: Path, model: str, template: str) -> None:
-    """Write the text at the top of config.json, one preprocessor for images and videos, and the chat template."""
+def write_release(tmp_path: Path, model: str, template: str) -> None:
+    """Write a folder as released: text fields at the top of config.json, and one preprocessor for images and videos."""
     vision, size = HUB[model]
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
     files: dict[str, dict[str, Any]] = {
@@ -78,21 +78,19 @@ def released(tmp_path: Path, model: str, template: str) -> None:
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))
     (tmp_path / "tokenizer.json").write_text(chat_tokenizer(QWENS).backend_tokenizer.to_str())
-    written = json.dumps({"chat_template": TEMPLATE}) if template.endswith("json") else TEMPLATE
-    (tmp_path / template).write_text(written)
+    content = json.dumps({"chat_template": TEMPLATE}) if template.endswith("json") else TEMPLATE
+    (tmp_path / template).write_text(content)
 
 
 @pytest.mark.parametrize("template", ["chat_template.json", "chat_template.jinja"])
 @pytest.mark.parametrize("model", HUB)
-def test_a_folder_as_qwen2_vl_and_qwen2_5_vl_were_released_gives_the_batches_of_its_own_processor(
-    tmp_path: Path, model: str, template: str
-) -> None:
-    released(tmp_path, model, template)
-    with pytest.raises(
-        InvalidInputError,
-        match=r"^pretrained_model_name_or_path: got '.*', with no MMPosProcessor \(ma"
-        r"rkers\.begin: .*\), want one that it saved, or MMPosProcessor\.from_hf_config\(…\) of the folder of a model$",
-    ):
+def test_a_folder_as_released_gives_the_batches_of_its_own_processor(tmp_path: Path, model: str, template: str) -> None:
+    write_release(tmp_path, model, template)
+    message = (
+        r"^pretrained_model_name_or_path: got '.*', which contains no MMPosProcessor \(markers\.begin: .*\), want a "
+        r"folder in which one was saved, or MMPosProcessor\.from_hf_config\(…\) for the folder of a model$"
+    )
+    with pytest.raises(InvalidInputError, match=message):
         MMPosProcessor.from_pretrained(tmp_path)
     ours, theirs = MMPosProcessor.from_hf_config(tmp_path), transformers.AutoProcessor.from_pretrained(tmp_path)
     assert ours.chat_template == theirs.chat_template == TEMPLATE
@@ -101,22 +99,22 @@ def test_a_folder_as_qwen2_vl_and_qwen2_5_vl_were_released_gives_the_batches_of_
     random, bound = np.random.default_rng(2), normalised(ours.images.mean, ours.images.std)
     picture, clip = (random.integers(0, 256, (*shape, 200, 330, 3), np.uint8) for shape in ((), (6,)))
     text = [f"A {QWENS[0]}{QWENS[2]}{QWENS[1]}", f"{QWENS[0]}{QWENS[3]}{QWENS[1]} cup"]
-    told: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
-    assert_same(ours(picture, text, [clip], **told), theirs(picture, text, [clip], **told), bound)
+    options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    assert_same(ours(picture, text, [clip], **options), theirs(picture, text, [clip], **options), bound)
     chats = drawn_chats(np.random.default_rng(2))
-    want = theirs.apply_chat_template(chats, tokenize=True, return_dict=True, processor_kwargs=dict(told))
+    want = theirs.apply_chat_template(chats, tokenize=True, return_dict=True, processor_kwargs=dict(options))
     assert {"pixel_values", "pixel_values_videos"} <= set(want)
-    assert_same(ours(text=chats, **told), want, bound)
+    assert_same(ours(text=chats, **options), want, bound)
     other = MMPosProcessor.from_hf_config(tmp_path, chat_template="{{ bos_token }}")
     assert other.apply_chat_template(chats[0]) == "<s>"
 
 
-def test_the_example_of_the_page_runs_on_a_folder_as_qwen2_5_vl_was_released(
+def test_the_example_of_the_page_runs_on_a_folder_of_qwen2_5_vl_as_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "Qwen2.5-VL-7B-Instruct"
     folder.mkdir()
-    released(folder, "qwen2_5_vl", "chat_template.json")
+    write_release(folder, "qwen2_5_vl", "chat_template.json")
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder)
     names: dict[str, Any] = {"MMPosProcessor": MMPosProcessor}
@@ -128,7 +126,7 @@ def test_the_example_of_the_page_runs_on_a_folder_as_qwen2_5_vl_was_released(
     page = Path(__file__).parents[2] / "docs/transformers-processor.md"
     (example,) = re.findall(r"```python no-run\n(processor = .*?)```", page.read_text("utf-8"), re.DOTALL)
     assert example.count('"talk.mp4"') == 1
-    example = example.replace('"talk.mp4"', repr(frames))  # a file would need a decoder
+    example = example.replace('"talk.mp4"', repr(frames))  # a video file requires a decoder
     monkeypatch.chdir(tmp_path)
     exec(example.replace("generate(**batch", "generate(**batch, max_new_tokens=3, do_sample=False"), names)
     batch = names["batch"]
@@ -137,19 +135,19 @@ def test_the_example_of_the_page_runs_on_a_folder_as_qwen2_5_vl_was_released(
     assert names["answer"].shape == (1, batch["input_ids"].shape[1] + 3)
 
 
-def test_the_file_of_images_is_that_of_videos_of_qwen3_vl_too_where_no_other_is(tmp_path: Path) -> None:
+def test_the_video_processor_of_qwen3_vl_falls_back_to_the_file_of_images(tmp_path: Path) -> None:
     config_of("qwen3_vl").save_pretrained(tmp_path)
     tokenizer = chat_tokenizer(QWENS)
     values = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "size": SIZE}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
-    made: Any = MMPosProcessor.from_hf_config(tmp_path, tokenizer).video_processor
-    assert type(made) is transformers.Qwen3VLVideoProcessor
-    assert made.to_dict() == transformers.AutoVideoProcessor.from_pretrained(tmp_path).to_dict()
+    videos: Any = MMPosProcessor.from_hf_config(tmp_path, tokenizer).video_processor
+    assert type(videos) is transformers.Qwen3VLVideoProcessor
+    assert videos.to_dict() == transformers.AutoVideoProcessor.from_pretrained(tmp_path).to_dict()
 
 
-def test_a_chat_without_a_template_is_told_where_one_may_be() -> None:
+def test_the_error_for_a_missing_chat_template_lists_its_sources() -> None:
     ours, _ = both("qwen2_vl")
     plain = MMPosProcessor(chat_tokenizer(QWENS), ours.images, ours.scheme, ours.markers)
     for call in (lambda: plain(text=[{"role": "user"}]), lambda: plain.apply_chat_template([{"role": "user"}])):
-        with pytest.raises(InvalidInputError, match=r"^chat_template: got None, want one in the call, of the process"):
+        with pytest.raises(InvalidInputError, match=r"^chat_template: got None, want a template from the call, the p"):
             call()

@@ -1,4 +1,4 @@
-"""The processor against those of Qwen2-VL, GLM-4V and PaddleOCR-VL: the same batches, whatever a call asks for."""
+"""MMPosProcessor compared with the processors of Qwen2-VL, GLM-4V and PaddleOCR-VL on random calls."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ IMAGE = "".join(QWENS[token] for token in (0, 2, 1))
 MARKED = {"extra_special_tokens": {"image_token": QWENS[2], "video_token": QWENS[3]}}
 
 
-def test_options_that_a_tokenizer_was_made_with_are_those_of_a_call() -> None:
+def test_initial_options_of_the_tokenizer_are_defaults_of_a_call() -> None:
     ours, theirs = both("qwen2_vl", chat_tokenizer(QWENS, **MARKED, padding="max_length", max_length=117))
-    got, want = (made(text=["A cat"], return_tensors="np") for made in (ours, theirs))
+    got, want = (processor(text=["A cat"], return_tensors="np") for processor in (ours, theirs))
     assert got["input_ids"].shape == want["input_ids"].shape == (1, 117)
-    told: dict[str, Any] = {"padding": "longest", "truncation": None, "max_length": 2}
-    assert ours(text=["A cat"], **told)["input_ids"] == ours(text=["A cat"], padding=False)["input_ids"]
-    ours.tokenizer.padding_side = "left"  # an attribute counts as it is now
+    options: dict[str, Any] = {"padding": "longest", "truncation": None, "max_length": 2}
+    assert ours(text=["A cat"], **options)["input_ids"] == ours(text=["A cat"], padding=False)["input_ids"]
+    ours.tokenizer.padding_side = "left"  # the current value of the attribute applies
     assert ours(text=["A cat"])["attention_mask"][0][0] == 0
 
 
-MADE_WITH: dict[str, tuple[float, list[Any]]] = {
+TOKENIZER_OPTIONS: dict[str, tuple[float, list[Any]]] = {
     "padding": (0.3, [True, False, "longest", "max_length", "do_not_pad"]),
     "max_length": (0.3, [3, 6, 12, 24, 40]),
     "truncation": (0.15, [True, False, "longest_first", "do_not_truncate"]),
@@ -48,7 +48,7 @@ MADE_WITH: dict[str, tuple[float, list[Any]]] = {
     "pad_to_multiple_of": (0.15, [4, 8]),
     "model_max_length": (0.3, [10, 30, 100]),
 }
-TOLD: dict[str, tuple[float, list[Any]]] = {
+CALL_OPTIONS: dict[str, tuple[float, list[Any]]] = {
     "padding": (0.6, [True, False, "longest", "max_length", "do_not_pad", PaddingStrategy.MAX_LENGTH]),
     "max_length": (0.5, [1, 2, 3, 5, 9, 14, 24, 33, 50]),
     "truncation": (0.5, [True, False, None, "longest_first", "only_first", "do_not_truncate"]),
@@ -60,20 +60,20 @@ TOLD: dict[str, tuple[float, list[Any]]] = {
 WORDS = ["What", "is", "this", "A", "cat", "looks", "at", "you", "and", "a", "cup", "of", "coffee", "stands", "it"]
 
 
-def drawn(random: np.random.Generator, options: dict[str, tuple[float, list[object]]]) -> dict[str, Any]:
-    """Some of the options, each with one of its values."""
+def drawn(random: np.random.Generator, choices: dict[str, tuple[float, list[object]]]) -> dict[str, Any]:
+    """Draw some of the options, each with one of its values."""
     return {
         name: values[random.integers(len(values))]
-        for name, (share, values) in options.items()
+        for name, (share, values) in choices.items()
         if random.random() < share
     }
 
 
 def drawn_tokenizer(random: np.random.Generator) -> Any:
-    """A tokenizer with limits of its own: of its file, or told when it was made; with or without <s> and </s>."""
+    """Draw a tokenizer with limits from its file or its arguments, and with or without <s> and </s>."""
     backend = chat_tokenizer(QWENS).backend_tokenizer
-    around = ["$A", "<s> $A", "<s> $A </s>"][random.integers(3)]
-    backend.post_processor = TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
+    template = ["$A", "<s> $A", "<s> $A </s>"][random.integers(3)]
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
     sides = ["left", "right"]
     if random.random() < 0.2:
         backend.enable_truncation([6, 15, 40][random.integers(3)], direction=sides[random.integers(2)])
@@ -81,12 +81,12 @@ def drawn_tokenizer(random: np.random.Generator) -> Any:
         length = [None, 20, 50][random.integers(3)]
         backend.enable_padding(direction=sides[random.integers(2)], pad_id=2, pad_token="<pad>", length=length)
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    made_with = drawn(random, MADE_WITH)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **MARKED, **made_with)
+    settings = drawn(random, TOKENIZER_OPTIONS)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names, **MARKED, **settings)
 
 
 def drawn_rows(random: np.random.Generator) -> tuple[list[npt.NDArray[np.uint8]], list[str]]:
-    """Images, and one to three texts with their placeholders."""
+    """Draw images, and one to three texts with their placeholders."""
     photos: list[npt.NDArray[np.uint8]] = []
     texts = []
     for _ in range(random.integers(1, 4)):
@@ -98,28 +98,28 @@ def drawn_rows(random: np.random.Generator) -> tuple[list[npt.NDArray[np.uint8]]
     return photos, texts
 
 
-def tried(processor: Any, images: Any, texts: list[str], told: dict[str, Any]) -> Any:
-    """The batch of a call, or its error."""
+def batch_or_error(processor: Any, images: Any, texts: list[str], options: dict[str, Any]) -> Any:
+    """Return the batch of a call, or its error."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Transformers, of a max_length that is not used
-            return processor(images or None, texts, **told)
+            warnings.simplefilter("ignore")  # Transformers warns about an unused max_length
+            return processor(images or None, texts, **options)
     except ValueError as error:
         return error
 
 
-def listed(value: object) -> Any:
+def to_list(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def outcome(got: Any, want: Any) -> str:
-    """Compare two batches, or errors; "equal" if they are in every key, with its type."""
+    """Compare two batches or errors; return "equal" if all keys are equal and have the same types."""
     if isinstance(got, ValueError):
         if isinstance(want, ValueError):
             return "both refuse"
         lengths = [len(row) for row in want["input_ids"]]
-        if "want padding=True for return_tensors='np'" in str(got) and len(set(lengths)) > 1:
-            return "we refuse an array of rows of several lengths"
+        if "want True for return_tensors='np'" in str(got) and len(set(lengths)) > 1:
+            return "we refuse an array of rows of different lengths"
         limit = re.search(r"max_length(?: =|: got) (\d+)", str(got))
         if limit is not None and max(lengths) > int(limit[1]):
             return "we refuse rows longer than max_length"
@@ -130,24 +130,25 @@ def outcome(got: Any, want: Any) -> str:
         ours, theirs = got[key], want[key]
         if key == "pixel_values":
             assert_within(ours, theirs, PIXELS)
-        elif listed(ours) != listed(theirs) or (key != "image_grid_thw" and type(ours) is not type(theirs)):
+        elif to_list(ours) != to_list(theirs) or (key != "image_grid_thw" and type(ours) is not type(theirs)):
             return f"{key}: {ours} and {theirs}"
     return "equal"
 
 
 @pytest.mark.parametrize("calls", [80, pytest.param(600, marks=pytest.mark.slow)])
-def test_batches_are_those_of_transformers_whatever_is_told(calls: int) -> None:
-    seen: Counter[str] = Counter()
+def test_batches_of_random_calls_equal_those_of_transformers(calls: int) -> None:
+    counts: Counter[str] = Counter()
     for seed in range(calls):
         random = np.random.default_rng(seed)
         ours, theirs = both("qwen2_vl", drawn_tokenizer(random))
-        (photos, texts), told = drawn_rows(random), drawn(random, TOLD)
+        (photos, texts), options = drawn_rows(random), drawn(random, CALL_OPTIONS)
         if seed % 3 == 0:
-            told = {"text_kwargs": told}
-        found = outcome(tried(ours, photos, texts, told), tried(theirs, photos, texts, told))
-        assert found in ("equal", "both refuse") or found.startswith("we refuse"), (seed, told, texts, found)
-        seen[found] += 1
-    assert seen["equal"] > calls / 2
+            options = {"text_kwargs": options}
+        got, want = (batch_or_error(processor, photos, texts, options) for processor in (ours, theirs))
+        result = outcome(got, want)
+        assert result in ("equal", "both refuse") or result.startswith("we refuse"), (seed, options, texts, result)
+        counts[result] += 1
+    assert counts["equal"] > calls / 2
 
 
 OTHERS = {
@@ -159,7 +160,7 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # by the processor of GLM-4V
 @pytest.mark.parametrize("model", OTHERS)
 def test_folders_of_glm_and_paddleocr_give_the_batches_of_their_own_processors(tmp_path: Path, model: str) -> None:
-    """A video processor of GLM-4V beside them is passed over: its processor takes images only."""
+    """The video processor in the folder of GLM-4V is ignored, since videos of GLM-4V are not supported."""
     config, kind = config_of(model), {"glm4v": "Glm4v", "paddleocr_vl": "PaddleOCRVL"}[model]
     for name, token in zip(OTHERS[model], range(5, 9), strict=True):
         setattr(config, name, token)
@@ -175,8 +176,8 @@ def test_folders_of_glm_and_paddleocr_give_the_batches_of_their_own_processors(t
     rows = [f"{IMAGE} a cat", f"A cup {IMAGE}, {IMAGE}"]
     random = np.random.default_rng(0)
     photos = [random.integers(0, 256, shape, np.uint8) for shape in ((70, 120, 3), (9, 605, 3), (200, 60, 3))]
-    told: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
-    got, want = ours(photos, rows, **told), theirs([photos[:1], photos[1:]], rows, **told)
+    options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+    got, want = ours(photos, rows, **options), theirs([photos[:1], photos[1:]], rows, **options)
     assert set(got) == set(want)
     bound = normalised(ours.images.mean, ours.images.std)
     for key in sorted(want):

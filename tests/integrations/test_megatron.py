@@ -1,4 +1,4 @@
-"""Megatron: its own formulas, run on a CPU, turn by our angles as we do."""
+"""Megatron: its functions, run on a CPU, rotate by mmpos angles like mmpos."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
-from peer_cases import meeting
+from peer_cases import pairwise_cases
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
@@ -26,10 +26,10 @@ from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, pl
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
 from mmpos.rotary import DevicePositions, Linear, Llama3, Rotary, YaRN, apply_rotary
 
-OF_ANGLES = cos_sin(np.pi, 1)  # of our angles, which are wrapped and rounded to float32
+OF_ANGLES = cos_sin(np.pi, 1)  # error of angles that are wrapped and rounded to float32
 
 ROWS = place(SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)], [Text(1), Grid(3, 3)]])).pad(12)
-"""Two rows of one length, as sbhd has them; packed, they are the trap of thd."""
+"""Two rows of equal length for sbhd; as a pack they are a special case of thd."""
 PACK = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Grid(5, 2)]]), "rope-tie-v2")
 PACKED = PACK.pad([12, 4, 12])
 """Documents of different lengths, each a multiple of four, with half-integer ids."""
@@ -37,7 +37,7 @@ PACKED = PACK.pad([12, 4, 12])
 
 @dataclass(frozen=True)
 class Ranks:
-    """A context-parallel group as seen by one of its ranks."""
+    """A context-parallel group, seen from one of its ranks."""
 
     mine: int
     count: int
@@ -51,7 +51,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def megatron() -> SimpleNamespace:
-    """Megatron itself, which warns that TransformerEngine is missing, and its configs by pairing."""
+    """Import Megatron, which warns that TransformerEngine is missing, and build its configs by pairing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         embedding = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
@@ -70,17 +70,17 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def same(found: Tensor, expected: object) -> None:
-    assert_within(found, expected, rotations(expected, OF_ANGLES))
+def assert_same(rotated: Tensor, expected: object) -> None:
+    assert_within(rotated, expected, rotations(expected, OF_ANGLES))
 
 
-def turned(q: Tensor, positions: PositionTable, rotary: Rotary) -> Tensor:
+def rotate(q: Tensor, positions: PositionTable, rotary: Rotary) -> Tensor:
     return apply_rotary(q, None, positions, rotary)[0]
 
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize(("pairing", "rotary_dim"), [("half", 16), ("adjacent", 16), ("half", 12)])
-def test_megatron_turns_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int) -> None:
+def test_megatron_rotates_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=rotary_dim, pairing=pairing, scaling=YaRN(4.0, 64))
     shard = ROWS.shard(rank, 3)
     q = normal(2, 4, 3, 16)
@@ -88,76 +88,76 @@ def test_megatron_turns_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any, 
     freqs = rotary_pos_emb(shard, rotary, "sbhd", mscale=mscale)
     t = q.transpose(0, 1)
     group = Ranks(rank, 3)
-    found = megatron.embedding.apply_rotary_pos_emb(
+    rotated = megatron.embedding.apply_rotary_pos_emb(
         t, freqs, megatron.configs[rotary.pairing], mscale=mscale, cp_group=group
     )
     assert freqs.shape == (4, 2, 1, rotary_dim)
     assert freqs.is_contiguous()
-    same(found.transpose(0, 1), turned(q, shard, rotary))
+    assert_same(rotated.transpose(0, 1), rotate(q, shard, rotary))
 
 
-@pytest.mark.parametrize("positions", [PACKED, ROWS], ids=["packed", "rows of one length"])
+@pytest.mark.parametrize("positions", [PACKED, ROWS], ids=["packed", "rows of equal length"])
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
-def test_megatron_takes_all_packed_angles_and_cuts_them(
+def test_megatron_cuts_the_angles_of_a_whole_pack(
     megatron: SimpleNamespace, positions: PositionTable, rank: int, count: int
 ) -> None:
     rotary = Rotary(head_dim=16)
     freqs = rotary_pos_emb(positions, rotary, "thd")
     assert freqs.shape == (positions.num_tokens, 1, 1, 16)
     q = normal(positions.num_tokens, 3, 16)[torch.from_numpy(positions.shard_indices(rank, count))]
-    found = megatron.embedding.apply_rotary_pos_emb(
+    rotated = megatron.embedding.apply_rotary_pos_emb(
         q,
         freqs,
         megatron.configs[rotary.pairing],
         cu_seqlens=torch.from_numpy(positions.cu_seqlens),
         cp_group=Ranks(rank, count),
     )
-    same(found, turned(q, positions.shard(rank, count), rotary))
+    assert_same(rotated, rotate(q, positions.shard(rank, count), rotary))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"])
-def test_one_row_of_a_rank_is_turned_by_the_angles_of_its_shard(megatron: SimpleNamespace, layout: Any) -> None:
+def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: SimpleNamespace, layout: Any) -> None:
     rotary = Rotary(head_dim=16)
     for rank in range(2):
         shard = PACKED.shard(rank, 2, layout)
         q = normal(PACKED.num_tokens, 3, 16)[torch.from_numpy(PACKED.shard_indices(rank, 2, layout))]
         freqs = rotary_pos_emb(shard, rotary, "thd")
-        found = megatron.embedding.apply_rotary_pos_emb(
+        rotated = megatron.embedding.apply_rotary_pos_emb(
             q.unsqueeze(1), freqs, megatron.configs[rotary.pairing], cp_group=Ranks(rank, 2)
         )
-        same(found.squeeze(1), turned(q, shard, rotary))
+        assert_same(rotated.squeeze(1), rotate(q, shard, rotary))
 
 
-def test_the_angles_of_a_shard_beside_cu_seqlens_turn_other_tokens(megatron: SimpleNamespace) -> None:
-    """The mistake that the page warns of: cut twice, and without a word."""
+def test_passing_the_angles_of_a_shard_with_cu_seqlens_silently_rotates_wrongly(megatron: SimpleNamespace) -> None:
+    """Megatron cuts the angles again: the mistake of which docs/megatron.md warns."""
     rotary, positions = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(8)], [Text(8)]]), start=[0, 50])
     shard = positions.shard(1, 2)
     q = normal(8, 3, 16)
     arguments = (megatron.configs[rotary.pairing], torch.from_numpy(positions.cu_seqlens))
     whole = rotary_pos_emb(positions, rotary, "thd")
-    found = [
+    rotated = [
         megatron.embedding.apply_rotary_pos_emb(q, freqs, *arguments, cp_group=Ranks(1, 2))
         for freqs in (whole, rotary_pos_emb(shard, rotary, "thd"))
     ]
-    same(found[0], turned(q, shard, rotary))
-    assert (found[1] - found[0]).abs().max() > 0.1
+    assert_same(rotated[0], rotate(q, shard, rotary))
+    assert (rotated[1] - rotated[0]).abs().max() > 0.1
 
 
-def test_latent_attention_takes_angles_of_halves_for_neighbouring_channels(megatron: SimpleNamespace) -> None:
+def test_latent_attention_uses_half_angles_for_adjacent_channels(megatron: SimpleNamespace) -> None:
     rotary = Rotary(head_dim=16)
     q = normal(1, ROWS.num_tokens, 3, 16)
     t = q.transpose(0, 1)
     freqs = rotary_pos_emb(ROWS, rotary, "thd")
-    found = megatron.embedding._apply_rotary_pos_emb_bshd(t, freqs, multi_latent_attention=True)
+    rotated = megatron.embedding._apply_rotary_pos_emb_bshd(t, freqs, multi_latent_attention=True)
     adjacent = apply_rotary(q[0], None, ROWS, Rotary(head_dim=16, pairing="adjacent"))[0]
-    same(found.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
+    assert_same(rotated.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
 
 
 SECTIONS = Rotary(head_dim=16, axes=3, allocation="sections", mrope_section=[2, 3, 3])
 VIDEO = place(SegmentTable.from_documents([[Text(3), Grid(2, 3, frames=2), Text(1)], [Text(16)]]), "mrope")
 
 
-def test_the_module_answers_the_call_of_megatrons_own(megatron: SimpleNamespace) -> None:
+def test_the_module_returns_the_angles_of_megatrons_module(megatron: SimpleNamespace) -> None:
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
     theirs = SimpleNamespace(
         inv_freq=inv_freq, seq_len_interpolation_factor=None, rotary_interleaved=False, cp_group=None
@@ -166,13 +166,13 @@ def test_the_module_answers_the_call_of_megatrons_own(megatron: SimpleNamespace)
     want = megatron.embedding.MultimodalRotaryEmbedding.forward(theirs, ids, [2, 3, 3])
     bound = cos_sin(want, FREQUENCY + 1)
     for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
-        found = MultimodalRotaryEmbedding(SECTIONS)(positions, [2, 3, 3])
-        assert found.shape == want.shape
-        assert_within((found.cos(), found.sin()), (want.cos(), want.sin()), bound)
+        freqs = MultimodalRotaryEmbedding(SECTIONS)(positions, [2, 3, 3])
+        assert freqs.shape == want.shape
+        assert_within((freqs.cos(), freqs.sin()), (want.cos(), want.sin()), bound)
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
+def test_the_module_cuts_rows_but_not_packs(rank: int) -> None:
     ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
     want = rotary_pos_emb(VIDEO, SECTIONS, "sbhd")[[2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]]
     by_argument = MultimodalRotaryEmbedding(SECTIONS)
@@ -188,7 +188,7 @@ def test_the_module_cuts_rows_and_leaves_packs_whole(rank: int) -> None:
 
 @pytest.fixture
 def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Megatron's GPTModel with rotations of three axes, on a CPU, alone in its groups."""
+    """Build Megatron's GPTModel with M-RoPE on a CPU, in groups of one process."""
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with warnings.catch_warnings():
@@ -221,30 +221,30 @@ def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.mark.slow
-def test_megatrons_model_gives_the_same_logits_with_our_module(model: Any) -> None:
+def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None:
     input_ids = torch.arange(32).reshape(2, 16) * 7 % 64
     ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
-    want, moved = model(input_ids, ids, mask), model(input_ids, torch.zeros_like(ids), mask)
+    want, with_zero_ids = model(input_ids, ids, mask), model(input_ids, torch.zeros_like(ids), mask)
     bound = rounding(lambda: model(input_ids, ids, mask), model.parameters())
-    assert (moved - want).abs().max() > 0.5
+    assert (with_zero_ids - want).abs().max() > 0.5
     model.rotary_pos_emb = MultimodalRotaryEmbedding(SECTIONS)
     for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
         assert_within(model(input_ids, positions, mask), want, bound)
 
 
-def test_the_batch_of_a_megatron_rank_is_our_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_of_a_megatron_rank_is_a_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank in range(3):
         tokens = {"tokens": torch.arange(24).reshape(2, 12)}
-        found = get_batch_on_this_cp_rank(tokens, Ranks(rank, 3))["tokens"]
-        assert found.flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
+        batch = get_batch_on_this_cp_rank(tokens, Ranks(rank, 3))["tokens"]
+        assert batch.flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_torchs_balancers_give_our_zigzag(count: int) -> None:
+def test_the_zigzag_layouts_equal_those_of_torchs_load_balancers(count: int) -> None:
     document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
     sequence = balancers._HeadTailLoadBalancer(PACKED.num_tokens, count, "cpu")
     for balancer, layout in ((document, "zigzag"), (sequence, "zigzag-sequence")):
@@ -253,28 +253,28 @@ def test_torchs_balancers_give_our_zigzag(count: int) -> None:
             assert shard.tolist() == PACKED.shard_indices(rank, count, layout).tolist()  # type: ignore[arg-type]
 
 
-def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
+def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-W", "error", broadcast_rank.__file__, "1", str(tmp_path)])
     broadcast_rank.main(0, tmp_path)
     assert other.wait(300) == 0
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
-    assert got[0].pop("said").tolist() == [
+    assert got[0].pop("messages").tolist() == [
         "positions: want a PositionTable on rank 1",
-        "group: got one without rank 0, want a group of this rank",
+        "group: got one without rank 0, want a group with this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
         "src: got 0.0, want an integer",
     ]
-    assert got[1].pop("said").tolist() == [
+    assert got[1].pop("messages").tolist() == [
         "positions: got NoneType, want a PositionTable on rank 1",
         "src: got 0, want one of the group's ranks, [1]",
     ]
     tables = {f"{i}": table for i, (_, table) in enumerate(broadcast_rank.tables())}
-    for found, want in zip(got, (tables, tables | {"alone": tables["0"]}), strict=True):
-        assert {key.split()[0] for key in found} == set(want)
+    for received, want in zip(got, (tables, tables | {"alone": tables["0"]}), strict=True):
+        assert {key.split()[0] for key in received} == set(want)
         for key, table in want.items():
-            np.testing.assert_array_equal(found[f"{key} table"], table.table, strict=True)
-            np.testing.assert_array_equal(found[f"{key} documents"], table.documents, strict=True)
-            scalars = [found[f"{key} {name}"].item() for name in ("num_tokens", "fractional", "scheme")]
+            np.testing.assert_array_equal(received[f"{key} table"], table.table, strict=True)
+            np.testing.assert_array_equal(received[f"{key} documents"], table.documents, strict=True)
+            scalars = [received[f"{key} {name}"].item() for name in ("num_tokens", "fractional", "scheme")]
             assert scalars == [table.num_tokens, table.fractional, table.scheme]
 
 
@@ -283,11 +283,11 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
     [
         (
             lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
-            "positions: got documents of unequal tokens, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
         ),
         (
             lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
-            "positions: got documents of unequal tokens, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
         ),
         (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
         (
@@ -310,13 +310,13 @@ def test_two_processes_get_equal_tables(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         call()
     assert str(refused.value) == message
 
 
-def test_a_module_knows_its_mscale_and_its_device() -> None:
+def test_a_module_uses_its_mscale_and_its_device() -> None:
     rotary = Rotary(16, scaling=YaRN(4.0, 64))
     module = MultimodalRotaryEmbedding(rotary, mscale=rotary.attention_factor, device="meta")
     assert (module(ROWS).device.type, module(ROWS).shape) == ("meta", (12, 2, 1, 16))
@@ -331,20 +331,20 @@ def test_empty_tables_have_empty_angles() -> None:
         assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)
 
 
-# What Megatron asserts of its own, at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
+# Assertions of Megatron's own tests at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
 
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's embeddings make their frequencies on the current GPU, which is this machine here."""
+    """Make the host the current GPU, on which Megatron's embeddings compute their frequencies."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
 def float32_phase(ids: int, theta: float) -> float:
-    """Error of an angle in float32 at most, in rad, at the fastest pair of ids below this.
+    """Return the maximum error in rad of a float32 angle of the fastest pair for ids below ``ids``.
 
-    The product is rounded once, 2⁻²⁴ of the angle. Its frequency is a power, whose exponent is rounded once and counts
-    ln(theta)-fold, whose own error is 2 ulp at most, and which is inverted; scalings round up to four times more.
+    The product is rounded once, 2⁻²⁴ of the angle. The frequency is an inverted power with an error of at most 2 ulp,
+    plus ln(theta) times the rounding error of its exponent; scalings round up to four times more.
     """
     return ids * (math.log(theta) + 10) * 2.0**-24
 
@@ -353,7 +353,7 @@ def float32_phase(ids: int, theta: float) -> float:
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize(
     ("channels", "percent", "interleaved", "base", "scaling", "seq", "offset"),
-    meeting(
+    pairwise_cases(
         {
             "channels": (8, 64, 128),
             "percent": (1.0, 0.5, 0.25),
@@ -365,7 +365,7 @@ def float32_phase(ids: int, theta: float) -> float:
         }
     ),
 )
-def test_angles_are_those_of_megatrons_embedding(
+def test_angles_equal_those_of_megatrons_embedding(
     megatron: SimpleNamespace, channels: int, percent: float, interleaved: bool, base: int, scaling: Any, seq: int,
     offset: int,
 ) -> None:  # fmt: skip
@@ -384,6 +384,6 @@ def test_angles_are_those_of_megatrons_embedding(
         == (theirs.shape, theirs.dtype)
         == ((seq, 1, 1, int(channels * percent)), torch.float32)
     )
-    turn = 2 * math.pi
-    apart = (ours.double() - theirs.double() + math.pi).remainder(turn) - math.pi
-    assert apart.abs().max() <= float32_phase(seq + offset, base) + turn * 2.0**-24
+    full_turn = 2 * math.pi
+    difference = (ours.double() - theirs.double() + math.pi).remainder(full_turn) - math.pi
+    assert difference.abs().max() <= float32_phase(seq + offset, base) + full_turn * 2.0**-24

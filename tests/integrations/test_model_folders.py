@@ -1,4 +1,4 @@
-"""Folders of models: config.json, and how images are prepared from the file beside it."""
+"""Model folders: config.json and the image processor file next to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QWEN3_VL: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 """preprocessor_config.json as released."""
-TOLD: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 65536, "max_pixels": 16777216}
+ARGUMENTS: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 65536, "max_pixels": 16777216}
 
 
 def folder_of(tmp_path: Path, model: str, **files: dict[str, Any]) -> Path:
@@ -43,13 +43,9 @@ def folder_of(tmp_path: Path, model: str, **files: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def without(*names: str) -> dict[str, Any]:
-    return {name: value for name, value in QWEN3_VL.items() if name not in names}
-
-
-def test_a_folder_gives_the_images_of_its_preprocessor(tmp_path: Path) -> None:
+def test_the_image_processor_of_a_folder_has_the_values_of_its_file(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL)
-    want = mmpos.ImageProcessor(patch_size=16, spatial_merge_size=2, order="merged", **TOLD)
+    want = mmpos.ImageProcessor(patch_size=16, spatial_merge_size=2, order="merged", **ARGUMENTS)
     for path in (folder, str(folder)):
         assert from_hf_config(path).image_processor() == want
     assert from_hf_config(folder).image_processor(max_pixels=70000).max_pixels == 70000
@@ -60,7 +56,11 @@ def test_a_folder_gives_the_images_of_its_preprocessor(tmp_path: Path) -> None:
     [
         ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL),
         ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL | {"min_pixels": 4096, "max_pixels": 10**6}),
-        ("qwen3_vl", "Qwen2VLImageProcessor", without("size", "image_mean", "temporal_patch_size")),
+        (
+            "qwen3_vl",
+            "Qwen2VLImageProcessor",
+            {name: QWEN3_VL[name] for name in ("image_std", "merge_size", "patch_size")},
+        ),
         ("qwen2_vl", "Qwen2VLImageProcessor", {}),
         ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessor", {}),
         ("cohere_compass", "CohereCompassImageProcessor", {"patch_size": 16}),
@@ -68,7 +68,7 @@ def test_a_folder_gives_the_images_of_its_preprocessor(tmp_path: Path) -> None:
         ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {"size": [672, 672]}),
     ],
 )
-def test_values_and_defaults_are_those_of_the_class(
+def test_values_and_defaults_equal_those_of_the_class(
     tmp_path: Path, model: str, name: str, values: dict[str, Any]
 ) -> None:
     folder = folder_of(tmp_path, model, preprocessor_config=values | {"image_processor_type": name})
@@ -92,7 +92,7 @@ SMALL = [(3, 500), (27, 28), (1, 1), (200, 9), (5, 17), (700, 13), (28, 28), (20
 
 
 @pytest.mark.parametrize("model", PATCHES)
-def test_sizes_are_those_of_the_class_where_small_images_are_enlarged(tmp_path: Path, model: str) -> None:
+def test_grid_sizes_equal_those_of_classes_that_enlarge_small_images(tmp_path: Path, model: str) -> None:
     folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": PATCHES[model]})
     ours = from_hf_config(folder).image_processor()
     theirs = getattr(transformers, PATCHES[model]).from_pretrained(folder)
@@ -111,7 +111,7 @@ def test_sizes_are_those_of_the_class_where_small_images_are_enlarged(tmp_path: 
 
 @pytest.mark.parametrize("size", [(333, 400), (11, 40), (300, 20)])
 @pytest.mark.parametrize("model", [*PATCHES, *OTHERS])
-def test_the_processor_cuts_patches_as_the_class_does(tmp_path: Path, model: str, size: tuple[int, int]) -> None:
+def test_pixel_values_equal_those_of_the_class(tmp_path: Path, model: str, size: tuple[int, int]) -> None:
     kind, patch = (PATCHES | OTHERS)[model], config_of(model).vision_config.patch_size
     folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": kind, "patch_size": patch})
     photo = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
@@ -131,7 +131,7 @@ def test_the_processor_cuts_patches_as_the_class_does(tmp_path: Path, model: str
     assert ours.size == {edge: getattr(theirs.size, edge) for edge in ("shortest_edge", "longest_edge")}
 
 
-def test_limits_of_a_call_are_those_of_whole_patches_of_glm(tmp_path: Path) -> None:
+def test_limits_of_a_call_must_be_multiples_of_the_frames_per_patch_for_glm(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "glm4v", preprocessor_config={"image_processor_type": "Glm4vImageProcessor"})
     ours = ImagesOfProcessor(from_hf_config(folder).image_processor(), 2, read_files=False)
     size = {"shortest_edge": 4096, "longest_edge": 9999}
@@ -139,7 +139,7 @@ def test_limits_of_a_call_are_those_of_whole_patches_of_glm(tmp_path: Path) -> N
     assert_refused(message, lambda: ours(np.zeros((9, 9, 3), np.uint8), size=size))
 
 
-def test_an_image_processor_inside_a_processor_comes_first(tmp_path: Path) -> None:
+def test_processor_config_json_takes_precedence_over_preprocessor_config_json(tmp_path: Path) -> None:
     inside = {"image_processor": QWEN3_VL, "processor_class": "Qwen3VLProcessor"}
     other = QWEN3_VL | {"min_pixels": 4096}
     folder = folder_of(tmp_path, "qwen3_vl", processor_config=inside, preprocessor_config=other)
@@ -148,20 +148,20 @@ def test_an_image_processor_inside_a_processor_comes_first(tmp_path: Path) -> No
     assert from_hf_config(folder).image_processor().min_pixels == 4096
 
 
-def test_the_rest_is_that_of_the_config(tmp_path: Path) -> None:
+def test_a_folder_without_image_files_has_the_settings_of_its_config(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen3_vl")
     assert from_hf_config(folder) == from_hf_config(config_of("qwen3_vl"))
     assert Rotary.from_hf_config(folder) == Rotary.from_hf_config(config_of("qwen3_vl"))
 
 
-def test_what_no_file_says_is_asked_for_by_its_name(tmp_path: Path) -> None:
+def test_missing_image_arguments_are_named(tmp_path: Path) -> None:
     message = (
-        "image_processor: got no mean, std, min_pixels, max_pixels, which a config.json does not hold, want them told, "
-        "or mmpos.from_hf_config(folder) of a folder with its preprocessor_config.json"
+        "image_processor: got no mean, std, min_pixels, max_pixels, which config.json does not contain; pass them, "
+        "or call mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"
     )
     for config in (config_of("qwen3_vl"), folder_of(tmp_path, "qwen3_vl")):
         assert_refused(message, from_hf_config(config).image_processor)
-        assert from_hf_config(config).image_processor(**TOLD).min_pixels == 65536
+        assert from_hf_config(config).image_processor(**ARGUMENTS).min_pixels == 65536
 
 
 GLMGA = "image_processor_type: got 'GlmgaImageProcessor', which multiplies the side of a token by patch_expand_factor"
@@ -175,20 +175,20 @@ REFUSED: dict[str, dict[str, Any]] = {
     "do_normalize: got False, want True": {"do_normalize": False},
     "resample: got 2, want 3": {"resample": 2},
     "rescale_factor: got 1.0, want 1 / 255": {"rescale_factor": 1},
-    "patch_size: got 14, want 16 as config.json has it": {"patch_size": 14},
-    "merge_size: got 4, want 2 as config.json has it": {"merge_size": 4},
-    "temporal_patch_size: got 1, want 2 as config.json has it": {"temporal_patch_size": 1},
-    "size: got {'shortest_edge': 4096}, want longest_edge, or max_pixels": {"size": {"shortest_edge": 4096}},
+    "patch_size: got 14, want 16 as in config.json": {"patch_size": 14},
+    "merge_size: got 4, want 2 as in config.json": {"merge_size": 4},
+    "temporal_patch_size: got 1, want 2 as in config.json": {"temporal_patch_size": 1},
+    "size: got {'shortest_edge': 4096}, want longest_edge, or the field max_pixels": {"size": {"shortest_edge": 4096}},
     "min_pixels: got 1.5, want an integer": {"size": {"shortest_edge": 1.5, "longest_edge": 9}},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_an_image_processor_of_ours_does_not_do_is_refused(tmp_path: Path, message: str) -> None:
+def test_an_unsupported_image_processor_is_refused(tmp_path: Path, message: str) -> None:
     settings = from_hf_config(folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL | REFUSED[message]))
     assert settings.place(settings.segments([1, 2])).next_positions.tolist() == [2]
     assert_refused(f"{tmp_path / 'preprocessor_config.json'}: {message}", settings.image_processor, mmpos.MmposError)
-    assert settings.image_processor(**TOLD).min_pixels == 65536
+    assert settings.image_processor(**ARGUMENTS).min_pixels == 65536
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_what_an_image_processor_of_ours_does_not_do_is_refused(tmp_path: Path, 
     ids=["syntax", "list", "bytes", "depth"],
 )
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "processor_config.json"])
-def test_a_file_that_is_not_json_is_named_with_its_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+def test_invalid_json_is_reported_with_its_file_and_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
     path = folder_of(tmp_path, "qwen3_vl") / name
     path.write_bytes(text)
     assert_refused(f"{path}{message}", lambda: from_hf_config(tmp_path))
 
 
-def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_config_json_is_refused(tmp_path: Path) -> None:
     for read in (from_hf_config, Rotary.from_hf_config):
         message = f"{tmp_path}: got a folder without config.json, want that of a model"
         assert_refused(message, partial(read, tmp_path))

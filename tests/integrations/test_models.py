@@ -1,4 +1,4 @@
-"""Settings from configs: whole values for every model type, what a user does with them, refusals by their words."""
+"""Settings from configs: golden values of every model type, their use, and refusals."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODE
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
-def test_configs_of_every_model_type_and_encoder_give_these_settings() -> None:
+def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> None:
     assert json.loads(json.dumps(golden())) == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("model", MODEL_TYPES)
-def test_the_mapping_of_a_config_gives_the_settings_of_its_object(model: str) -> None:
+def test_the_mapping_of_a_config_has_the_settings_of_the_object(model: str) -> None:
     config = config_of(model)
-    told = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
-    assert mmpos.from_hf_config(told, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+    mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
+    assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_the_mapping_of_a_config_gives_the_settings_of_its_object(model: str) ->
         ("llava", Flatten()),
     ],
 )
-def test_serving_engines_have_schemes_of_their_own_for_videos_alone(model: str, scheme: Any) -> None:
+def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> None:
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
-def test_the_page_says_how_a_model_turns_and_lists_every_model_type_once() -> None:
+def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> None:
     for model in (name for name in MODEL_TYPES if settings_of(name).rotary.axes > 1):
         rotary = settings_of(model).rotary
         allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
@@ -77,7 +77,7 @@ def test_the_page_says_how_a_model_turns_and_lists_every_model_type_once() -> No
     assert sorted(written["rotations"]) == sorted(OTHER_ROTATIONS)
 
 
-def test_seconds_reach_the_scheme() -> None:
+def test_seconds_per_frame_are_passed_to_the_scheme() -> None:
     ids = [TEXT, *[151656] * 3, TEXT]
     by_engine = {}
     for engine in ("transformers", "serving"):
@@ -102,14 +102,14 @@ def test_packed_documents_with_images_and_videos_of_glm() -> None:
     grids = segments.extents.T[segments.kind == 1].tolist()
     assert grids == [[1, 1, 1], [1, 1, 1], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
     assert segments.lengths.tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1]
-    assert ids.tolist() == first + second, "those of the caller stay as they are"
+    assert ids.tolist() == first + second, "the caller's ids must not change"
 
 
 def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
     settings = settings_of("qwen3_vl")
-    told: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 3136, "max_pixels": 2**24}
+    options: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 3136, "max_pixels": 2**24}
     builder = mmpos.SequenceBuilder(
-        images=settings.image_processor(max_tokens=16, backend="pillow", **told),
+        images=settings.image_processor(max_tokens=16, backend="pillow", **options),
         scheme=settings.scheme,
         markers=settings.markers,
     )
@@ -118,15 +118,15 @@ def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
     again = settings.segments(sequence.input_ids, sequence.grid_thw * [1, 2, 2])
     np.testing.assert_array_equal(settings.place(again).dense(), sequence.positions.dense())
     assert builder.images == mmpos.ImageProcessor(
-        "pillow", patch_size=16, spatial_merge_size=2, order="merged", max_tokens=16, **told
+        "pillow", patch_size=16, spatial_merge_size=2, order="merged", max_tokens=16, **options
     )
 
 
-def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
+def test_hunyuan_image_floors_rope_tie_v2_and_alternates_axes() -> None:
     settings = mmpos.from_hf_config(HUNYUAN)
     ids = [TEXT] * 3 + [128006] * 6 + [TEXT] * 2
     positions = settings.place(settings.segments(ids, [[1, 2, 3]]))
-    # By hand: the image begins at 3, so rows at ⌊3 + (6−2)/2⌋ and columns at ⌊3 + (6−3)/2⌋; text goes on at 3 + 6.
+    # By hand: the image begins at 3, so rows at ⌊3 + (6−2)/2⌋ and columns at ⌊3 + (6−3)/2⌋; text continues at 3 + 6.
     expected = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
     assert positions.dense().tolist() == expected
     theta = [10000.0 ** (-2 * j / 128) for j in range(64)]
@@ -136,46 +136,52 @@ def test_hunyuan_image_floors_the_second_tie_and_alternates_axes() -> None:
 
 
 def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
-    """The mapping of a config without one field, or with others."""
-    told: dict[str, Any] = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
-    inner = told
+    """Return the mapping of a config without one field, or with other fields."""
+    mapping: dict[str, Any] = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
+    inner = mapping
     for name in path[:-1]:
         inner = inner[name]
     if path:
         del inner[path[-1]]
-    return {**told, **instead}
+    return {**mapping, **instead}
 
 
 def ernie_with(section: object) -> dict[str, Any]:
-    """The mapping of a config of ERNIE-4.5-VL with another mrope_section."""
-    told = without("ernie4_5_vl_moe")
-    told["text_config"]["rope_parameters"]["mrope_section"] = section
-    return told
+    """Return the mapping of a config of ERNIE-4.5-VL with another mrope_section."""
+    mapping = without("ernie4_5_vl_moe")
+    mapping["text_config"]["rope_parameters"]["mrope_section"] = section
+    return mapping
 
 
-def test_an_old_config_json_has_the_language_model_at_its_top() -> None:
-    told = without("qwen2_vl", "text_config")
-    del told["vision_config"]["model_type"]
-    told |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
-    told["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
-    assert mmpos.from_hf_config(told) == settings_of("qwen2_vl")
+def test_an_old_config_json_has_the_language_model_at_the_top_level() -> None:
+    mapping = without("qwen2_vl", "text_config")
+    del mapping["vision_config"]["model_type"]
+    mapping |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
+    mapping["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    assert mmpos.from_hf_config(mapping) == settings_of("qwen2_vl")
 
 
-def test_the_config_json_of_paddleocr_vl_has_the_language_model_at_its_top() -> None:
-    told = without("paddleocr_vl", "text_config")
-    del told["vision_config"]["model_type"]
+def test_the_config_json_of_paddleocr_vl_has_the_language_model_at_the_top_level() -> None:
+    mapping = without("paddleocr_vl", "text_config")
+    del mapping["vision_config"]["model_type"]
     rope = {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}
-    told |= {"head_dim": 128, "hidden_size": 1024, "num_attention_heads": 16, "rope_theta": 1e6, "rope_scaling": rope}
+    mapping |= {
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "rope_theta": 1e6,
+        "rope_scaling": rope,
+    }
     settings = settings_of("paddleocr_vl")
-    assert mmpos.from_hf_config(told) == replace(settings, rotary=replace(settings.rotary, theta=1e6))
+    assert mmpos.from_hf_config(mapping) == replace(settings, rotary=replace(settings.rotary, theta=1e6))
 
 
-def test_the_config_json_of_llama_4_scout_blends_no_frequencies() -> None:
+def test_the_config_json_of_llama_4_scout_has_no_blended_frequencies() -> None:
     rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
-    told = without("llama4")
-    told["text_config"] |= {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}, "rope_theta": 5e5}
-    del told["text_config"]["rope_parameters"]
-    inv_freq = mmpos.from_hf_config(told).rotary.inv_freq_float32
+    mapping = without("llama4")
+    mapping["text_config"] |= {"rope_scaling": {**rope, "original_max_position_embeddings": 8192}, "rope_theta": 5e5}
+    del mapping["text_config"]["rope_parameters"]
+    inv_freq = mmpos.from_hf_config(mapping).rotary.inv_freq_float32
     # By hand: 2π · 500000^(j/64) passes 8192 between j = 34 and j = 35.
     slower = [16.0 if j >= 35 else 1.0 for j in range(64)]
     np.testing.assert_allclose(inv_freq, [5e5 ** (-j / 64) / slower[j] for j in range(64)], rtol=1e-6)
@@ -192,31 +198,31 @@ def test_the_config_json_of_llama_4_scout_blends_no_frequencies() -> None:
         ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
     ],
 )
-def test_what_a_file_leaves_out_is_the_default_of_its_class(model: str, path: Any, same: dict[str, Any]) -> None:
+def test_a_missing_field_has_the_default_of_the_class(model: str, path: Any, same: dict[str, Any]) -> None:
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
 @pytest.mark.parametrize(
     "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "minicpmv4_7", "qwen4_exp"]
 )
-def test_a_bare_config_json_is_the_default_of_its_class(model: str) -> None:
+def test_an_empty_config_json_has_the_defaults_of_the_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
-def test_the_encoder_of_cosmos3_omni_is_that_of_qwen3_vl_whatever_its_file_says() -> None:
-    told = without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})
-    assert mmpos.from_hf_config(told) == settings_of("cosmos3_omni")
+def test_the_encoder_of_cosmos3_omni_is_always_that_of_qwen3_vl() -> None:
+    mapping = without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})
+    assert mmpos.from_hf_config(mapping) == settings_of("cosmos3_omni")
 
 
-def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_its_top() -> None:
+def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_the_top_level() -> None:
     rope = {"rope_theta": 1e4, "rope_scaling": XDROPE["rope_parameters"]}
-    told = {"hidden_size": 1024, "num_attention_heads": 16, "attention_head_dim": 128, "vision_config": {}, **rope}
-    assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **told}) == settings_of("hunyuan_vl")
+    mapping = {"hidden_size": 1024, "num_attention_heads": 16, "attention_head_dim": 128, "vision_config": {}, **rope}
+    assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **mapping}) == settings_of("hunyuan_vl")
 
 
 def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
-    """By hand: two documents of begin, an image of 1×2 with three tokens more of its own, and end."""
+    """By hand: two documents of a begin marker, an image of 1×2 with three more tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
     row = [begin, *[patch] * 5, end]
     expected = {"transformers": 1, "serving": 0}
@@ -235,13 +241,13 @@ def hunyuan_with(**rope: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
-def test_first_configs_of_a_model_name_the_type_of_its_language_model_otherwise(model: str, alias: str) -> None:
-    told = without(model)
-    told["text_config"]["model_type"] = alias
-    assert mmpos.from_hf_config(told) == settings_of(model)
+def test_early_configs_of_a_model_have_an_alias_for_the_type_of_the_language_model(model: str, alias: str) -> None:
+    mapping = without(model)
+    mapping["text_config"]["model_type"] = alias
+    assert mmpos.from_hf_config(mapping) == settings_of(model)
 
 
-def test_ids_of_paligemma_count_from_one_unless_they_go_on() -> None:
+def test_ids_of_paligemma_count_from_one_unless_a_start_is_passed() -> None:
     settings = settings_of("paligemma")
     prompt = settings.place(settings.segments([[256000, 256000, TEXT]]))
     assert prompt.dense().tolist() == [[1, 2, 3]]
@@ -250,48 +256,48 @@ def test_ids_of_paligemma_count_from_one_unless_they_go_on() -> None:
 
 
 @pytest.mark.parametrize("model", ["colmodernvbert", "colpali", "colqwen2"])
-def test_the_model_inside_one_that_embeds_is_known(model: str) -> None:
-    told = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
+def test_the_model_inside_an_embedding_model_is_supported(model: str) -> None:
+    mapping = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
     with pytest.raises(mmpos.UnsupportedError, match=r"in its vlm_config: pass that"):
-        mmpos.from_hf_config(told)
-    inside = told["vlm_config"]
+        mmpos.from_hf_config(mapping)
+    inside = mapping["vlm_config"]
     layer_type = LAYER_TYPES.get(inside["model_type"])
     assert mmpos.from_hf_config(inside, layer_type=layer_type) == settings_of(inside["model_type"])
 
 
 @pytest.mark.parametrize("model", ["chameleon", "emu3"])
-def test_the_placeholder_of_an_image_stands_in_a_map_of_the_vocabulary(model: str) -> None:
-    told = without(model, vocabulary_map={"<image>": 8711})
-    assert mmpos.from_hf_config(told) == replace(settings_of(model), placeholders=mmpos.Placeholders(8711))
-    assert mmpos.from_hf_config(CONFIGS[model](vocabulary_map={"<image>": 8711})) == mmpos.from_hf_config(told)
+def test_the_image_placeholder_is_read_from_the_vocabulary_map(model: str) -> None:
+    mapping = without(model, vocabulary_map={"<image>": 8711})
+    assert mmpos.from_hf_config(mapping) == replace(settings_of(model), placeholders=mmpos.Placeholders(8711))
+    assert mmpos.from_hf_config(CONFIGS[model](vocabulary_map={"<image>": 8711})) == mmpos.from_hf_config(mapping)
 
 
-def test_a_class_that_has_no_encoder_by_default_needs_none() -> None:
-    told = {"model_type": "gemma4", "text_config": {}}
-    assert mmpos.from_hf_config(told, layer_type="full_attention") == settings_of("gemma4")
-    told |= {"vision_config": {}}
-    beside = settings_of("diffusion_gemma")  # of the same encoder
-    own = {name: getattr(beside, name) for name in ("patch_size", "vision_scheme", "vision_rotary")}
-    assert mmpos.from_hf_config(told, layer_type="full_attention") == replace(settings_of("gemma4"), **own)
-    told["vision_config"] = {"num_attention_heads": 24}  # halves of heads that share keys turn as no Rotary says
-    assert mmpos.from_hf_config(told, layer_type="full_attention").vision_rotary is None
+def test_a_class_without_a_default_encoder_needs_no_vision_config() -> None:
+    mapping = {"model_type": "gemma4", "text_config": {}}
+    assert mmpos.from_hf_config(mapping, layer_type="full_attention") == settings_of("gemma4")
+    mapping |= {"vision_config": {}}
+    other = settings_of("diffusion_gemma")  # has the same encoder
+    encoder = {name: getattr(other, name) for name in ("patch_size", "vision_scheme", "vision_rotary")}
+    assert mmpos.from_hf_config(mapping, layer_type="full_attention") == replace(settings_of("gemma4"), **encoder)
+    mapping["vision_config"] = {"num_attention_heads": 24}  # no Rotary describes halves of heads that share keys
+    assert mmpos.from_hf_config(mapping, layer_type="full_attention").vision_rotary is None
 
 
-def test_a_language_model_with_axes_has_one_where_ids_are_those_of_text() -> None:
-    told = without("minicpmv4_6")
-    told["text_config"]["rope_parameters"]["mrope_section"] = [11, 11, 10]
-    assert mmpos.from_hf_config(told) == settings_of("minicpmv4_6")
+def test_mrope_sections_are_ignored_if_images_have_the_ids_of_text() -> None:
+    mapping = without("minicpmv4_6")
+    mapping["text_config"]["rope_parameters"]["mrope_section"] = [11, 11, 10]
+    assert mmpos.from_hf_config(mapping) == settings_of("minicpmv4_6")
 
 
 @pytest.mark.parametrize(
     ("model", "video"),
     [
-        ("exaone4_5", [[5, *[68] * 4, 5, 5]]),  # frames in a row
+        ("exaone4_5", [[5, *[68] * 4, 5, 5]]),  # adjacent frames
         ("lfm3_vl", [[5, *[125029] * 2, 5, *[125029] * 2, 5]]),  # a timestamp between them
         ("kimi_k25", [[5, *[163840] * 2, 5, *[163840] * 2, 5]]),  # chunks are grids
     ],
 )
-def test_videos_of_models_with_one_axis(model: str, video: list[list[int]]) -> None:
+def test_videos_of_models_with_one_axis_have_the_ids_of_text(model: str, video: list[list[int]]) -> None:
     settings = settings_of(model)
     grids = [[1, 2, 4], [1, 2, 4]] if model == "kimi_k25" else [[2, 2, 4]]
     segments = settings.segments(video, video_grid_thw=grids)
@@ -301,13 +307,13 @@ def test_videos_of_models_with_one_axis(model: str, video: list[list[int]]) -> N
 
 
 def test_a_mapping_needs_neither_transformers_nor_torch() -> None:
-    told = without("qwen3_vl")
+    mapping = without("qwen3_vl")
     code = f"""
 import sys
 for name in ("torch", "transformers"):
     sys.modules[name] = None
 import mmpos
-settings = mmpos.from_hf_config({told!r})
+settings = mmpos.from_hf_config({mapping!r})
 segments = settings.segments([5, 151655, 151655, 5], [[1, 2, 4]])
 print(settings.place(segments).dense().tolist(), settings.markers.patch, settings.rotary.axes)
 """
@@ -333,8 +339,8 @@ SQUARE = {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 CONFIGS_REFUSED: dict[str, Any] = {
     **{
-        f"config.model_type: got {model!r}, want another: {why}": {"model_type": model}
-        for model, why in UNSUPPORTED_TYPES.items()
+        f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
+        for model, reason in UNSUPPORTED_TYPES.items()
     },
     f"config.model_type: got 'no', want one of {', '.join(sorted(MODEL_TYPES))}": {"model_type": "no"},
     "config.model_type: got none, want the name of a model type": {},
@@ -343,11 +349,11 @@ CONFIGS_REFUSED: dict[str, Any] = {
     ENCODER: without("llava", "vision_config"),
     f"{ENCODER[:-1]}": without("qwen2_vl", "vision_config"),
     "config.text_config: got none, want the config of the language model": without("llava", "text_config"),
-    "config.text_config.model_type: got 'llama' inside 'qwen2_vl', want one of qwen2_vl_text": without(
+    "config.text_config.model_type: got 'llama' in 'qwen2_vl', want one of qwen2_vl_text": without(
         "qwen2_vl", text_config={"model_type": "llama"}
     ),
     "Placeholders.video must differ from image, got 151655": without("qwen2_vl", video_token_id=151655),
-    "config.vision_end_token_id: got 151652, want another than vision_start_token_id": without(
+    "config.vision_end_token_id must differ from vision_start_token_id, got 151652": without(
         "qwen2_vl", vision_end_token_id=151652
     ),
     "config.image_token_id: got '<image>', want an integer": without("qwen2_vl", image_token_id="<image>"),
@@ -369,58 +375,54 @@ CONFIGS_REFUSED: dict[str, Any] = {
     f"{SECTION} [24, 16, 24], want as many rows as columns, then frames": ernie_with([24, 16, 24]),
     "mrope_section[0]: got 1099511627776, want <= 65536": ernie_with([2**40, 2**40, 0]),
     f"{SECTION} 7, want a sequence of numbers": ernie_with(7),
-    f"{ROPE}{SECTION} none, want pairs of each of three axes or more": hunyuan_with(),
-    f"{ROPE}{SECTION} [32, 32], want pairs of each of three axes or more": hunyuan_with(mrope_section=[32, 32]),
+    f"{ROPE}{SECTION} none, want the pairs of at least three axes": hunyuan_with(),
+    f"{ROPE}{SECTION} [32, 32], want the pairs of at least three axes": hunyuan_with(mrope_section=[32, 32]),
     f"{SECTION} [16, 16, 16, 8], want sizes that sum to 64 pairs": hunyuan_with(mrope_section=[16, 16, 16, 8]),
     f"{SECTION} [16, 16, 16, 16] and xdrope_section [24, 24, 8, 8], want the same": hunyuan_with(
         mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]
     ),
-    "config.dit_config: got a rotation of its own, want that of": without(
+    "config.dit_config must have the rotation of config.vlm_config, whose keys it attends to": without(
         "pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}
     ),
 }
 
 
 @pytest.mark.parametrize("message", CONFIGS_REFUSED, ids=range(len(CONFIGS_REFUSED)))
-def test_configs_that_do_not_fit_are_refused_by_the_field(message: str) -> None:
+def test_an_invalid_config_is_refused_with_the_name_of_the_field(message: str) -> None:
     assert_refused(message, lambda: mmpos.from_hf_config(CONFIGS_REFUSED[message]), mmpos.MmposError)
 
 
-def markers_of(model: str) -> mmpos.Markers:
-    return settings_of(model).markers
-
-
 def generated(counts: list[int], *grids: list[int], model: str = "glm_image") -> mmpos.SegmentTable:
-    """The table of images after a prompt with one image."""
+    """Return the table of the images to generate after a prompt with one image."""
     prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
     return settings_of(model).generated(prompt, list(grids), counts)
 
 
-def segments_of(model: str, ids: list[int], *grids: Any, **told: Any) -> mmpos.SegmentTable:
-    return settings_of(model).segments(ids, *grids, **told)
-
-
-NOT_MADE = ", which SequenceBuilder does not make, want the input_ids of its processor, which segments reads"
+NOT_BUILT = ", which SequenceBuilder cannot make; pass the input_ids of its processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
     "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(
         config_of("cohere_compass"), layer_type="full_attention"
     ),
-    "markers: got a config of 'llava' that does not name": lambda: markers_of("llava"),
+    "markers: the config of 'llava' does not define the tokens around images": lambda: settings_of("llava").markers,
     **{
-        f"markers: got {model!r}, whose images have {what}{NOT_MADE}": lambda model=model: markers_of(model)
-        for model, what in (
+        f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
+        for model, tokens in (
             ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
-            ("minicpmv4_7", "a thumbnail and tiles, each with markers of its own"),
+            ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
             ("neomme", "a placeholder without a patch before their rows"),
         )
     },
-    "image_processor: got 'llava', want a model whose config says": lambda: settings_of("llava").image_processor(),
-    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: segments_of(
-        "ernie4_5_vl_moe", [103367], None, [[2, 2, 2], [3, 2, 2]]
+    "image_processor: got 'llava', want a model whose config defines": lambda: settings_of("llava").image_processor(),
+    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: settings_of(
+        "ernie4_5_vl_moe"
+    ).segments([103367], None, [[2, 2, 2], [3, 2, 2]]),
+    "images_per_sample must be None for 'qwen3_vl'": lambda: settings_of("qwen3_vl").segments(
+        [5], images_per_sample=[0]
     ),
-    "images_per_sample: got one of 'qwen3_vl', want None": lambda: segments_of("qwen3_vl", [5], images_per_sample=[0]),
-    "image_grid_thw[0]: got no placeholders left": lambda: segments_of("glm_image", [TEXT, 16384], [[1, 1, 1]]),
+    "image_grid_thw[0]: got no placeholders left": lambda: settings_of("glm_image").segments(
+        [TEXT, 16384], [[1, 1, 1]]
+    ),
     "generated: got 'qwen3_vl', want a model that generates images": lambda: generated([0], model="qwen3_vl"),
     "images_per_sample: got a sum of 0, want 1, one per grid": lambda: generated([0], [1, 1, 1]),
     "images_per_sample[0]: got -1, want >= 0": lambda: generated([-1]),
@@ -430,5 +432,5 @@ USES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", USES)
-def test_uses_that_do_not_fit_are_refused(message: str) -> None:
+def test_an_invalid_use_of_settings_is_refused(message: str) -> None:
     assert_refused(message, USES[message], mmpos.MmposError)

@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers with our ids in place of their own: the logits are the same."""
+"""Logits of tiny random Transformers models are the same with mmpos ids as with their own ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ import mmpos
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 
 SAMPLE = ("gemma4", "kimi_k25", "llama4", "minicpmv4_6", "mllama")
-"""Model types of the normal suite: two rotations, latent attention, layers without, three axes, images beside."""
+"""Model types of the fast suite: two rotations, latent attention, layers without rotation, three axes and
+cross-attention."""
 
 ONE_AXIS = sorted(model for model, row in MODEL_TYPES.items() if row.scheme == "flatten")
 IMAGE = 7
@@ -32,8 +33,8 @@ IDS = torch.tensor([[5, *[IMAGE] * 6, 5, 4, *[IMAGE] * 2, 5]])
 """Text, an image of 2×3 tokens, text, an image of 1×2 tokens, text."""
 
 
-def test_every_model_type_of_the_auto_maps_is_known_or_refused_by_name() -> None:
-    """All that make text from more than text, and all that search in it: a new release shows its own here."""
+def test_every_multimodal_model_type_of_transformers_is_supported_or_refused() -> None:
+    """Fails when a new release of Transformers adds a model that generates or retrieves with more than text."""
     maps = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -54,14 +55,14 @@ def test_every_model_type_of_the_auto_maps_is_known_or_refused_by_name() -> None
 
 
 def reads_more_than_text(config: Any) -> bool:
-    """Tell whether a config class has a language model beside something else, or a placeholder of images or audio."""
+    """Return whether a config class contains a language model, or has a placeholder of images or audio."""
     return "text_config" in config.sub_configs or any(
         hasattr(config, f"{kind}_token_id") for kind in ("image", "audio")
     )
 
 
 def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """Ids of tokens, and of their positions by our settings, which are the same with grids and without."""
+    """Return token ids and position ids, after checking that grids do not change the position ids."""
     settings = mmpos.from_hf_config(network.config, layer_type=LAYER_TYPES.get(model))
     image = settings.placeholders.image
     input_ids = torch.where(IDS == IMAGE, IMAGE if image is None else image, IDS)
@@ -77,7 +78,7 @@ def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "model", [pytest.param(model, marks=() if model in SAMPLE else pytest.mark.slow) for model in ONE_AXIS]
 )
-def test_logits_with_our_ids_are_those_of_the_model_alone(model: str) -> None:
+def test_logits_are_the_same_with_mmpos_ids(model: str) -> None:
     network = tiny_model(model)
     input_ids, position_ids = positions(model, network)
     alone = logits(network, input_ids)
@@ -85,7 +86,7 @@ def test_logits_with_our_ids_are_those_of_the_model_alone(model: str) -> None:
     assert not torch.equal(logits(network, input_ids, 3 * position_ids), alone)
 
 
-def test_state_and_actions_of_pi0_have_the_ids_after_its_prompt() -> None:
+def test_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
     network = tiny_model("pi0")
     caught: list[Tensor] = []
     network.model.dit.register_forward_pre_hook(
@@ -98,11 +99,11 @@ def test_state_and_actions_of_pi0_have_the_ids_after_its_prompt() -> None:
     assert settings.place(actions, start=prompt.max() + 1).dense().tolist() == caught[0].tolist()
 
 
-# Models that are refused, for the reasons that are told.
+# Reasons why models are refused.
 
 
 @pytest.mark.slow
-def test_images_of_colqwen2_count_as_text() -> None:
+def test_colqwen2_gives_images_the_ids_of_text() -> None:
     config: Any = tiny_config("colqwen2")
     inside = config.vlm_config
     inside.image_token_id, inside.vision_config.hidden_size = IMAGE, 64
@@ -123,7 +124,7 @@ def test_images_of_colqwen2_count_as_text() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["glm5_next", "nemotron_h_omni"])
-def test_ids_change_nothing_in_models_without_positions(model: str) -> None:
+def test_logits_of_models_without_positions_do_not_depend_on_ids(model: str) -> None:
     network, ids = tiny_model(model), torch.arange(IDS.shape[1])[None]
     alone = logits(network, IDS)
     assert torch.equal(logits(network, IDS, ids), alone)

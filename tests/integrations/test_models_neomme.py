@@ -1,4 +1,4 @@
-"""NeoMME: positions of its processor, its logits, and its rotations of two axes and two types of layer."""
+"""NeoMME: ids of its processor, and logits with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layouts import padded
 from model_configs import CONFIGS, settings_of
-from rope_batches import padded
 from tiny_models import logits, tiny_model
 from torch import Tensor
 from transformers.models.neomme.processing_neomme import NeoMMEProcessor
@@ -18,23 +18,23 @@ from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 import mmpos
 
 ROW, WORD = 7, 9
-"""Tokens at the end of a row, whose id stands in the tokenizer alone, and of text."""
+"""Token ids of the end of a row, defined only by the tokenizer, and of text."""
 
 
 def document_image(config: Any, height: int, width: int) -> list[int]:
-    """Write the tokens of a page, as the processor does."""
+    """Return the tokens that the processor writes for a page."""
     rows = [*[config.image_token_id] * width, ROW] * height
     return [config.document_token_id, config.image_token_id, *rows]
 
 
 def processor_positions(config: Any, rows: list[list[int]], grids: list[tuple[int, int]], left: bool = False) -> Any:
-    """Pad rows on one side, and ask the processor for ids, (2, batch, seq)."""
+    """Pad rows on one side and return the ids of the processor, (2, batch, seq)."""
     ids, mask = rows_and_mask(rows, left)
     tokenizer = SimpleNamespace(document_token_id=config.document_token_id, row_token_id=ROW)
-    told: Any = SimpleNamespace(
+    processor: Any = SimpleNamespace(
         image_token_id=config.image_token_id, tokenizer=tokenizer, _image_positions=NeoMMEProcessor._image_positions
     )
-    return NeoMMEProcessor._build_position_ids(told, ids, mask, grids)
+    return NeoMMEProcessor._build_position_ids(processor, ids, mask, grids)
 
 
 def rows_and_mask(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def rows_and_mask(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
     return padded(rows, side), padded([[1] * len(row) for row in rows], side)
 
 
-def test_a_page_of_two_rows_by_hand() -> None:
+def test_ids_of_a_page_equal_hand_computed_ids() -> None:
     settings = settings_of("neomme")
     page = [5, 6, 6, 6, 6, ROW, 6, 6, 6, ROW]
     segments = settings.segments(page, [[1, 2, 3]])
@@ -53,7 +53,7 @@ def test_a_page_of_two_rows_by_hand() -> None:
     assert segments.lengths.tolist() == [2, 8]
 
 
-def test_ids_are_those_of_the_processor() -> None:
+def test_ids_equal_those_of_the_processor() -> None:
     settings, config, random = settings_of("neomme"), CONFIGS["neomme"](), Random(0)
     for _ in range(200):
         sizes = [
@@ -66,8 +66,8 @@ def test_ids_are_those_of_the_processor() -> None:
         ours = settings.place(settings.segments(ids, thw, attention_mask=mask)).dense().reshape(theirs.shape)
         np.testing.assert_array_equal(ours * mask.numpy(), (theirs * mask).numpy())
         packed, bounds = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])
-        told: Any = {"cu_seqlens": bounds, "rows": random.choice([None, (ROW, ROW)])}
-        ours = settings.place(settings.segments(packed, thw, **told)).dense()
+        options: Any = {"cu_seqlens": bounds, "rows": random.choice([None, (ROW, ROW)])}
+        ours = settings.place(settings.segments(packed, thw, **options)).dense()
         np.testing.assert_array_equal(ours, theirs.numpy()[:, mask.numpy() == 1])
 
 
@@ -85,10 +85,10 @@ def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tu
     assert message in str(caught.value)
 
 
-def test_logits_with_our_ids_are_those_with_the_ids_of_its_processor() -> None:
+def test_logits_are_the_same_with_mmpos_ids_as_with_those_of_the_processor() -> None:
     network = tiny_model("neomme")
     for weights in network.parameters():
-        torch.nn.init.normal_(weights, std=0.2)  # its class begins with layers that add nothing
+        torch.nn.init.normal_(weights, std=0.2)  # the class initialises layers to add nothing
     config = network.config
     settings = mmpos.from_hf_config(config, layer_type="full_attention")
     page = document_image(config, 2, 3)

@@ -1,4 +1,4 @@
-"""Settings of the Qwen Omni models: audio and clips beside their processors, rotations beside their code."""
+"""Settings of the Qwen Omni models: audio tokens and the order of clips against their processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmpos.segments import Clip
 
 
 @pytest.mark.parametrize("model", OMNI)
-def test_the_talker_and_the_thinker_alone_have_the_same_settings(model: str) -> None:
+def test_the_whole_model_and_its_thinker_have_the_same_settings(model: str) -> None:
     whole, thinker = settings_of(model), settings_of(f"{model}_thinker")
     assert (whole.scheme, whole.rotary, whole.placeholders.audio) == (thinker.scheme, thinker.rotary, AUDIO)
     with pytest.raises(mmpos.InvalidInputError, match=r"config\.thinker_config: got none, want the config of"):
@@ -24,41 +24,41 @@ def test_the_talker_and_the_thinker_alone_have_the_same_settings(model: str) -> 
 
 
 @pytest.mark.parametrize("model", OMNI)
-def test_audio_has_as_many_tokens_as_the_processor_of_the_model_writes(model: str) -> None:
+def test_the_number_of_audio_tokens_equals_that_of_the_processor(model: str) -> None:
     frames = [*range(420), 3000, 29999, 30000]
     assert settings_of(model).audio_tokens(frames).tolist() == [audio_tokens(model, n) for n in frames]
 
 
-def test_audio_of_chunks_of_another_length_is_counted_by_them() -> None:
-    """40 frames are a chunk: 13 tokens, and 25 more are 13, then 7, then 4 after each convolution."""
+def test_audio_tokens_depend_on_the_chunk_length() -> None:
+    """A chunk of 40 frames becomes 13 tokens; the other 25 become 13, 7 and 4 after each convolution."""
     config = config_of("qwen3_omni_moe")
     config.thinker_config.audio_config.n_window = 20
     assert mmpos.from_hf_config(config).audio_tokens([65]).tolist() == [17]
-    with pytest.raises(mmpos.UnsupportedError, match=r"^audio_tokens: got 'qwen2_vl', want a model of Qwen Omni$"):
+    with pytest.raises(mmpos.UnsupportedError, match=r"^audio_tokens: got 'qwen2_vl', want a Qwen Omni model$"):
         settings_of("qwen2_vl").audio_tokens([65])
     with pytest.raises(mmpos.InvalidInputError, match=r"^frames\[1\]: got -1, want >= 0$"):
         mmpos.from_hf_config(config).audio_tokens([65, -1])
 
 
-def test_serving_engines_have_ids_of_their_own() -> None:
+def test_serving_engines_have_different_schemes() -> None:
     assert settings_of("qwen2_5_omni", engine="serving").scheme == TMRope(engine="serving")
     assert settings_of("qwen3_omni_moe", engine="serving").scheme == TMRopeQwen3(25, "serving")
 
 
 def processor_order(model: str, frames: int, patches: int, audio: int, seconds: Fraction) -> list[int]:
-    """Token types of a clip as the processor of the model writes it: 1 for video, 3 for audio, 0 for markers."""
+    """Return the token types of a clip from the model's processor: 1 for video, 3 for audio, 0 for markers."""
     module = importlib.import_module(f"transformers.models.{model}.processing_{model}")
     (kind,) = (value for value in classes(module) if hasattr(value, "replace_video_with_audio_token"))
-    told = SimpleNamespace(
+    processor = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=1),
         audio_bos_token="0",
         audio_eos_token="0",
         video_token="1",
         audio_token="3",
     )
-    told.get_chunked_index = kind.get_chunked_index.__get__(told)
+    processor.get_chunked_index = kind.get_chunked_index.__get__(processor)
     written = kind.replace_video_with_audio_token(
-        told,
+        processor,
         {"video_grid_thw": [(frames, patches, 1)], "video_second_per_grid": [float(seconds)]},
         0,
         {"num_audio_tokens": [audio]},
@@ -71,7 +71,7 @@ def processor_order(model: str, frames: int, patches: int, audio: int, seconds: 
 
 @pytest.mark.parametrize("model", OMNI)
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_patches_and_audio_take_turns_as_the_processor_writes_them(model: str, seconds: Fraction) -> None:
+def test_patches_and_audio_are_interleaved_as_in_the_processor(model: str, seconds: Fraction) -> None:
     scheme = TMRope() if model == "qwen2_5_omni" else TMRopeQwen3()
     for frames, patches, audio in [(1, 1, 1), (4, 3, 90), (6, 1, 20), (5, 40, 700)]:
         want = processor_order(model, frames, patches, audio, seconds)

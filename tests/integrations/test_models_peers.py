@@ -1,4 +1,4 @@
-"""Settings of models, and the code of Transformers beside them: ids and rotations."""
+"""Ids and rotations of model settings equal those of Transformers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layouts import padded
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
-from rope_batches import classes, method_of, modeling, padded
+from rope_batches import classes, method_of, modeling
 from tolerance import EXACT, assert_within, cos_sin, rotations
 
 import mmpos
 import mmpos.rotary
 from mmpos.integrations.models import MODEL_TYPES, ModelSettings
-from mmpos.rotary import Rotary, apply_rotary
+from mmpos.rotary import apply_rotary
 
 MROPE = [name for name, row in MODEL_TYPES.items() if row.scheme.startswith("mrope")]
 WITH_VIDEOS = [name for name in MROPE if name not in ("glm_image", "minicpmv4_7")]
@@ -29,15 +30,15 @@ LAYOUTS: list[list[list[Any]]] = [
 """Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
 
 
-def rotation_of(module: object, vision: bool) -> Any:
-    """The rotary embedding of the language model, or of the encoder."""
-    names = {value.__name__: value for value in classes(module) if value.__name__.endswith("RotaryEmbedding")}
-    (found,) = (value for name, value in names.items() if ("Vision" in name) == vision)
-    return found
+def rotation_of(module: object) -> Any:
+    """Return the class of the rotary embedding of the language model."""
+    names = {kind.__name__: kind for kind in classes(module) if kind.__name__.endswith("RotaryEmbedding")}
+    (rotation,) = (kind for name, kind in names.items() if "Vision" not in name)
+    return rotation
 
 
 def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list[list[int]], list[Any], list[Any]]:
-    """Rows of token ids as the processor of the model makes them, and grids of images and videos."""
+    """Return rows of token ids as the model's processor writes them, and the grids of images and videos."""
     rows: list[list[int]] = []
     images: list[Any] = []
     videos: list[Any] = []
@@ -66,20 +67,20 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
 
 
 def kinds_of(settings: ModelSettings, rows: list[list[int]]) -> Any:
-    """Transformers' mm_token_type_ids."""
+    """Return Transformers' mm_token_type_ids."""
     if settings.video_markers is None:
         return [
             [(t == settings.placeholders.image) + 2 * (t == settings.placeholders.video) for t in row] for row in rows
         ]
     begin, end = settings.video_markers
-    told = SimpleNamespace(image_token_id=settings.placeholders.image, video_start_id=begin, video_end_id=end)
+    tokens = SimpleNamespace(image_token_id=settings.placeholders.image, video_start_id=begin, video_end_id=end)
     processor = importlib.import_module("transformers.models.glm4v.processing_glm4v").Glm4vProcessor
-    return processor.create_mm_token_type_ids(told, rows)
+    return processor.create_mm_token_type_ids(tokens, rows)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("model", WITH_VIDEOS)
-def test_ids_are_those_of_get_rope_index(model: str, side: str) -> None:
+def test_ids_equal_those_of_get_rope_index(model: str, side: str) -> None:
     config = config_of(model)
     settings = settings_of(model)
     method = method_of(model, config)
@@ -94,20 +95,8 @@ def test_ids_are_those_of_get_rope_index(model: str, side: str) -> None:
         assert ours.next_positions.tolist() == [len(row) + int(d) for row, d in zip(rows, delta, strict=True)]
 
 
-def turned(settings_rotary: Rotary, positions: Any, module: Any, cos: Any, sin: Any, apply: str) -> None:
-    """Compare q as ours and theirs turn it; channels that do not turn must stay."""
-    rotary = replace(settings_rotary, precision="hf")
-    q = torch.randn(1, 2, positions.num_tokens, rotary.head_dim, generator=torch.Generator().manual_seed(0))
-    ours, _ = apply_rotary(q, None, positions, rotary, layout="bhsd")
-    assert ours is not None
-    turn = q[..., : rotary.rotary_dim]
-    theirs = getattr(module, apply)(turn, turn, cos, sin)[0]
-    assert_within(ours[..., : rotary.rotary_dim], theirs, rotations(theirs, cos_sin()))  # of the same float32 angles
-    assert torch.equal(ours[..., rotary.rotary_dim :], q[..., rotary.rotary_dim :])
-
-
 @pytest.mark.parametrize("model", [name for name in MROPE if name not in ("glm46v", "glmga", "cosmos3_omni")])
-def test_rotations_are_those_of_the_language_model(model: str) -> None:
+def test_rotations_equal_those_of_the_language_model(model: str) -> None:
     settings, text = settings_of(model), config_of(model).text_config
     positions = settings.place(
         mmpos.SegmentTable.from_documents([[mmpos.Text(3), mmpos.Grid(2, 5), mmpos.Text(40), mmpos.Grid(4, 3)]])
@@ -115,8 +104,15 @@ def test_rotations_are_those_of_the_language_model(model: str) -> None:
     module = modeling({"minicpmv4_7": "qwen3_5"}.get(model, model))
     ids = torch.from_numpy(positions.dense(dtype="int64"))[:, None]
     options = {"layer_type": LAYER_TYPES[model]} if model in LAYER_TYPES else {}
-    cos, sin = rotation_of(module, vision=False)(text)(torch.zeros(1), ids, **options)
-    turned(settings.rotary, positions, module, cos, sin, "apply_rotary_pos_emb")
+    cos, sin = rotation_of(module)(text)(torch.zeros(1), ids, **options)
+    rotary = replace(settings.rotary, precision="hf")
+    q = torch.randn(1, 2, positions.num_tokens, rotary.head_dim, generator=torch.Generator().manual_seed(0))
+    ours, _ = apply_rotary(q, None, positions, rotary, layout="bhsd")
+    assert ours is not None
+    rotated = q[..., : rotary.rotary_dim]
+    theirs = module.apply_rotary_pos_emb(rotated, rotated, cos, sin)[0]
+    assert_within(ours[..., : rotary.rotary_dim], theirs, rotations(theirs, cos_sin()))  # from the same float32 angles
+    assert torch.equal(ours[..., rotary.rotary_dim :], q[..., rotary.rotary_dim :])
 
 
 XD_SEGMENTS = mmpos.SegmentTable.from_documents(
@@ -124,7 +120,7 @@ XD_SEGMENTS = mmpos.SegmentTable.from_documents(
 )
 
 
-def test_hunyuan_vl_turns_the_channels_of_a_pair_apart() -> None:
+def test_the_two_channels_of_a_pair_of_hunyuan_vl_have_different_axes() -> None:
     settings, text, module = settings_of("hunyuan_vl"), config_of("hunyuan_vl").text_config, modeling("hunyuan_vl")
     positions = settings.place(XD_SEGMENTS)
     cos, sin = module.HunYuanVLRotaryEmbedding(text)(torch.zeros(1), torch.from_numpy(positions.dense())[:, None])
@@ -132,14 +128,14 @@ def test_hunyuan_vl_turns_the_channels_of_a_pair_apart() -> None:
     q = torch.randn(1, 2, positions.num_tokens, 128, generator=torch.Generator().manual_seed(0))
     ours = torch.empty_like(q)
     for channels, rotary in ((slice(64), settings.rotary), (slice(64, None), settings.second_rotary)):
-        turned, _ = apply_rotary(q, None, positions, replace(rotary, precision="hf"), layout="bhsd")
-        assert turned is not None
-        ours[..., channels] = turned[..., channels]
+        rotated, _ = apply_rotary(q, None, positions, replace(rotary, precision="hf"), layout="bhsd")
+        assert rotated is not None
+        ours[..., channels] = rotated[..., channels]
     theirs = module.apply_rotary_pos_emb(q, q, cos, sin)[0]
     assert_within(ours, theirs, rotations(theirs, cos_sin()))
 
 
-def test_serving_engines_turn_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis() -> None:
+def test_serving_engines_rotate_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis() -> None:
     settings = settings_of("hunyuan_vl", engine="serving")
     assert settings.second_rotary is None
     positions = settings.place(XD_SEGMENTS)

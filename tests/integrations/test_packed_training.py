@@ -1,4 +1,4 @@
-"""Unpatched models of Transformers on packs of ours: losses and gradients are those of the documents one by one."""
+"""Unpatched models of Transformers on packed batches: losses and gradients equal those of the separate documents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mmpos.errors import UnsupportedError
 from mmpos.integrations.models import MODEL_TYPES
 
 HALF = torch.finfo(torch.float32).eps ** 0.5
-"""Half of the digits: sums in another order change the last ones, a token that sees too much the first."""
+"""Half of the digits: summing in another order changes the last digits, attending to another document the first."""
 
 FULL = {"layer_types": ["full_attention"] * 2}
-"""Layers of Qwen3.5, whose others need kernels of a GPU to keep documents apart."""
+"""Layer types of Qwen3.5 that separate documents without GPU kernels."""
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
 def trained(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Result:
-    """The sum of the losses of all tokens, and the gradient of each weight."""
+    """Return the sum of the losses of all tokens, and the gradient of each weight."""
     model.zero_grad()
     total = model(**inputs).loss * (labels[:, 1:] != IGNORE_INDEX).sum()
     total.backward()
@@ -40,12 +40,12 @@ def trained(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Result:
 
 
 def one_by_one(model: Any, documents: list[dict[str, Any]]) -> Result:
-    """The same of documents by themselves, whose positions the model makes."""
+    """Return the summed losses and gradients of separate documents, for which the model computes the positions."""
     loss, gradients = torch.zeros(()), dict[str, Tensor]()
     for inputs in documents:
-        more, new = trained(model, inputs, inputs["labels"])
-        loss = loss + more
-        gradients |= {name: gradients.get(name, torch.zeros(())) + each for name, each in new.items()}
+        document_loss, document_gradients = trained(model, inputs, inputs["labels"])
+        loss = loss + document_loss
+        gradients |= {name: gradients.get(name, torch.zeros(())) + each for name, each in document_gradients.items()}
     return loss, gradients
 
 
@@ -53,20 +53,20 @@ def assert_same(got: Result, want: Result) -> None:
     torch.testing.assert_close(got[0], want[0], rtol=HALF, atol=0)
     assert got[1].keys() == want[1].keys()
     for name, expected in want[1].items():
-        # What all keys have in common changes no attention, so that the gradient of their bias is 0 but for rounding.
+        # The bias of keys does not change attention, so its gradient is 0 except for rounding.
         scale = want[1][name.replace("k_proj.bias", "k_proj.weight")].abs().max()
         torch.testing.assert_close(got[1][name], expected, rtol=0, atol=HALF * float(scale), msg=name)
 
 
 def alone(collator: ModelCollator, example: Example) -> dict[str, Any]:
-    """What a processor of the model would give for one document."""
+    """Return the inputs of one document as the model's processor would return them."""
     arguments = collator([example])
     names = ("input_ids", "labels", "mm_token_type_ids", "moe_mm_token_type_ids", "pixel_values", "image_grid_thw")
     return {name: arguments[name] for name in names if name in arguments}
 
 
 def with_images(model_type: str) -> tuple[Any, ModelCollator, list[Example]]:
-    """A config, a collator for its model, and documents with and without images."""
+    """Return a config, a collator for its model, and documents with and without images."""
     config = tiny_config(model_type, **(FULL if model_type.startswith("qwen3_5") else {}))
     layer_type = "sliding_attention" if model_type == "cohere_compass" else None
     settings = mmpos.from_hf_config(config, layer_type=layer_type)
@@ -82,7 +82,8 @@ def with_images(model_type: str) -> tuple[Any, ModelCollator, list[Example]]:
 
 IMAGE_TYPES = sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images)
 PROCESSED = ("cosmos3_edge", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-"""Types whose packs are made of what a processor gives, one of them alone: no ImageProcessor makes its patches."""
+"""Types tested with packs of processed inputs; the first has no other test, since ImageProcessor cannot make its
+patches."""
 GLM_TYPES = [name for name in IMAGE_TYPES if name.startswith("glm")]
 QUICK = "qwen3_vl"
 
@@ -91,30 +92,30 @@ QUICK = "qwen3_vl"
     "model_type",
     [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TYPES if name not in (QUICK, PROCESSED[0]))],
 )
-def test_a_pack_with_images_trains_as_its_documents_do(model_type: str) -> None:
+def test_a_pack_with_images_trains_like_its_documents(model_type: str) -> None:
     config, collator, examples = with_images(model_type)
     model, pack = tiny_model(config), collator(examples)
-    assert config.text_config.use_cache, "what would let documents see each other"
+    assert config.text_config.use_cache, "with a cache, documents would attend to each other"
     want = one_by_one(model, [alone(collator, example) for example in examples])
     assert_same(trained(model, pack, pack["labels"]), want)
 
 
-def test_a_model_sees_the_pixels_of_a_batch_that_is_told_the_model() -> None:
+def test_the_loss_of_a_collated_batch_depends_on_its_pixels() -> None:
     config, collator, (first, *_) = with_images("qwen2_5_vl")
     settings = mmpos.from_hf_config(config)
     builder = mmpos.SequenceBuilder(images=collator.images, scheme=settings.scheme, markers=settings.markers)
     (other,) = examples_of(builder, ["see ", noise(16, 24, 5), " so"])
     model = tiny_model(config)
     with torch.no_grad():
-        one, two = (float(model(**collator([each])).loss) for each in (first, other))
+        loss, other_loss = (float(model(**collator([each])).loss) for each in (first, other))
         want = float(model(**alone(collator, first)).loss)
-    assert one == pytest.approx(want, rel=HALF)
-    assert one != pytest.approx(two, rel=HALF)
+    assert loss == pytest.approx(want, rel=HALF)
+    assert loss != pytest.approx(other_loss, rel=HALF)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODEL_INPUTS.keys() - set(IMAGE_TYPES)))
-def test_a_pack_of_text_trains_as_its_documents_do(model_type: str) -> None:
+def test_a_pack_of_text_trains_like_its_documents(model_type: str) -> None:
     layer_type = "sliding_attention" if model_type.startswith("gemma3") else None
     config = tiny_config(model_type, num_hidden_layers=1)
     settings = mmpos.from_hf_config(config, layer_type=layer_type)
@@ -125,7 +126,7 @@ def test_a_pack_of_text_trains_as_its_documents_do(model_type: str) -> None:
     assert_same(trained(model, pack, pack["labels"]), want)
 
 
-def test_padded_rows_train_as_their_documents_do() -> None:
+def test_padded_rows_train_like_their_documents() -> None:
     config, packed, examples = with_images("qwen2_5_vl")
     collator = ModelCollator(packed.settings, packed.images, PaddedCollator(side="left"))
     model, rows = tiny_model(config), collator(examples)
@@ -134,7 +135,7 @@ def test_padded_rows_train_as_their_documents_do() -> None:
 
 
 def by_bounds(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any) -> Any:
-    """Attention as FlashAttention has it: by the bounds of documents, whatever the positions are."""
+    """Compute attention within the bounds of documents, as FlashAttention does, regardless of positions."""
     lengths = {name: options[name].diff().tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     assert max(lengths["cu_seq_lens_q"]) == options["max_length_q"]
     assert max(lengths["cu_seq_lens_k"]) == options["max_length_k"]
@@ -148,7 +149,7 @@ def by_bounds(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
-def test_an_attention_that_reads_bounds_keeps_documents_apart() -> None:
+def test_attention_by_bounds_separates_documents() -> None:
     AttentionInterface.register("flash_by_bounds", by_bounds)
     AttentionMaskInterface.register("flash_by_bounds", flash_attention_mask)
     config, collator, examples = with_images("qwen2_vl")
@@ -156,12 +157,12 @@ def test_an_attention_that_reads_bounds_keeps_documents_apart() -> None:
     want = one_by_one(model, [alone(collator, example) for example in examples])
     for module in model.modules():
         if hasattr(module, "config"):
-            module.config._attn_implementation = "flash_by_bounds"  # its setter would load kernels of this name
+            module.config._attn_implementation = "flash_by_bounds"  # the public setter would load kernels of this name
     assert_same(trained(model, pack, pack["labels"]), want)
 
 
 def processed(model_type: str, seed: int) -> dict[str, Any]:
-    """What a processor gives for a document with an image, a video and another image."""
+    """Return the inputs that a processor returns for a document with an image, a video and another image."""
     rng = np.random.default_rng(seed)
     frames = 3
     apart, values = model_type in ("cosmos3_edge", "qwen3_vl"), 48 if model_type == "cosmos3_edge" else 96
@@ -176,13 +177,13 @@ def processed(model_type: str, seed: int) -> dict[str, Any]:
     tokens = torch.tensor([ids])
     types = (tokens == 300).int() + 2 * (tokens == 301).int()
     labels = torch.where(types > 0, IGNORE_INDEX, tokens)
-    named = {name: torch.tensor(grid) for name, grid in grids.items()}
-    return {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types, **named, **pixels, **seconds}
+    grid_tensors = {name: torch.tensor(grid) for name, grid in grids.items()}
+    return {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types, **grid_tensors, **pixels, **seconds}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", PROCESSED)
-def test_a_pack_of_what_a_processor_gave_trains_as_its_documents_do(model_type: str) -> None:
+def test_a_pack_of_processed_inputs_trains_like_its_documents(model_type: str) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)
     records = [processed(model_type, seed) for seed in range(2)]
@@ -192,7 +193,10 @@ def test_a_pack_of_what_a_processor_gave_trains_as_its_documents_do(model_type: 
 
 
 def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
-    """What a processor of GLM gives for two images, or for a video of two frames, which have their placeholder."""
+    """Return the inputs that a GLM processor returns for two images, or for a video of two frames.
+
+    Frames have the placeholder of images.
+    """
     rng = np.random.default_rng(seed)
     text, image = rng.integers(3, 200, 7).tolist(), [302, *[300] * 4, 303]
     inside = [*image, *text[:2], *image, *text[:2]]
@@ -201,10 +205,10 @@ def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
     processor: Any = SimpleNamespace(image_token_id=300, video_start_id=304, video_end_id=305)
     types = torch.tensor(Glm4vProcessor.create_mm_token_type_ids(processor, tokens.tolist()))
     labels = torch.where(types > 0, IGNORE_INDEX, tokens)
-    made = {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types}
+    inputs = {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types}
     if video:
-        return {**made, "pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[2, 4, 4]])}
-    return {**made, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+        return {**inputs, "pixel_values_videos": pixels, "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    return {**inputs, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
 
 
 VIDEOS, MIXED = (True, True), (True, False, True)
@@ -217,7 +221,7 @@ VIDEOS, MIXED = (True, True), (True, False, True)
         *(pytest.param(name, MIXED, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v"),
     ],
 )
-def test_videos_of_glm_train_in_packs_as_alone(model_type: str, kinds: tuple[bool, ...]) -> None:
+def test_a_pack_of_glm_videos_trains_like_its_documents(model_type: str, kinds: tuple[bool, ...]) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)
     records = [processed_by_glm(seed, video=video) for seed, video in enumerate(kinds)]
@@ -232,16 +236,16 @@ def test_videos_of_glm_train_in_packs_as_alone(model_type: str, kinds: tuple[boo
     )
 
 
-def test_a_part_of_a_video_of_glm_leaves_the_images_of_the_next_document_images() -> None:
+def test_a_truncated_glm_video_does_not_change_the_types_of_the_next_document() -> None:
     settings = mmpos.from_hf_config(tiny_config("glm4v"))
-    made = ProcessedInputs(settings)
-    video, images = (made(processed_by_glm(1, video=each), Location("processed", 0)) for each in (True, False))
+    example_of = ProcessedInputs(settings)
+    video, images = (example_of(processed_by_glm(1, video=each), Location("processed", 0)) for each in (True, False))
     types = ModelCollator(settings)([video.slice(0, 16), images])["mm_token_type_ids"][0].tolist()
     assert types[:16] == [*[0] * 9, *[2] * 4, 0, 0, 0]
     assert types[16:] == processed_by_glm(1, video=False)["mm_token_type_ids"][0].tolist()
 
 
-def test_patches_in_an_order_of_their_own_are_taken_from_their_processor_alone() -> None:
+def test_patches_of_a_special_order_are_accepted_only_as_processed_inputs() -> None:
     settings = mmpos.from_hf_config(tiny_config("cosmos3_edge"))
     images = mmpos.ImageProcessor("pillow", patch_size=4, min_pixels=64, order="merged")
     with pytest.raises(
@@ -255,7 +259,7 @@ def test_patches_in_an_order_of_their_own_are_taken_from_their_processor_alone()
         ModelCollator(settings)(examples_of(builder, [noise(8, 8)]))
 
 
-def test_layers_without_attention_refuse_to_mix_documents_where_their_kernels_are_missing() -> None:
+def test_linear_attention_refuses_packed_documents_without_its_kernels() -> None:
     _, collator, examples = with_images("qwen3_5")
     config = tiny_config("qwen3_5", layer_types=["linear_attention", "full_attention"])
     pack = collator(examples)
@@ -264,7 +268,7 @@ def test_layers_without_attention_refuse_to_mix_documents_where_their_kernels_ar
         tiny_model(config)(**pack)
 
 
-def test_models_that_mix_documents_are_refused_and_all_others_are_known() -> None:
+def test_models_that_mix_documents_are_refused_and_all_others_are_supported() -> None:
     assert MODEL_INPUTS.keys() | model_inputs._REFUSED.keys() < MODEL_TYPES.keys()
     assert MODEL_INPUTS.keys().isdisjoint(model_inputs._REFUSED)
     assert {name for name, inputs in MODEL_INPUTS.items() if inputs.text_row} == {
@@ -273,10 +277,7 @@ def test_models_that_mix_documents_are_refused_and_all_others_are_known() -> Non
     several_axes = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
     assert several_axes < MODEL_INPUTS.keys() | model_inputs._REFUSED.keys()
     settings = mmpos.from_hf_config(CONFIGS["gpt_oss"]())
-    said = (
-        r"^settings.model_type: got 'gpt_oss' \(its masks do not read the documents of a row from position_ids\), want"
-    )
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(UnsupportedError, match=r"^settings.model_type: got 'gpt_oss' \(its masks do not read the doc"):
         ModelCollator(settings)
     unknown = replace(settings, model_type="aria")
     with pytest.raises(UnsupportedError, match=r"^settings.model_type: got 'aria' \(it is not known to keep the doc"):

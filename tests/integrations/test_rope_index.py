@@ -1,4 +1,4 @@
-"""rope_index and ModelSettings beside get_rope_index of every model that has it: the same bits, dtypes and shapes."""
+"""rope_index and ModelSettings compared with get_rope_index of every model that has it: bits, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -51,92 +51,95 @@ FEW = 60
 
 
 def both_ways() -> Iterator[None]:
-    """With the extension in C, if it was built, then without it."""
-    with pytest.MonkeyPatch.context() as patched:
+    """Yield with the C extension, if it was built, then without it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
         yield
-        patched.setattr(native, "core", None)
+        monkeypatch.setattr(native, "core", None)
         yield
 
 
-def assert_same(got: Any, want: Any, said: object = "") -> None:
-    """Compare tensors, and tuples of them, bit for bit."""
+def assert_same(got: Any, want: Any, message: object = "") -> None:
+    """Compare tensors, or tuples of tensors, bit for bit."""
     if isinstance(want, tuple):
-        for one, other in zip(got, want, strict=True):
-            assert_same(one, other, said)
+        for got_item, want_item in zip(got, want, strict=True):
+            assert_same(got_item, want_item, message)
     elif want is None:
-        assert got is None, said
+        assert got is None, message
     else:
-        assert (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape), said
-        assert torch.equal(got, want), said
+        assert (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape), message
+        assert torch.equal(got, want), message
 
 
-def assert_settings_agree(asked: Request, want: Any) -> None:
-    """Compare the table of ModelSettings with the answer of the method; padding has no id."""
-    assert asked.settings is not None
-    assert asked.model is not None
-    told, model = dict(asked.settings), asked.model
-    prompt = model.segments(told.pop("input_ids"), told.pop("image_grid_thw"), told.pop("video_grid_thw", None), **told)
-    placed, real = model.place(prompt), np.asarray(asked.settings["attention_mask"])
+def assert_settings_agree(request: Request, want: Any) -> None:
+    """Compare the table of ModelSettings with the ids of the method, except under padding."""
+    assert request.settings is not None
+    assert request.model is not None
+    settings, model = dict(request.settings), request.model
+    prompt = model.segments(
+        settings.pop("input_ids"), settings.pop("image_grid_thw"), settings.pop("video_grid_thw", None), **settings
+    )
+    positions, mask = model.place(prompt), np.asarray(request.settings["attention_mask"])
     (ids, deltas), ahead = want if model.generates else (want, None)
-    got, following = placed.dense().reshape(ids.shape) * real, placed.documents[NEXT_POSITION]
-    if model.model_type == "qwen3_omni_moe":  # theirs are sums of float32
-        np.testing.assert_allclose(got, ids.numpy() * real, rtol=1e-6, atol=1e-4)
-        ends = real.sum(axis=1) + deltas.numpy()[:, 0]  # where theirs lies between two ids, no integer follows
-        between = following == np.iinfo(np.int64).min
-        assert (np.where(between, abs(ends - ends.round()) > 1e-2, abs(ends - following) < 1e-3)).all()
+    got, next_positions = positions.dense().reshape(ids.shape) * mask, positions.documents[NEXT_POSITION]
+    if model.model_type == "qwen3_omni_moe":  # Transformers sums in float32
+        np.testing.assert_allclose(got, ids.numpy() * mask, rtol=1e-6, atol=1e-4)
+        ends = mask.sum(axis=1) + deltas.numpy()[:, 0]
+        fractional = next_positions == np.iinfo(np.int64).min  # a fractional end has no next position
+        assert (np.where(fractional, abs(ends - ends.round()) > 1e-2, abs(ends - next_positions) < 1e-3)).all()
         return
-    np.testing.assert_array_equal(got, ids.numpy() * real)
+    np.testing.assert_array_equal(got, ids.numpy() * mask)
     if not model.generates:
-        assert following.tolist() == (real.sum(axis=1) + deltas.numpy()[:, 0]).tolist()
-        assert placed.deltas.tolist() == deltas[:, 0].tolist()
+        assert next_positions.tolist() == (mask.sum(axis=1) + deltas.numpy()[:, 0]).tolist()
+        assert positions.deltas.tolist() == deltas[:, 0].tolist()
     elif ahead is not None:
-        counts = told["images_per_sample"]
-        laid = model.place(model.generated(prompt, asked.settings["image_grid_thw"] or [], counts), start=following)
-        own = [d for d, n in enumerate(counts) if n]  # Transformers has none for a row without grids
-        for theirs, d in zip(ahead, own, strict=True):
-            ours = laid.dense()[:, slice(*laid.cu_seqlens[d : d + 2])]
+        counts = settings["images_per_sample"]
+        segments = model.generated(prompt, request.settings["image_grid_thw"] or [], counts)
+        generated = model.place(segments, start=next_positions)
+        rows = [d for d, n in enumerate(counts) if n]  # Transformers omits rows without grids
+        for theirs, d in zip(ahead, rows, strict=True):
+            ours = generated.dense()[:, slice(*generated.cu_seqlens[d : d + 2])]
             np.testing.assert_array_equal(ours, theirs[:, : ours.shape[1]])
             assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()
 
 
 def compare(model: str, count: int, seed: str = "") -> None:
-    """Compare random batches with the answers of the method."""
+    """Compare ids of random batches with those of the method."""
     random = Random(model + seed)
     for _ in range(count):
-        asked = FAMILIES[model](random, model)
-        want = asked.theirs(**asked.needed | asked.arguments)
+        request = FAMILIES[model](random, model)
+        want = request.theirs(**request.needed | request.arguments)
         for _ in both_ways():
-            assert_same(asked.ours(**asked.arguments), want, asked)
-            if asked.settings is not None:
-                assert_settings_agree(asked, want)
+            assert_same(request.ours(**request.arguments), want, request)
+            if request.settings is not None:
+                assert_settings_agree(request, want)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ids_and_deltas_have_the_bits_of_get_rope_index(model: str) -> None:
+def test_ids_and_deltas_equal_those_of_get_rope_index(model: str) -> None:
     compare(model, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_many_ids_and_deltas_have_the_bits_of_get_rope_index(model: str, batches: int) -> None:
+def test_ids_and_deltas_of_many_batches_equal_those_of_get_rope_index(model: str, batches: int) -> None:
     compare(model, batches, "many")
 
 
-def test_every_type_whose_class_has_the_method_is_served() -> None:
-    """By the class that the auto map names, which need not be in a file of the type's own."""
+def test_every_model_type_with_the_method_is_supported() -> None:
+    """The class of a type is the one in Transformers' auto mapping, which may be in the file of another type."""
     library: Any = transformers
     files = Path(library.__path__[0], "models").glob("*/modeling_*.py")
     with_method = {path.parent.name for path in files if "def get_rope_index" in path.read_text()}
     kinds = {model: names if isinstance(names, str) else names[0] for model, names in MODEL_MAPPING_NAMES.items()}
     modules = {model: library._class_to_module.get(kind, "").split(".") for model, kind in kinds.items()}
-    found = {model for model, module in modules.items() if not with_method.isdisjoint(module)}
-    assert {modules[model][1] for model in found} == with_method
-    types = {model for model in found if hasattr(getattr(library, kinds[model]), "get_rope_index")}
+    candidates = {model for model, module in modules.items() if not with_method.isdisjoint(module)}
+    assert {modules[model][1] for model in candidates} == with_method
+    types = {model for model in candidates if hasattr(getattr(library, kinds[model]), "get_rope_index")}
     assert types == {*MODELS} - {*OMNI} | {f"{model}_thinker" for model in OMNI}
     assert {name for name, row in MODEL_TYPES.items() if row.has_rope_index} == types | {*OMNI}
 
 
-# Parameters, and what a config says.
+# Parameters and configs.
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 PLAIN, TIMED, APART = RopeIndex(2), TimedRopeIndex(2, tokens_per_second=25), RopeIndex(2, frames_apart=True)
@@ -152,7 +155,7 @@ OMNI_3 = OmniRopeIndex(OMNI_TOKENS, 2, 13, VISION, SOUND, audio_chunk=100)
 
 
 def changed(model: str, **changes: Any) -> Any:
-    """The config of a model with other values, those of the encoder or the thinker by a dot, as in vision.merge."""
+    """Return the config of a model with other values; a double underscore separates a part from its field."""
     config = hunyuan(4)[0] if model == "hunyuan_vl" else config_of(model)
     config = copy.deepcopy(config)
     for path, value in changes.items():
@@ -167,7 +170,7 @@ def omni_config(model: str, part: str = "") -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_those_of_get_rope_index(model: str) -> None:
+def test_parameters_equal_those_of_get_rope_index(model: str) -> None:
     want = list(inspect.signature(kind_of(model).get_rope_index).parameters.values())[1:]
     config = omni_config(model) if model in OMNI else changed(model)
     got = inspect.signature(rope_index(config)).parameters.values()
@@ -195,13 +198,13 @@ def test_parameters_are_those_of_get_rope_index(model: str) -> None:
         *((omni_config("qwen3_omni_moe", part), OMNI_3) for part in ("", "_thinker")),
     ],
 )
-def test_sizes_and_tokens_are_those_of_the_config(config: Any, function: Any) -> None:
+def test_sizes_and_tokens_are_read_from_the_config(config: Any, function: Any) -> None:
     assert rope_index(config) == function
 
 
 @pytest.mark.parametrize("part", ["", "_thinker"])
-def test_no_rotation_is_needed(part: str) -> None:
-    """The class of Qwen3-Omni has heads of 73 channels, which cannot turn."""
+def test_the_rotation_of_the_config_is_not_read(part: str) -> None:
+    """The default config of Qwen3-Omni has heads of 73 channels, which cannot be rotated."""
     config = CONFIGS[f"qwen3_omni_moe{part}"]()
     thinker = config if part else config.thinker_config
     thinker.vision_start_token_id, thinker.position_id_per_seconds = VISION, 13
@@ -212,7 +215,7 @@ THINKER = "config.thinker_config: got none, want the config of the language mode
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"model_type": "llama"}, "config.model_type: got 'llama', want one of cohere_compass, "),
         (
@@ -231,69 +234,72 @@ THINKER = "config.thinker_config: got none, want the config of the language mode
         ),
     ],
 )
-def test_configs_without_what_is_needed_are_refused(config: dict[str, Any], said: str) -> None:
+def test_configs_without_required_fields_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(MmposError) as raised:
         rope_index(config)
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)
 
 
-# Quirks that random batches do not hold.
+# Edge cases that random batches do not contain.
 
 
-def told(kinds: Any, **more: Any) -> dict[str, Any]:
-    """Arguments of these token types (batch, seq); lists among the others become tensors."""
-    made = {name: torch.tensor(value) for name, value in more.items()}
-    return {"input_ids": torch.zeros(len(kinds), len(kinds[0]), dtype=torch.int64), **made} | {
-        "mm_token_type_ids": torch.tensor(kinds)
-    }
+def arguments_of(kinds: Any, **more: Any) -> dict[str, Any]:
+    """Return arguments with these (batch, seq) token types; the others are converted to tensors."""
+    input_ids = torch.zeros(len(kinds), len(kinds[0]), dtype=torch.int64)
+    return {"input_ids": input_ids, "mm_token_type_ids": torch.tensor(kinds)} | tensors(**more)
 
 
 def tensors(**values: Any) -> dict[str, Any]:
-    """Tensors of lists, all else as it is; no grids have three columns."""
-    made = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in values.items()}
-    return {name: torch.zeros(0, 3, dtype=torch.int64) if values[name] == [] else value for name, value in made.items()}
+    """Convert lists to tensors, an empty list to no grids, and leave other values unchanged."""
+    no_grids = torch.zeros(0, 3, dtype=torch.int64)
+    return {
+        name: value if not isinstance(value, list) else torch.tensor(value) if value else no_grids
+        for name, value in values.items()
+    }
 
 
-@pytest.mark.parametrize("seconds", [2 / 23.976, 0.28 - 4e-11])  # the second is seven ids in float32 alone
-def test_seconds_of_a_list_are_multiplied_before_they_are_rounded(seconds: float) -> None:
-    asked, frame = told([[VIDEO] * 30], video_grid_thw=[[30, 2, 2]]), torch.arange(30)
-    for given, product in (
+@pytest.mark.parametrize("seconds", [2 / 23.976, 0.28 - 4e-11])  # the second gives seven ids only in float32
+def test_seconds_in_a_list_are_multiplied_before_rounding(seconds: float) -> None:
+    arguments, frame = arguments_of([[VIDEO] * 30], video_grid_thw=[[30, 2, 2]]), torch.arange(30)
+    for second_per_grid_ts, product in (
         ([seconds], torch.tensor(25 * seconds)),
         (torch.tensor([seconds]), 25 * torch.tensor(seconds)),
     ):
-        ids, _ = TIMED(**asked, second_per_grid_ts=given)
+        ids, _ = TIMED(**arguments, second_per_grid_ts=second_per_grid_ts)
         assert ids[0, 0].tolist() == (frame * product).long().tolist()
 
 
-def test_images_and_frames_that_touch_have_ids() -> None:
-    ids, deltas = PLAIN(**told([[TEXT, IMAGE, IMAGE, IMAGE, TEXT]], image_grid_thw=[[1, 2, 4], [1, 2, 2]]))
+def test_adjacent_images_and_frames_are_supported() -> None:
+    ids, deltas = PLAIN(**arguments_of([[TEXT, IMAGE, IMAGE, IMAGE, TEXT]], image_grid_thw=[[1, 2, 4], [1, 2, 2]]))
     assert ids[:, 0].tolist() == [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]]
     assert deltas.tolist() == [[0]]
-    ids, _ = APART(**told([[TEXT, VIDEO, VIDEO, TEXT]], video_grid_thw=[[2, 2, 2]]))
+    ids, _ = APART(**arguments_of([[TEXT, VIDEO, VIDEO, TEXT]], video_grid_thw=[[2, 2, 2]]))
     assert ids[:, 0].tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_patches_under_a_mask_take_no_grid_from_those_that_are_seen() -> None:
-    """Trainers append an image that nothing sees where a batch has none."""
-    asked = told([[TEXT, IMAGE, TEXT, IMAGE]], attention_mask=[[1.0, 1.0, 1.0, 0.0]], image_grid_thw=[[1, 2, 2]] * 2)
-    ids, deltas = PLAIN(**asked)
+def test_masked_patches_do_not_use_a_grid() -> None:
+    """Trainers append a masked image to a batch without images."""
+    arguments = arguments_of(
+        [[TEXT, IMAGE, TEXT, IMAGE]], attention_mask=[[1.0, 1.0, 1.0, 0.0]], image_grid_thw=[[1, 2, 2]] * 2
+    )
+    ids, deltas = PLAIN(**arguments)
     assert ids[:, 0].tolist() == [[0, 1, 2, 0]] * 3
     assert deltas.tolist() == [[0]]
 
 
-def test_deltas_do_not_hold_the_memory_of_the_ids() -> None:
-    _, deltas = PLAIN(**told([[TEXT] * 100]))
+def test_deltas_do_not_keep_the_memory_of_the_ids() -> None:
+    _, deltas = PLAIN(**arguments_of([[TEXT] * 100]))
     assert deltas.untyped_storage().nbytes() == 8
 
 
-def test_no_rows_have_no_ids() -> None:
-    nothing = torch.zeros(0, 4, dtype=torch.int64)
-    for function, second in ((PLAIN, nothing), (OMNI_3, nothing[:, :3])):
-        ids, deltas = function(nothing, second)
+def test_a_batch_without_rows_has_empty_ids() -> None:
+    empty = torch.zeros(0, 4, dtype=torch.int64)
+    for function, second in ((PLAIN, empty), (OMNI_3, empty[:, :3])):
+        ids, deltas = function(empty, second)
         assert (ids.shape, deltas.shape) == ((3, 0, 4), (0, 1))
 
 
-# Of MiniCPM-V 4.7: a picture of 1×2 tokens over two slices of 1×1 beside each other, and one of 2×1 tokens alone.
+# MiniCPM-V 4.7: a thumbnail of 1×2 tokens with two slices of 1×1 tokens side by side, and a thumbnail of 2×1 tokens.
 PICTURES = [[5, 22, 20, 20, 23, 24, 20, 25, 24, 20, 25, 6], [0, 0, 0, 0, 0, 0, 5, 22, 21, 21, 23, 6]]
 
 
@@ -309,25 +315,25 @@ def pictures(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_markers_that_are_one_token_are_told_apart_by_their_places() -> None:
-    """An end may be a newline, too; ids are those of five tokens."""
+def test_markers_may_share_one_token() -> None:
+    """The end markers and the newline may be the same token; the ids equal those with five different tokens."""
     ids = torch.tensor(PICTURES)
-    alike = CanvasRopeIndex(CropMarkers(22, 23, 24, 23, 23), 4)
-    assert_same(alike(**pictures(input_ids=torch.where(ids == 25, 23, ids))), CANVAS(**pictures()))
+    shared = CanvasRopeIndex(CropMarkers(22, 23, 24, 23, 23), 4)
+    assert_same(shared(**pictures(input_ids=torch.where(ids == 25, 23, ids))), CANVAS(**pictures()))
 
 
-def test_the_method_takes_any_tokens_around_a_picture() -> None:
-    """The token before takes the ids of a marker, whatever it is, and text goes on after the picture."""
+def test_other_tokens_around_a_picture_are_refused_although_the_method_accepts_them() -> None:
+    """The method gives the token before a picture the ids of a marker, and continues after the token behind it."""
     ids = torch.tensor([[5, 6, 20, 20, 7, 8]])
-    asked: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == 20).int()}
-    asked["target_sizes"] = torch.tensor([[4, 8]])
-    got, _ = method_of("minicpmv4_7", config_of("minicpmv4_7"))(**asked)
+    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == 20).int()}
+    arguments["target_sizes"] = torch.tensor([[4, 8]])
+    got, _ = method_of("minicpmv4_7", config_of("minicpmv4_7"))(**arguments)
     assert got.tolist() == [[[0, 1, 1, 1, 4, 5]], [[0, 0, 1, 1, 4, 5]], [[0, 0, 1, 2, 4, 5]]]
     with pytest.raises(InvalidInputError, match=r"^placeholders\.crops: got token 6 before the placeholders at docum"):
-        CANVAS(**asked)
+        CANVAS(**arguments)
 
 
-# Of GLM-Image: a prompt with an image of 1×2, after which 1×2 and 2×1 are to come, and one without, padded on the left.
+# GLM-Image: a prompt with an image of 1×2 tokens that generates 1×2 and 2×1, and a left-padded prompt without images.
 PROMPTS = tensors(
     input_ids=[[7, BEGIN, 7, 7, END, BEGIN], [0, 0, 0, 0, 7, BEGIN]],
     attention_mask=[[1] * 6, [0, 0, 0, 0, 1, 1]],
@@ -336,24 +342,24 @@ PROMPTS = tensors(
 )
 
 
-# Of Qwen Omni.
+# Qwen Omni.
 
 
-def theirs(function: Any, ids: Any, **asked: Any) -> Any:
+def theirs(function: Any, ids: Any, **arguments: Any) -> Any:
     model = OMNI[function is OMNI_3]
-    return FAMILIES[model](Random(0), model).theirs(input_ids=ids, **asked)
+    return FAMILIES[model](Random(0), model).theirs(input_ids=ids, **arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_without_grids_the_mask_alone_is_counted(function: Any, dtype: torch.dtype) -> None:
+def test_without_grids_only_the_mask_is_counted(function: Any, dtype: torch.dtype) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0]]).to(dtype)
     for ids in (None, torch.full((3, 4), AUDIO)):
         assert_same(function(ids, attention_mask=mask), theirs(function, ids, attention_mask=mask))
 
 
-def test_seconds_of_qwen_omni_are_multiplied_as_float32() -> None:
-    """The fifth frame at 1.64 seconds a frame: the exact product lies below 164, that of float32 at it."""
+def test_seconds_of_qwen_omni_are_multiplied_in_float32() -> None:
+    """For the fifth frame at 1.64 seconds per frame, the exact product is below 164, the float32 product is 164."""
     seconds = torch.tensor([1.64], dtype=torch.float64) - 1e-9
     got, _ = OMNI_25(
         torch.tensor([[VISION, *[FRAME] * 5]]), **tensors(video_grid_thw=[[5, 2, 2]]), second_per_grids=seconds
@@ -362,16 +368,19 @@ def test_seconds_of_qwen_omni_are_multiplied_as_float32() -> None:
 
 
 def clip_of(frames: int, audio: int, text: int) -> list[int]:
-    """Text, then a video with its audio; the next token is text."""
+    """Return the tokens of text, a video with audio, and one more text token."""
     return [*[5] * text, VISION, SOUND, *[FRAME] * frames, *[AUDIO] * audio, SOUND_END, VISION_END, 5]
 
 
-def test_each_sum_is_rounded_to_float32_and_decides_what_comes_first() -> None:
-    """Frames 10/13 s apart, from id 2 + 2: 14.000001 is a float, and comes after audio token 10. From 1000 + 2 it
-    is not, so that the second frame is at 1012, and comes before the audio token there."""
-    asked = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[10 / 13 + 1e-7])
-    early, _ = OMNI_3(torch.tensor([clip_of(2, 12, 2)]), **asked, use_audio_in_video=True)
-    late, _ = OMNI_3(torch.tensor([clip_of(2, 12, 1000)]), **asked, use_audio_in_video=True)
+def test_frames_and_audio_are_ordered_by_ids_rounded_to_float32() -> None:
+    """Frames are just over 10/13 s apart, so that the second frame is just over 10 ids after the first.
+
+    From id 4, float32 can represent 14.000001, which comes after audio token 10. From id 1002 the id of the second
+    frame is rounded to 1012, and the frame comes before the audio token with this id.
+    """
+    arguments = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[10 / 13 + 1e-7])
+    early, _ = OMNI_3(torch.tensor([clip_of(2, 12, 2)]), **arguments, use_audio_in_video=True)
+    late, _ = OMNI_3(torch.tensor([clip_of(2, 12, 1000)]), **arguments, use_audio_in_video=True)
     assert early[1, 0, 4:18].tolist() == [4, *range(4, 15), 4, 15]
     assert 14 < early[0, 0, 16].item() < 14.00001
     assert late[1, 0, 1002:1016].tolist() == [1002, *range(1002, 1012), 1002, 1012, 1013]
@@ -379,25 +388,25 @@ def test_each_sum_is_rounded_to_float32_and_decides_what_comes_first() -> None:
 
 
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_placeholders_without_grids_and_marker_are_text(function: Any) -> None:
-    """Random tokens, as in Transformers' own tests, hold the placeholder of videos, of which there are none."""
+def test_placeholders_without_grids_and_markers_are_text(function: Any) -> None:
+    """Random tokens, as in the tests of Transformers, may contain the placeholder of videos without a video."""
     rows = torch.tensor(
         [[FRAME, VISION, PATCH, VISION_END, 5, FRAME, FRAME], [5, 5, VISION, PATCH, VISION_END, FRAME, 5]]
     )
-    asked = tensors(image_grid_thw=[[1, 2, 2]] * 2, attention_mask=[[1] * 7, [0, *[1] * 6]])
+    arguments = tensors(image_grid_thw=[[1, 2, 2]] * 2, attention_mask=[[1] * 7, [0, *[1] * 6]])
     for _ in both_ways():
-        got = function(rows, **asked)
-        assert_same(got, theirs(function, rows, **asked))
+        got = function(rows, **arguments)
+        assert_same(got, theirs(function, rows, **arguments))
         assert got[0][0].tolist() == [list(range(7)), [int(function is OMNI_25), *range(6)]]
 
 
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_what_is_text_to_the_method_has_the_ids_of_its_kind(function: Any) -> None:
-    ids = torch.tensor([[5, VISION, FRAME, FRAME, VISION_END]])  # silent, where videos may have sound
-    asked = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[1.0], attention_mask=[[1] * 5])
-    assert theirs(function, ids, **asked, use_audio_in_video=True)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
+def test_images_and_videos_that_the_method_takes_for_text_have_grid_ids(function: Any) -> None:
+    ids = torch.tensor([[5, VISION, FRAME, FRAME, VISION_END]])  # no audio although use_audio_in_video is True
+    arguments = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[1.0], attention_mask=[[1] * 5])
+    assert theirs(function, ids, **arguments, use_audio_in_video=True)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
     after = 3 + function.tokens_per_second
-    assert function(ids, **asked, use_audio_in_video=True)[0].tolist() == [
+    assert function(ids, **arguments, use_audio_in_video=True)[0].tolist() == [
         [[0, 1, 2, after - 1, after]],
         *[[[0, 1, 2, 2, after]]] * 2,
     ]
@@ -407,10 +416,10 @@ def test_what_is_text_to_the_method_has_the_ids_of_its_kind(function: Any) -> No
         assert function(image, grid)[0].tolist() == [[[0, 1, 1, 3]], [[0, 1, 1, 3]], [[0, 1, 2, 3]]]
 
 
-# Refusals.
+# Errors.
 
 ONE = [[TEXT, IMAGE, TEXT]]
-MOVING = told([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
+MOVING = arguments_of([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
 INTERVALS = "a number >= 0, and ids within int32"
 
 
@@ -419,54 +428,62 @@ def row(*tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def without_marker() -> Tensor:
-    """The pictures with text in the place of the first marker."""
+    """Return PICTURES with a text token instead of the first marker."""
     ids = torch.tensor(PICTURES)
     ids[0, 1] = 7
     return ids
 
 
-MARKERS = "input_ids: got other tokens before the placeholders from document 0, token"
-UNOPENED = "input_ids[0]: got an image_end_token_id without its image_start_token_id"
+MARKERS = "input_ids: got other tokens before the placeholders at document 0, token"
+UNOPENED = "input_ids[0]: got image_end_token_id without image_start_token_id before it"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (PLAIN, told(ONE), "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on"),
+    (PLAIN, arguments_of(ONE), "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on"),
     (
         APART,
-        told([[TEXT, VIDEO, VIDEO, TEXT, VIDEO]], video_grid_thw=[[3, 2, 4]]),
+        arguments_of([[TEXT, VIDEO, VIDEO, TEXT, VIDEO]], video_grid_thw=[[3, 2, 4]]),
         "video_grid_thw[1]: got a run of 1 placeholder at document 0, token 4, want 2 for 1x1x2 after merging",
     ),
     *(
         (
             PLAIN,
-            told(ONE, image_grid_thw=grids),
+            arguments_of(ONE, image_grid_thw=grids),
             f"image_grid_thw[0]: got {tuple(grids[0])}, want at least (1, 2, 2), one token",
         )
         for grids in ([[1, 2, 1]], [[1, 0, 2], [1, 2, 2]])
     ),
     (
         APART,
-        told([[VIDEO]], video_grid_thw=[[0, 2, 2], [1, 1, 2], [1, 2, 2]]),
+        arguments_of([[VIDEO]], video_grid_thw=[[0, 2, 2], [1, 1, 2], [1, 2, 2]]),
         "video_grid_thw[1]: got (1, 1, 2), want at least (1, 2, 2), one token",
     ),
-    (PLAIN, told([[TEXT, 3]]), "mm_token_type_ids: got 3, want 0, 1 or 2"),
-    (PLAIN, told([[0.5]]), "mm_token_type_ids: got torch.float32, want integers"),
+    (PLAIN, arguments_of([[TEXT, 3]]), "mm_token_type_ids: got 3, want 0, 1 or 2"),
+    (PLAIN, arguments_of([[0.5]]), "mm_token_type_ids: got torch.float32, want integers"),
     (
         PLAIN,
-        told(ONE) | {"input_ids": torch.zeros(1, 2)},
-        "mm_token_type_ids: got shape (1, 3), want (1, 2) as input_ids",
+        arguments_of(ONE) | {"input_ids": torch.zeros(1, 2)},
+        "mm_token_type_ids: got shape (1, 3), want (1, 2) as for input_ids",
     ),
-    (PLAIN, told(ONE, attention_mask=[1, 1, 1]), "attention_mask: got shape (3,), want (1, 3) as input_ids"),
-    (PLAIN, told(ONE) | {"input_ids": torch.zeros(3)}, "input_ids: got shape (3,), want (batch, seq)"),
-    (PLAIN, told(ONE) | {"mm_token_type_ids": None}, "mm_token_type_ids: got NoneType, want a tensor"),
-    (PLAIN, told(ONE) | {"image_grid_thw": [[1, 2, 2]]}, "image_grid_thw: got list, want a tensor"),
-    (PLAIN, told([[TEXT], [TEXT]], attention_mask=[[1], [0]]), "attention_mask[1]: got no tokens, want at least one"),
+    (
+        PLAIN,
+        arguments_of(ONE, attention_mask=[1, 1, 1]),
+        "attention_mask: got shape (3,), want (1, 3) as for input_ids",
+    ),
+    (PLAIN, arguments_of(ONE) | {"input_ids": torch.zeros(3)}, "input_ids: got shape (3,), want (batch, seq)"),
+    (PLAIN, arguments_of(ONE) | {"mm_token_type_ids": None}, "mm_token_type_ids: got NoneType, want a tensor"),
+    (PLAIN, arguments_of(ONE) | {"image_grid_thw": [[1, 2, 2]]}, "image_grid_thw: got list, want a tensor"),
+    (
+        PLAIN,
+        arguments_of([[TEXT], [TEXT]], attention_mask=[[1], [0]]),
+        "attention_mask[1]: got no tokens, want at least one",
+    ),
     (
         TIMED,
-        told([[VIDEO, TEXT, VIDEO]], video_grid_thw=[[1, 2, 2]] * 2, second_per_grid_ts=[1.0]),
+        arguments_of([[VIDEO, TEXT, VIDEO]], video_grid_thw=[[1, 2, 2]] * 2, second_per_grid_ts=[1.0]),
         "second_per_grid_ts: got shape (1,), want at least 2 values, one per video",
     ),
     *(
-        (TIMED, MOVING | {"second_per_grid_ts": seconds}, f"second_per_grid_ts{said}")
-        for seconds, said in (
+        (TIMED, MOVING | {"second_per_grid_ts": seconds}, f"second_per_grid_ts{message}")
+        for seconds, message in (
             ("ab", ": got str, want a tensor or a list"),
             (["ab", 1.0], "[0]: got str, want a number"),
             ([1.0, torch.ones(2)], "[1]: got shape (2,), want a number"),
@@ -479,7 +496,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         XD,
-        told([[IMAGE, IMAGE]], image_grid_thw=[[1, 2, 1]]),
+        arguments_of([[IMAGE, IMAGE]], image_grid_thw=[[1, 2, 1]]),
         "image_grid_thw[0]: got (1, 2, 1), want at least (0, 2, 2), one token",
     ),
     (CANVAS, pictures(mm_token_type_ids=None), "mm_token_type_ids: got NoneType, want a tensor"),
@@ -508,9 +525,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         row(7, BEGIN, image_grid_thw=[[2, 1, 1]], images_per_sample=[1]),
         "image_grid_thw[0, 0]: got 2 frames, want 1",
     ),
-    (OMNI_25, row(5, 5), "attention_mask: got None, want a tensor, where there are no grids"),
+    (OMNI_25, row(5, 5), "attention_mask: got None, want a tensor if there are no grids"),
     *(
-        (OMNI_3, row(*tokens, image_grid_thw=[[1, 2, 2]], **mask), f"{MARKERS} {at} on, want {kind}_start_token_id")
+        (OMNI_3, row(*tokens, image_grid_thw=[[1, 2, 2]], **mask), f"{MARKERS} {at}, want {kind}_start_token_id")
         for tokens, at, kind, mask in (
             ((5, PATCH, 5), 1, "vision", {}),
             ((VISION, PATCH, SOUND, AUDIO, 5), 3, "audio", {}),
@@ -538,9 +555,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         (
             OMNI_25,
             row(5, FRAME, 5, FRAME, FRAME, video_grid_thw=[[1, 2, 2], [2, 2, 2]], second_per_grids=seconds),
-            f"second_per_grids{said}",
+            f"second_per_grids{message}",
         )
-        for seconds, said in (
+        for seconds, message in (
             (None, ": got None, want at least 2 values, one per video"),
             ([1.0], ": got shape (1,), want at least 2 values, one per video"),
             ([-1.0, 1.0], "[0]: got -1.0, want a number >= 0"),
@@ -551,26 +568,26 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         OMNI_25,
         row(5, PATCH, image_grid_thw=[[1, 2, 2]], attention_mask=[[1]]),
-        "attention_mask: got shape (1, 1), want (1, 2) as input_ids",
+        "attention_mask: got shape (1, 1), want (1, 2) as for input_ids",
     ),
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_arguments_that_contradict_each_other_are_refused(function: Any, arguments: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_invalid_arguments_are_refused(function: Any, arguments: dict[str, Any], message: str) -> None:
     for _ in both_ways():
         with pytest.raises(InvalidInputError) as raised:
             function(**arguments)
-        assert str(raised.value) == said
+        assert str(raised.value) == message
 
 
 # Graphs and devices.
 
 SILENT = tensors(attention_mask=[[0, *[1] * 8]], video_grid_thw=[[1, 2, 2]], audio_seqlens=[3], second_per_grids=[0.5])
 CLIP = {"input_ids": torch.tensor([[0, *clip_of(1, 1, 1)]]), **SILENT, "use_audio_in_video": True}
-FILM = told([[TEXT, IMAGE, TEXT, VIDEO, VIDEO]], attention_mask=[[True] * 5], image_grid_thw=[[1, 2, 2]])
+FILM = arguments_of([[TEXT, IMAGE, TEXT, VIDEO, VIDEO]], attention_mask=[[True] * 5], image_grid_thw=[[1, 2, 2]])
 FILM |= {"video_grid_thw": torch.tensor([[2, 2, 2]]), "mm_token_type_ids": FILM["mm_token_type_ids"].int()}
-ROWS = told([[TEXT, IMAGE, IMAGE, TEXT]], attention_mask=[[0, 1, 1, 1]], image_grid_thw=[[1, 2, 2]])
+ROWS = arguments_of([[TEXT, IMAGE, IMAGE, TEXT]], attention_mask=[[0, 1, 1, 1]], image_grid_thw=[[1, 2, 2]])
 CALLS: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
     "Qwen2-VL": (PLAIN.__call__, FILM, get_rope_index, ""),
     "Qwen2.5-VL": (TIMED.__call__, {**FILM, "second_per_grid_ts": torch.tensor([0.5])}, get_rope_index, ""),
@@ -583,95 +600,97 @@ CALLS: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_graphs_without_breaks_hold_the_functions(name: str) -> None:
-    function, asked, _, _ = CALLS[name]
+def test_every_function_compiles_to_one_graph(name: str) -> None:
+    function, arguments, _, _ = CALLS[name]
     compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    asked = asked | ({"input_ids": asked["input_ids"].int()} if name == "MiniCPM-V" else {})  # whose ids are int64
-    got, want = compiled(**asked), function(**asked)
+    arguments = arguments | (
+        {"input_ids": arguments["input_ids"].int()} if name == "MiniCPM-V" else {}
+    )  # its ids stay int64
+    got, want = compiled(**arguments), function(**arguments)
     assert_same(got, want)
     assert [each.stride() for each in tree_leaves(got)] == [each.stride() for each in tree_leaves(want)]
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
-def test_tokens_of_whole_batches_are_read_in_one_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, answers = native.core, []
+def test_a_batch_is_scanned_once_in_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, results = native.core, []
 
-    def scan(*arguments: Any) -> Any:
-        answers.append(core.scan(*arguments))
-        return answers[-1]
+    def scan(*args: Any) -> Any:
+        results.append(core.scan(*args))
+        return results[-1]
 
     others = {name: getattr(core, name) for name in dir(core) if name != "scan"}
     monkeypatch.setattr(native, "core", SimpleNamespace(**others, scan=scan))
-    function, asked, _, _ = CALLS[name]
-    function(**asked)
-    assert len(answers) == 1
-    assert answers[0] is not None
+    function, arguments, _, _ = CALLS[name]
+    function(**arguments)
+    assert len(results) == 1
+    assert results[0] is not None
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
-def test_results_are_on_the_device_of_input_ids_whatever_the_default_one_is(name: str) -> None:
-    function, asked, _, _ = CALLS[name]
-    want = function(**asked)
+def test_results_are_on_the_device_of_input_ids_not_on_the_default_device(name: str) -> None:
+    function, arguments, _, _ = CALLS[name]
+    want = function(**arguments)
     with torch.device("meta"):
-        assert_same(function(**asked), want)
+        assert_same(function(**arguments), want)
 
 
-class Away(Tensor):
-    """Tensor that says that it is on an accelerator, and is on the host."""
+class FakeDeviceTensor(Tensor):
+    """Host tensor that reports an accelerator as its device."""
 
-    held: Tensor
+    host: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Away:
+    def __new__(cls, host: Tensor) -> FakeDeviceTensor:
         device = torch.device("xla:0")
-        made: Away = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=device)
-        made.held = held
-        return made
+        fake: FakeDeviceTensor = Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device=device)
+        fake.host = host
+        return fake
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise AssertionError(f"{func}: a mode has taken it")
+        raise AssertionError(f"{func}: CopyCounter should have handled it")
 
 
-class Counting(TorchDispatchMode):
-    """Mode in which copies between Away and the host are counted."""
+class CopyCounter(TorchDispatchMode):
+    """Mode that counts copies between FakeDeviceTensor and the host."""
 
     to_host = to_device = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        away = any(isinstance(value, Away) for value in tree_leaves(args))
+        on_device = any(isinstance(value, FakeDeviceTensor) for value in tree_leaves(args))
         if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
-            goes = kwargs["device"].type == "xla"
-            self.to_host += away and not goes
-            self.to_device += goes and not away
-            away, kwargs["device"] = goes, None
-        result = func(*tree_map_only(Away, lambda value: value.held, args), **kwargs)
-        return tree_map_only(Tensor, Away, result) if away else result
+            to_device = kwargs["device"].type == "xla"
+            self.to_host += on_device and not to_device
+            self.to_device += to_device and not on_device
+            on_device, kwargs["device"] = to_device, None
+        result = func(*tree_map_only(FakeDeviceTensor, lambda value: value.host, args), **kwargs)
+        return tree_map_only(Tensor, FakeDeviceTensor, result) if on_device else result
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_accelerator_gives_all_in_one_copy_and_gets_all_in_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, asked, module, kind = CALLS[name]
+def test_there_is_one_copy_from_the_device_and_one_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, arguments, module, kind = CALLS[name]
     compute, operator = f"_compute{kind and '_' + kind}", f"{kind and '_' + kind.upper()}_OPERATOR"
-    monkeypatch.setattr(module, operator, getattr(module, compute))  # in sight of the mode
-    with Counting() as counting:  # type: ignore[no-untyped-call]
-        got = function(**tree_map_only(Tensor, Away, asked))
-    assert (counting.to_host, counting.to_device) == (1, 1)
-    assert all(isinstance(each, Away) for each in tree_leaves(got))
-    assert_same(tree_map_only(Away, lambda value: value.held, got), function(**asked))
+    monkeypatch.setattr(module, operator, getattr(module, compute))  # the mode cannot see inside an operator
+    with CopyCounter() as counter:  # type: ignore[no-untyped-call]
+        got = function(**tree_map_only(Tensor, FakeDeviceTensor, arguments))
+    assert (counter.to_host, counter.to_device) == (1, 1)
+    assert all(isinstance(each, FakeDeviceTensor) for each in tree_leaves(got))
+    assert_same(tree_map_only(FakeDeviceTensor, lambda value: value.host, got), function(**arguments))
 
 
-# On models.
+# Models.
 
 
-def weightless(model: str, config: Any) -> Any:
-    """A model with the method and a config, without weights."""
-    kind = kind_of(model)
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    made.config = config
-    return made
+def weightless(kind: str, config: Any) -> Any:
+    """Return a model with the method and a config, without weights."""
+    cls = kind_of(kind)
+    model = cls.__new__(cls)
+    nn.Module.__init__(model)
+    model.config = config
+    return model
 
 
 @pytest.mark.parametrize(
@@ -683,58 +702,58 @@ def weightless(model: str, config: Any) -> Any:
         ("qwen2_5_omni", omni_config("qwen2_5_omni").thinker_config),
     ],
 )
-def test_what_is_installed_is_kept_by_copies_and_taken_out_by_uninstall(model: str, config: Any) -> None:
+def test_copies_keep_an_installed_function_and_uninstall_removes_it(model: str, config: Any) -> None:
     module, function = weightless(model, config), rope_index(config)
-    around = nn.Sequential(nn.Identity(), module)
-    assert install(install(around)) is around
-    for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert one.get_rope_index == function
-        assert list(one.state_dict()) == []
-        assert uninstall(uninstall(one)) is one
-        assert "get_rope_index" not in vars(one)
-        assert one.get_rope_index == kind_of(model).get_rope_index.__get__(one)
+    parent = nn.Sequential(nn.Identity(), module)
+    assert install(install(parent)) is parent
+    for copied in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert copied.get_rope_index == function
+        assert list(copied.state_dict()) == []
+        assert uninstall(uninstall(copied)) is copied
+        assert "get_rope_index" not in vars(copied)
+        assert copied.get_rope_index == kind_of(model).get_rope_index.__get__(copied)
 
 
 def decoding(model: Any) -> list[Tensor]:
-    """The ids of a prompt and of three steps of decoding of GLM-Image, as the model computes them."""
-    asked: dict[str, Any] = PROMPTS | {"inputs_embeds": torch.zeros(2, 6, 1), CACHE: None}
-    made = [model.compute_3d_position_ids(**asked)]
+    """Return the ids that a GLM-Image model computes for a prompt and three decoding steps."""
+    arguments: dict[str, Any] = PROMPTS | {"inputs_embeds": torch.zeros(2, 6, 1), CACHE: None}
+    ids = [model.compute_3d_position_ids(**arguments)]
     for step in range(3):
-        cache = SimpleNamespace(get_seq_length=lambda seen=6 + step: seen)
-        asked |= {"inputs_embeds": torch.zeros(2, 1, 1), CACHE: cache}
-        made.append(model.compute_3d_position_ids(**asked))
-    return made
+        cache = SimpleNamespace(get_seq_length=lambda length=6 + step: length)
+        arguments |= {"inputs_embeds": torch.zeros(2, 1, 1), CACHE: cache}
+        ids.append(model.compute_3d_position_ids(**arguments))
+    return ids
 
 
-def test_ids_of_images_to_come_are_left_on_the_model_for_its_decoding() -> None:
-    def made() -> Any:
+def test_the_model_stores_ids_of_generated_images_for_decoding() -> None:
+    def glm_image() -> Any:
         model = weightless("glm_image", config_of("glm_image"))
         model.rope_deltas = model._cached_decode_position_ids = model._prefill_len = None
         return model
 
-    want, model = decoding(made()), install(install(made()))
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        got = decoding(one)
+    want, model = decoding(glm_image()), install(install(glm_image()))
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        got = decoding(copied)
         assert all(map(torch.equal, got, want))
         assert got[3].tolist() == [[[8], [3]], [[8], [3]], [[8], [3]]]
-        assert_same(one._cached_decode_position_ids, GENERATING.with_generated(**PROMPTS)[1])
-        assert one._prefill_len == 6
-        one.get_rope_index(PROMPTS["input_ids"][:, :3])
-        assert (one._prefill_len, one._cached_decode_position_ids) == (3, None)
+        assert_same(copied._cached_decode_position_ids, GENERATING.with_generated(**PROMPTS)[1])
+        assert copied._prefill_len == 6
+        copied.get_rope_index(PROMPTS["input_ids"][:, :3])
+        assert (copied._prefill_len, copied._cached_decode_position_ids) == (3, None)
     assert "get_rope_index" not in vars(uninstall(model))
 
 
-def test_models_without_the_method_of_another_type_or_with_another_function_are_refused_whole() -> None:
+def test_install_changes_nothing_if_one_model_is_refused() -> None:
     inner, other = (weightless("qwen3_vl", config_of("qwen3_vl")) for _ in range(2))
     talker = weightless("qwen2_5_omni", config_of("qwen2_5_omni").talker_config)
-    for bad, said in (
+    for bad, message in (
         (nn.Linear(2, 2), "model: got Linear, want a model with get_rope_index"),
         (nn.ModuleList([inner, talker]), "config.model_type: got 'qwen2_5_omni_talker', want one of cohere_compass, "),
-        (nn.ModuleList([inner, other]), "model: got Qwen3VLModel.get_rope_index set on the instance, want that of the"),
+        (nn.ModuleList([inner, other]), "model: got Qwen3VLModel.get_rope_index set on the instance, want the method"),
     ):
-        other.get_rope_index = mine = partial(print)
+        other.get_rope_index = function = partial(print)
         with pytest.raises(UnsupportedError) as raised:
             install(bad)
-        assert str(raised.value).startswith(said)
+        assert str(raised.value).startswith(message)
         assert "get_rope_index" not in vars(inner)
-        assert uninstall(other).get_rope_index is mine
+        assert uninstall(other).get_rope_index is function

@@ -1,4 +1,4 @@
-"""rope_index installed in tiny models: the positions, logits, losses and tokens of their own method."""
+"""rope_index installed in tiny models: positions, logits, losses and tokens equal those with their own method."""
 
 from __future__ import annotations
 
@@ -17,62 +17,60 @@ MODELS = ("minicpmv4_7", "qwen3_vl")
 
 
 @cache
-def made(name: str) -> Any:
+def model_of(name: str) -> Any:
     return tiny_model(name)
 
 
 def pair(name: str) -> tuple[Any, Any]:
-    """A model with its own method, and one with ours."""
-    return copy.deepcopy(made(name)), install(copy.deepcopy(made(name)))
+    """Return a model with its own method, and a copy with rope_index installed."""
+    return copy.deepcopy(model_of(name)), install(copy.deepcopy(model_of(name)))
 
 
 def batch(name: str) -> dict[str, Any]:
-    """An image in one row, two frames of a video or one more image in the other, which is padded on the left."""
+    """Return two rows: one with an image, and a left-padded one with two frames of a video or a video crop."""
     generator = torch.Generator().manual_seed(0)
-    config = made(name).config
+    config = model_of(name).config
     ids = torch.randint(1, 20, (2, 20), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     image, video = config.image_token_id, config.video_token_id
-    told: dict[str, Any] = {"attention_mask": mask}
+    arguments: dict[str, Any] = {"attention_mask": mask}
     pixels: dict[str, tuple[int, ...]]
     if name == "qwen3_vl":
         ids[0, 3:9], ids[1, 5:9], ids[1, 11:15] = image, video, video
-        told |= {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[2, 4, 4]])}
+        arguments |= {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[2, 4, 4]])}
         width = 3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2
         pixels = {"pixel_values": (24, width), "pixel_values_videos": (32, width)}
     else:
         side = config.vision_config.patch_size
         for row, patch in enumerate((image, video)):
             ids[row, 5:9] = torch.tensor([config.image_start_id, patch, patch, config.image_end_id])
-        told |= dict.fromkeys(("target_sizes", "target_sizes_videos"), torch.tensor([[4, 8]]))
+        arguments |= dict.fromkeys(("target_sizes", "target_sizes_videos"), torch.tensor([[4, 8]]))
         pixels = dict.fromkeys(("pixel_values", "pixel_values_videos"), (1, 3, side, side * 32))
-    told |= {key: torch.randn(*shape, generator=generator) for key, shape in pixels.items()}
-    return {"input_ids": ids, "mm_token_type_ids": (ids == image).int() + 2 * (ids == video).int(), **told}
+    arguments |= {key: torch.randn(*shape, generator=generator) for key, shape in pixels.items()}
+    return {"input_ids": ids, "mm_token_type_ids": (ids == image).int() + 2 * (ids == video).int(), **arguments}
 
 
-def seen(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The ids that the language model is given, the logits and the loss, and the deltas that the model keeps."""
-    found: dict[str, Any] = {}
+def results(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids passed to the language model, the logits, the loss and the deltas stored on the model."""
+    passed: dict[str, Any] = {}
 
-    def watch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        found["position_ids"] = kwargs["position_ids"]
+    def record(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        passed["position_ids"] = kwargs["position_ids"]
 
-    with model.model.language_model.register_forward_pre_hook(watch, with_kwargs=True):
-        output = model(**asked, labels=asked["input_ids"])
-    return {**found, "logits": output.logits, "loss": output.loss, "deltas": model.model.rope_deltas}
+    with model.model.language_model.register_forward_pre_hook(record, with_kwargs=True):
+        output = model(**arguments, labels=arguments["input_ids"])
+    return {**passed, "logits": output.logits, "loss": output.loss, "deltas": model.model.rope_deltas}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_generate_have_the_same_positions_logits_losses_and_tokens(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_and_generate_give_the_results_of_the_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, ours = pair(name)
     monkeypatch.setattr(type(own.model), "get_rope_index", None, raising=False)
-    got = seen(ours, batch(name))
+    got = results(ours, batch(name))
     monkeypatch.undo()
-    want = seen(own, batch(name))
+    want = results(own, batch(name))
     assert got["position_ids"][-3:, 1, :3].tolist() == [[0] * 3] * 3
     assert (got["deltas"] != 0).all()
     for key, value in want.items():

@@ -1,4 +1,4 @@
-"""The plugin that installs rope_index in the models of Transformers' own tests."""
+"""The pytest plugin that installs rope_index in the models of Transformers' tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_refused():
 """
 
 
-def test_calls_are_counted_and_a_run_without_one_fails(
+def test_the_plugin_counts_calls_and_fails_a_run_without_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -37,12 +37,12 @@ def test_calls_are_counted_and_a_run_without_one_fails(
     path = tmp_path / "test_of_transformers.py"
     path.write_text(FILE)
     options = ["-p", "rope_index_installed", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    for names, status, said in (
+    for names, status, message in (
         ("called or refused", pytest.ExitCode.OK, "rope_index was called 1 time: {'RopeIndex': 1}\n"),
         ("refused", pytest.ExitCode.TESTS_FAILED, "rope_index was called 0 times: {}\n"),
     ):
         assert pytest.main([str(path), "-q", "--import-mode=importlib", "-k", names, *options]) == status
         out = capfd.readouterr().out
-        assert said in out
+        assert message in out
         assert "1 model without it: config.model_type: got 'qwen2_5_omni_talker', want one of cohere_compass, " in out
         assert [PreTrainedModel.post_init, RopeIndex.__call__] == untouched

@@ -1,4 +1,4 @@
-"""Sections: an engine's formula on sorted channels is the rotation of the model, and its ids are those of the table."""
+"""Sections: an engine's formula on sorted channels equals the rotation of the model, and its ids equal the table's."""
 
 import copy
 import math
@@ -58,7 +58,7 @@ def engine(sections: Sections, dtype: torch.dtype = torch.float32) -> EngineRota
 
 
 @pytest.mark.parametrize("name", sorted(ROTARIES))
-def test_an_engine_turns_sorted_channels_as_mmpos_turns_the_models_own_bit_for_bit(name: str) -> None:
+def test_an_engine_rotates_sorted_channels_like_mmpos_rotates_the_original_ones_bit_for_bit(name: str) -> None:
     rotary = ROTARIES[name]
     positions = table(DOCUMENT, axes=rotary.axes)
     sections = Sections(rotary, 64, permuted=True)
@@ -95,7 +95,7 @@ def test_contiguous_allocations_need_no_permutation(name: str) -> None:
     assert Sections(ROTARIES[name], 8).order.tolist() == list(range(ROTARIES[name].num_pairs))
 
 
-def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_than_one_block() -> None:
+def test_a_cache_of_several_blocks_holds_exact_cosines_in_the_order_of_the_sections() -> None:
     rotary = Rotary(head_dim=8, theta=100.0)
     cache = Sections(rotary, 20000, permuted=True).cos_sin_cache()
     assert (cache.shape, cache.dtype) == ((20000, 8), torch.float32)
@@ -106,13 +106,13 @@ def test_the_cache_holds_exact_cosines_in_the_order_of_the_sections_over_more_th
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(44, 30), (96, 34), (96, 96)])  # 44 · (30 / 44) is below 30
-def test_the_config_gives_an_engine_the_same_rotary_dim(head_dim: int, rotary_dim: int) -> None:
+def test_an_engine_computes_the_same_rotary_dim_from_rope_parameters(head_dim: int, rotary_dim: int) -> None:
     sections = Sections(Rotary(head_dim=head_dim, rotary_dim=rotary_dim, theta=5e5), 8, permuted=True)
-    found = sections.rope_parameters
-    assert int(head_dim * found.pop("partial_rotary_factor")) == rotary_dim
+    parameters = sections.rope_parameters
+    assert int(head_dim * parameters.pop("partial_rotary_factor")) == rotary_dim
     pairs = rotary_dim // 2
     section = [0, math.ceil(pairs / 2), pairs // 2]
-    assert found == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
+    assert parameters == {"rope_type": "default", "rope_theta": 5e5, "mrope_section": section}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("hunyuan", torch.bfloat16), ("yarn", torch.float32)])
@@ -144,7 +144,7 @@ def test_a_cache_is_shared_and_grows_exactly_with_its_dtype_and_attention_factor
         ("mrope_section", None, "model: got no module with cos_sin_cache and mrope_section, want at least one"),
     ],
 )
-def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: object, message: str) -> None:
+def test_a_module_that_differs_from_sections_is_refused_and_unchanged(field: str, value: object, message: str) -> None:
     module = engine(SECTIONS)
     setattr(module, field, value)
     before = module.cos_sin_cache
@@ -153,11 +153,11 @@ def test_a_module_that_does_not_fit_is_left_as_it_was(field: str, value: object,
 
 
 def whole(document: list[Text | Grid], generated: int) -> torch.Tensor:
-    """(3, tokens) ids of the document with text after it, placed as one."""
+    """Return the ids of a single document with the generated text at its end, (3, tokens)."""
     return torch.from_numpy(table([*document, Text(generated)]).dense(dtype=np.int64)[[0, 0, 1]])
 
 
-def test_a_request_gives_three_rows_and_the_delta_of_what_follows() -> None:
+def test_a_request_has_three_rows_of_ids_and_a_delta() -> None:
     ids, delta = request_positions(table([Text(3), Grid(2, 3), Text(2)]), SECTIONS)
     assert ids.dtype == torch.int64
     assert ids.tolist() == [
@@ -190,29 +190,29 @@ def test_a_step_of_several_requests_is_packed_in_the_order_of_the_scheduler() ->
     assert torch.equal(got, torch.cat([whole([Text(4)], 3)[:, 3:6], whole(DOCUMENT, 1)[:, 5:7]], dim=1))
 
 
-def test_what_follows_a_cached_prefix_needs_its_cursor_and_its_tokens_only() -> None:
+def test_ids_after_a_cached_prefix_depend_on_its_cursor_and_its_length_only() -> None:
     prefix, suffix = DOCUMENT[:3], DOCUMENT[3:]
     _, delta = request_positions(table(DOCUMENT), SECTIONS)
     before = table(prefix)
     after = table(suffix, start=int(before.next_positions[0]))
-    ids, found = request_positions(after, SECTIONS, computed=before.num_tokens)
+    ids, delta_after = request_positions(after, SECTIONS, computed=before.num_tokens)
     assert torch.equal(ids, whole(DOCUMENT, 1)[:, before.num_tokens : -1])
-    assert found == delta
+    assert delta_after == delta
 
 
-def test_a_delta_counts_from_the_first_id_and_from_the_tokens_that_are_left() -> None:
+def test_a_delta_accounts_for_the_start_and_for_pruned_tokens() -> None:
     positions = table(DOCUMENT, start=7)
     ids, delta = request_positions(positions, Sections(SECTIONS.rotary, 128, permuted=True))
     assert int(ids[0, 0]) == 7
     assert delta == positions.next_positions[0] - positions.num_tokens
     mask = np.ones(positions.num_tokens, np.bool_)
     mask[4:7] = False
-    pruned, more = request_positions(positions.keep(mask), Sections(SECTIONS.rotary, 128, permuted=True))
+    pruned, pruned_delta = request_positions(positions.keep(mask), Sections(SECTIONS.rotary, 128, permuted=True))
     assert torch.equal(pruned, ids[:, torch.from_numpy(mask)])
-    assert more == delta + 3
+    assert pruned_delta == delta + 3
 
 
-def test_drafts_of_one_depth_share_one_id() -> None:
+def test_drafts_of_the_same_depth_share_an_id() -> None:
     positions = table([Text(1)], DOCUMENT)
     start = int(positions.lengths[1]) + 4
     got = draft_positions(positions, SECTIONS, start, [0, 1, 1, 2, 3, 2], document=1)
@@ -244,13 +244,13 @@ request: Any = request_positions
 window: Any = window_positions
 draft: Any = draft_positions
 BY_HEADS = Rotary(16, allocation="heads", head_axes=[0, 1, 2])
-PERMUTE = ", want one of contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
+PERMUTE = ", want contiguous sections, such as 'split', or weights from permute_qk and permuted=True"
 REFUSED: dict[str, Any] = {
     "rotary: got 4 axes, want at most 3": lambda: make(Rotary(head_dim=16, axes=4), 8, permuted=True),
     "rotary: got dict, want a Rotary": lambda: make({}, 8),
     "rotary: got Sections, want a Rotary": lambda: qk_channels(SECTIONS),  # type: ignore[arg-type]
-    "rotary: got one with head_axes, want one for all heads, as": lambda: make(BY_HEADS, 8, permuted=True),
-    "rotary: got one with head_axes, want one for all heads": lambda: qk_channels(BY_HEADS),
+    "rotary: got one with head_axes, want one rotation for all heads, as": lambda: make(BY_HEADS, 8, permuted=True),
+    "rotary: got one with head_axes, want one rotation for all heads": lambda: qk_channels(BY_HEADS),
     **{
         f"rotary: got allocation {ROTARIES[name].allocation!r}{PERMUTE}": lambda name=name: make(ROTARIES[name], 8)
         for name in ("adjacent", "columns first", "qwen3-vl", "three axes")
@@ -261,7 +261,7 @@ REFUSED: dict[str, Any] = {
     f"documents[0]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, {ROWS}": lambda: request(
         table(DOCUMENT), Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
     ),
-    f"documents[0]: got cursor {CURSOR} and max_new_tokens {65 - CURSOR}, want at most max_position 64": (
+    f"documents[0]: got cursor {CURSOR} plus max_new_tokens {65 - CURSOR}, want at most max_position 64": (
         lambda: request(table(DOCUMENT), SECTIONS, max_new_tokens=65 - CURSOR)
     ),
     "documents[1]: got id 64, want < max_position 64, the": lambda: window(
@@ -281,7 +281,7 @@ REFUSED: dict[str, Any] = {
     "sections: got Rotary, want Sections": lambda: window(TWO, SECTIONS.rotary, [0], [0], [1]),
     "positions: got 2 documents, want 1": lambda: request(TWO, SECTIONS),
     "positions: got 3 axes, want 2 as in rotary": lambda: request(table(DOCUMENT, axes=3), SECTIONS),
-    "positions: got padding, want a table without": lambda: request(table(DOCUMENT).pad(20), SECTIONS),
+    "positions: got padding, want none": lambda: request(table(DOCUMENT).pad(20), SECTIONS),
     "max_new_tokens: got -1, want >= 0": lambda: request(table(DOCUMENT), SECTIONS, max_new_tokens=-1),
     "computed: got -2, want >= 0": lambda: request(table(DOCUMENT), SECTIONS, computed=-2),
     f"start: got 3, want >= {LENGTH}": lambda: draft(table(DOCUMENT), SECTIONS, 3, [0]),
@@ -292,5 +292,5 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused(message: str) -> None:
+def test_invalid_sections_and_positions_are_refused(message: str) -> None:
     assert_refused(message, REFUSED[message], mmpos.MmposError)

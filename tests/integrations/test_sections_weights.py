@@ -1,4 +1,4 @@
-"""Weights sorted by axis: attention of an engine on them is that of mmpos on the model's own, and back again."""
+"""Permuted weights: an engine's attention on them equals that of the model, and the inverse restores them."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -33,12 +33,12 @@ def layer(prefix: str = LAYER, dtype: torch.dtype = torch.float64) -> dict[str, 
 
 
 def sorted_rows(x: Tensor) -> Tensor:
-    """The rows of every head in the new order, written out."""
+    """Return the rows of every head in the new order."""
     return x.unflatten(0, (-1, 12))[:, ORDER].flatten(0, 1)
 
 
-def attention(x: Tensor, weights: dict[str, Tensor], turn: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Tensor:
-    """Causal grouped-query attention with q and k norms; ``turn`` rotates (tokens, heads, 12)."""
+def attention(x: Tensor, weights: dict[str, Tensor], rotate: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> Tensor:
+    """Compute causal grouped-query attention with q and k norms; ``rotate`` rotates (tokens, heads, 12)."""
     q, k, v = (
         nn.functional.linear(x, weights[f"{LAYER}{name}_proj.weight"], weights[f"{LAYER}{name}_proj.bias"]).unflatten(
             -1, (-1, 12)
@@ -49,13 +49,13 @@ def attention(x: Tensor, weights: dict[str, Tensor], turn: Callable[[Tensor, Ten
         nn.functional.rms_norm(y, (12,), weights[f"{LAYER}{name}_norm.weight"], 1e-6)
         for name, y in (("q", q), ("k", k))
     )
-    q, k = turn(q, k)
+    q, k = rotate(q, k)
     q, k, v = (y.transpose(0, 1) for y in (q, k, v))
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
-def turned_by_mmpos(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """The rotation of the model itself, in float64, pair j by axis j mod 2."""
+def rotate_as_model(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """Rotate like the model, in float64, pair j by axis j mod 2."""
     cos, sin = (table.double().view(-1, 1, 4) for table in mmpos.rotary.cos_sin(ROTARY, positions))
     return tuple(
         torch.cat([x[..., :4] * cos - x[..., 4:8] * sin, x[..., 4:8] * cos + x[..., :4] * sin, x[..., 8:]], dim=-1)
@@ -63,7 +63,7 @@ def turned_by_mmpos(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tup
     )
 
 
-def test_attention_of_an_engine_on_sorted_weights_is_that_of_the_model() -> None:
+def test_attention_of_an_engine_on_sorted_weights_equals_that_of_the_model() -> None:
     positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
     x = torch.randn(positions.num_tokens, WIDTH, generator=torch.Generator().manual_seed(3)).double()
     sections = Sections(ROTARY, 64, permuted=True)
@@ -73,7 +73,7 @@ def test_attention_of_an_engine_on_sorted_weights_is_that_of_the_model() -> None
     weights = layer()
 
     def model() -> Tensor:
-        return attention(x, weights, lambda q, k: turned_by_mmpos(positions, q, k))
+        return attention(x, weights, lambda q, k: rotate_as_model(positions, q, k))
 
     want = model()
     got = attention(x, permute_qk(layer(), ROTARY), lambda q, k: module(ids, q, k))
@@ -82,7 +82,7 @@ def test_attention_of_an_engine_on_sorted_weights_is_that_of_the_model() -> None
     assert (without - want).abs().max() > 0.1
 
 
-def test_rows_of_q_and_k_are_sorted_and_nothing_else_is_touched() -> None:
+def test_rows_of_q_and_k_are_sorted_and_all_other_tensors_are_unchanged() -> None:
     weights = {"model.embed_tokens.weight": torch.ones(3), **layer()}
     before = {name: tensor.clone() for name, tensor in weights.items()}
     got = permute_qk(weights, ROTARY)
@@ -97,19 +97,19 @@ def test_rows_of_q_and_k_are_sorted_and_nothing_else_is_touched() -> None:
             assert got[name] is tensor
 
 
-def test_an_iterator_gives_one_tensor_at_a_time_and_the_inverse_gives_all_back() -> None:
-    weights, taken = layer(), []
+def test_an_iterator_is_lazy_and_the_inverse_restores_the_weights() -> None:
+    weights, loaded = layer(), []
 
     def loading() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights.items():
-            taken.append(name)
+            loaded.append(name)
             yield name, tensor
 
     pairs = permute_qk(loading(), ROTARY)
-    assert taken == []
-    assert next(pairs)[0] == taken[-1]
-    assert len(taken) == 1
-    rotary = Rotary(head_dim=12)  # whose order is not its own inverse
+    assert loaded == []
+    assert next(pairs)[0] == loaded[-1]
+    assert len(loaded) == 1
+    rotary = Rotary(head_dim=12)  # its order is not its own inverse
     back = permute_qk(permute_qk(weights, rotary), rotary, inverse=True)
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
@@ -130,7 +130,7 @@ def test_q_and_k_of_a_fused_projection_are_sorted_and_v_is_not(fused: str) -> No
     assert torch.equal(got[name], joined(sorted_rows(q), sorted_rows(k), v))
 
 
-def test_an_adapter_of_q_alone_is_sorted_like_its_base() -> None:
+def test_an_adapter_of_q_only_is_sorted_like_its_base() -> None:
     base = layer()[f"{LAYER}q_proj.weight"]
     name = f"base_model.model.{LAYER}q_proj."
     a, b = torch.randn(3, WIDTH).double(), torch.randn(12 * HEADS, 3).double()
@@ -143,14 +143,14 @@ def test_an_adapter_of_q_alone_is_sorted_like_its_base() -> None:
     }
     got = permute_qk(adapter, ROTARY)
     assert got[f"{name}lora_A.weight"] is a
-    found = got[f"{name}lora_B.default.weight"]
-    room = 2 * gamma(4, torch.float64) * sorted_rows(abs(base) + abs(b) @ abs(a))  # products of rows in another order
-    assert_within(sorted_rows(base) + found @ a, sorted_rows(base + b @ a), room)
-    assert torch.equal(got[f"{name}lora_B.default.bias"], found[:, 0])
+    sorted_b = got[f"{name}lora_B.default.weight"]
+    bound = 2 * gamma(4, torch.float64) * sorted_rows(abs(base) + abs(b) @ abs(a))  # the order of rows differs
+    assert_within(sorted_rows(base) + sorted_b @ a, sorted_rows(base + b @ a), bound)
+    assert torch.equal(got[f"{name}lora_B.default.bias"], sorted_b[:, 0])
     assert torch.equal(got[f"{name}lora_magnitude_vector.default.weight"], sorted_rows(magnitude))
 
 
-def test_scales_per_row_follow_their_rows_and_one_scale_stays() -> None:
+def test_scales_per_row_are_sorted_like_their_rows_and_a_scalar_scale_is_unchanged() -> None:
     weights = layer()
     q = weights[f"{LAYER}q_proj.weight"].to(torch.float8_e4m3fn)
     scale, one = torch.rand(12 * HEADS, 1), torch.tensor(0.5)
@@ -166,7 +166,7 @@ def test_scales_per_row_follow_their_rows_and_one_scale_stays() -> None:
     assert got[f"{LAYER}q_proj.input_scale"] is one
 
 
-def test_norms_of_a_row_per_head_and_of_all_heads_are_sorted_inside_heads() -> None:
+def test_norms_with_weights_per_head_are_sorted_inside_each_head() -> None:
     per_head, flat = torch.rand(HEADS, 12), torch.rand(12 * HEADS)
     names = ("model.layers.0.self_attn.query_layernorm.weight", "model.layers.0.self_attn.key_layernorm.weight")
     got = permute_qk(dict(zip(names, (per_head, flat), strict=True)), ROTARY)
@@ -175,34 +175,34 @@ def test_norms_of_a_row_per_head_and_of_all_heads_are_sorted_inside_heads() -> N
 
 
 UNKNOWN = (
-    "which may hold channels of q or k under a name that is not known, want norms= to sort it as a norm is sorted, or "
-    "leave= if its channels are no rotated ones"
+    "got an unknown tensor of shape (12,), which may hold channels of q or k; pass norms= to sort it like a norm, or "
+    "leave= if its channels are not rotated"
 )
 
 
-BESIDE = ["per_dim_scale", "norm.weight"]  # no known parts of attention
+IN_ATTENTION = ["per_dim_scale", "norm.weight"]  # refused because they are next to q_proj
 
 
 @pytest.mark.parametrize(
-    "name", ["q_ln.weight", "norm_q.weight", "k_layer_norm.weight", "qk_norm.weight", "query_rms.scale", *BESIDE]
+    "name", ["q_ln.weight", "norm_q.weight", "k_layer_norm.weight", "qk_norm.weight", "query_rms.scale", *IN_ATTENTION]
 )
 @pytest.mark.parametrize("first", [False, True])
-def test_what_may_hold_channels_of_q_or_k_is_refused_until_it_is_told(name: str, first: bool) -> None:
+def test_an_unknown_tensor_of_q_or_k_is_refused_unless_norms_or_leave_matches(name: str, first: bool) -> None:
     norm = {f"{LAYER}{name}": torch.rand(12)}
     weights = {**norm, **layer()} if first else {**layer(), **norm}
-    assert_refused(f"{LAYER}{name}: got (12,), {UNKNOWN}", lambda: permute_qk(weights, ROTARY))
+    assert_refused(f"{LAYER}{name}: {UNKNOWN}", lambda: permute_qk(weights, ROTARY))
     part = re.escape(name)
-    found = permute_qk(weights, ROTARY, norms=part)
-    assert torch.equal(found[f"{LAYER}{name}"], norm[f"{LAYER}{name}"][ORDER])
+    permuted = permute_qk(weights, ROTARY, norms=part)
+    assert torch.equal(permuted[f"{LAYER}{name}"], norm[f"{LAYER}{name}"][ORDER])
     left = permute_qk(weights, ROTARY, leave=part)
     assert left[f"{LAYER}{name}"] is norm[f"{LAYER}{name}"]
-    for got in (found, left):
+    for got in (permuted, left):
         assert torch.equal(got[f"{LAYER}q_proj.weight"], sorted_rows(weights[f"{LAYER}q_proj.weight"]))
-    back = permute_qk(found, ROTARY, norms=part, inverse=True)
+    back = permute_qk(permuted, ROTARY, norms=part, inverse=True)
     assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
 
 
-def test_what_holds_no_whole_head_or_is_known_beside_q_is_passed_on() -> None:
+def test_tensors_without_whole_heads_and_known_parts_of_attention_are_passed_through() -> None:
     others = {
         f"{LAYER}{name}": torch.rand(shape)
         for name, shape in {
@@ -216,12 +216,12 @@ def test_what_holds_no_whole_head_or_is_known_beside_q_is_passed_on() -> None:
         }.items()
     }
     others |= {"model.layers.0.mlp.up_proj.weight": torch.rand(36, WIDTH), "model.norm.weight": torch.rand(WIDTH)}
-    found = permute_qk({**layer(), **others}, ROTARY)
-    assert all(found[name] is tensor for name, tensor in others.items())
+    permuted = permute_qk({**layer(), **others}, ROTARY)
+    assert all(permuted[name] is tensor for name, tensor in others.items())
 
 
 @pytest.mark.parametrize("tower", ["audio_tower.", "model.visual.", "thinker.vision_model.encoder.", "vit."])
-def test_towers_keep_their_order_unless_named(tower: str) -> None:
+def test_towers_are_sorted_only_if_names_matches_them(tower: str) -> None:
     weights = {**layer(f"{tower}layers.0.attn."), **layer()}
     got = permute_qk(weights, ROTARY)
     name = f"{tower}layers.0.attn.q_proj.weight"
@@ -238,12 +238,12 @@ NONE = "weights: got no q_proj, k_proj or qkv_proj of a language model, want at 
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     (NONE, {}, {}),
     (NONE, {"visual.q_proj.weight": torch.ones(12)}, {}),
-    ("weights: got a.q_proj.weight alone, want a.k_proj.weight too", {"a.q_proj.weight": torch.ones(12)}, {}),
-    ("weights: got a.k_norm.weight alone, want a.q_norm.weight too", {"a.k_norm.weight": torch.ones(12)}, {}),
-    ("weights: got a.key_layernorm.weight alone, want a.query", {"a.key_layernorm.weight": torch.ones(12)}, {}),
+    ("weights: got a.q_proj.weight without a.k_proj.weight, want both", {"a.q_proj.weight": torch.ones(12)}, {}),
+    ("weights: got a.k_norm.weight without a.q_norm.weight, want both", {"a.k_norm.weight": torch.ones(12)}, {}),
+    ("weights: got a.key_layernorm.weight without a.query_l", {"a.key_layernorm.weight": torch.ones(12)}, {}),
     ("a.q_proj.weight: got 18 rows, want a multiple of head_dim 12", {"a.q_proj.weight": torch.ones(18)}, {}),
     ("a.q_norm.weight: got 18 rows, want a multiple of head_dim 12", {"a.q_norm.weight": torch.ones(12, 18)}, {}),
-    (f"{Q}weight: got 96 rows beside 48 columns of o_proj, want no gates", GATED, {}),
+    (f"{Q}weight: got 96 rows for 48 columns of o_proj, want no gates in q_proj", GATED, {}),
     *(
         (f"{Q}{leaf}: got {each.dtype} {tuple(each.shape)}, want weights with a row per", {f"{Q}{leaf}": each}, {})
         for leaf, each in (
@@ -255,7 +255,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("weights: got Identity, want a mapping, or", nn.Identity(), {}),
     ("weights: got str, want a mapping, or", "model.safetensors", {}),
     ("a.q_proj.weight: got list, want a tensor", {"a.q_proj.weight": [1.0]}, {}),
-    ("num_heads: got None, want it and num_kv_heads to tell q, k and v in a.qkv_proj.weight", FUSED, {}),
+    ("a.qkv_proj.weight requires num_heads and num_kv_heads to separate q, k and v", FUSED, {}),
     ("a.qkv_proj.weight: got 96 rows, want 120 for q, k", FUSED, {"num_heads": 6, "num_kv_heads": 2}),
     ("num_heads: got 5, want a multiple of num_kv_heads 2", FUSED, {"num_heads": 5, "num_kv_heads": 2}),
     ("num_kv_heads: got None, want an integer", FUSED, {"num_heads": 6}),
@@ -267,6 +267,6 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "weights", "told"), REFUSED, ids=range(len(REFUSED)))
-def test_what_does_not_fit_is_refused(message: str, weights: Any, told: dict[str, Any]) -> None:
-    assert_refused(message, lambda: permute_qk(weights, ROTARY, **told), mmpos.MmposError)
+@pytest.mark.parametrize(("message", "weights", "options"), REFUSED, ids=range(len(REFUSED)))
+def test_invalid_weights_and_options_are_refused(message: str, weights: Any, options: dict[str, Any]) -> None:
+    assert_refused(message, lambda: permute_qk(weights, ROTARY, **options), mmpos.MmposError)

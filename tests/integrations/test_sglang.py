@@ -1,6 +1,6 @@
-"""Positions that a processor hands to SGLang, and the rotations of SGLang on sorted channels.
+"""Positions that a processor returns to SGLang, and SGLang's rotations of sorted channels.
 
-Tests of the code of SGLang 0.5.23 run where it is installed.
+Tests that call SGLang 0.5.23 run only if it is installed.
 """
 
 import os
@@ -27,7 +27,7 @@ SECTIONS = Sections(Rotary(head_dim=64), max_position=256, permuted=True)
 PLACED = mmpos.place(SegmentTable.from_documents([PROMPT]))
 
 
-def test_a_prompt_is_three_rows_and_a_delta_of_one_by_one() -> None:
+def test_a_prompt_has_three_rows_of_ids_and_a_delta_of_shape_1_1() -> None:
     prompt, delta = mrope_positions(PLACED, SECTIONS)
     assert (prompt.shape, prompt.dtype, delta.shape, delta.dtype) == ((3, LENGTH), torch.int64, (1, 1), torch.int64)
     assert np.array_equal(prompt, PLACED.dense()[[0, 0, 1]])
@@ -38,7 +38,7 @@ def item(*offsets: tuple[int, int], **grids: object) -> SimpleNamespace:
     return SimpleNamespace(offsets=list(offsets) or None, **grids)
 
 
-def test_items_give_the_segments_that_the_tokens_would_give() -> None:
+def test_segments_from_items_equal_those_from_input_ids() -> None:
     image, second = [1, 4, 6], [1, 8, 2]
     ids = [5, 5, 5, *[9] * 6, 5, *[9] * 4, 5, *[8] * 2, 5, *[8] * 2, 5]
     items = [
@@ -54,7 +54,7 @@ def test_items_give_the_segments_that_the_tokens_would_give() -> None:
     assert np.array_equal(got.extents, want.extents)
 
 
-def test_an_item_of_several_grids_and_a_whole_video_are_read() -> None:
+def test_items_of_several_grids_and_whole_videos_are_supported() -> None:
     got = item_segments(16, [item((1, 4), (6, 7), image_grid_thw=[[1, 2, 2], [1, 1, 2]])])
     assert got.extents.T.tolist() == [[1, 1, 1], [1, 2, 2], [1, 1, 1], [1, 1, 2], [1, 1, 8]]
     got = item_segments(17, [item((0, 7), (9, 16), video_grid_thw=[[2, 2, 2], [2, 2, 2]])])
@@ -70,11 +70,11 @@ CUT = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
 TWICE = [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])]
 META = torch.ones(1, 3, device="meta")
 REFUSED: dict[str, Any] = {
-    "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: a retracted request": (
+    "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: SGLang resumes": (
         lambda: mrope_positions(CUT, SECTIONS)
     ),
     "positions: got no tokens, want a prompt that ends": lambda: mrope_positions(PLACED.slice(0, 0), SECTIONS),
-    "documents[0]: got cursor 26 and max_new_tokens 231, want at most max_position": (
+    "documents[0]: got cursor 26 plus max_new_tokens 231, want at most max_position": (
         lambda: mrope_positions(PLACED, SECTIONS, max_new_tokens=256 - 25)
     ),
     "mm_items[0]: got neither image_grid_thw nor video_grid_thw": lambda: item_segments(20, [item((0, 3))]),
@@ -92,18 +92,18 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused(message: str) -> None:
+def test_invalid_prompts_and_items_are_refused(message: str) -> None:
     assert_refused(message, REFUSED[message], mmpos.MmposError)
 
 
-def assert_turned(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
-    """Check that these are q and k as mmpos turns them, with their channels in this order, bit for bit."""
-    for found, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
+def assert_rotated(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
+    """Check that these are q and k rotated by mmpos, with their channels in this order, bit for bit."""
+    for rotated, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
         assert want is not None
-        assert torch.equal(found.view(want.shape), want[..., channels])
+        assert torch.equal(rotated.view(want.shape), want[..., channels])
 
 
-def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_rotation_equals_that_of_mmpos_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     mrope = pytest.importorskip("sglang.srt.layers.rotary_embedding.mrope", exc_type=ImportError)
     module = mrope.MRotaryEmbedding(64, 64, 256, 10000, True, torch.float32, [0, 16, 16])
@@ -112,7 +112,7 @@ def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.Monke
     channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     got = module.forward_native(prompt, q[..., channels].flatten(1), k[..., channels].flatten(1))
-    assert_turned(got, q, k, SECTIONS.rotary, channels)
+    assert_rotated(got, q, k, SECTIONS.rotary, channels)
     module._ensure_cos_sin_cache_length(300)
     longer = Sections(SECTIONS.rotary, len(module.cos_sin_cache), permuted=True).cos_sin_cache()
     assert len(longer) > 300
@@ -121,25 +121,25 @@ def test_its_own_rotation_is_that_of_mmpos_bit_for_bit(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """SGLang's kernels, for Triton's interpreter."""
+    """Import SGLang's kernels in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     return pytest.importorskip("sglang.kernels.ops.attention.rotary_triton", exc_type=ImportError)
 
 
-def test_its_own_kernel_is_mmpos_bit_for_bit_in_the_interpreter(kernels: ModuleType) -> None:
+def test_sglangs_kernel_equals_mmpos_bit_for_bit_in_the_interpreter(kernels: ModuleType) -> None:
     q, k = torch.randn(LENGTH, 4, 64), torch.randn(LENGTH, 2, 64)
     channels = torch.from_numpy(qk_channels(SECTIONS.rotary))
     got = q[..., channels].flatten(1).contiguous(), k[..., channels].flatten(1).contiguous()
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     section = list(SECTIONS.mrope_section)
     kernels.triton_mrope_fused(*got, SECTIONS.cos_sin_cache(), prompt, section, 64, 64, False, False, True, None)
-    assert_turned(got, q, k, SECTIONS.rotary, channels)
+    assert_rotated(got, q, k, SECTIONS.rotary, channels)
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
-def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
+def test_sglangs_kernel_for_ernie_alternates_rows_and_columns_of_unsorted_channels(
     pairing: Any, kernels: ModuleType
 ) -> None:
     rotary = Rotary(head_dim=64, pairing=pairing)
@@ -148,4 +148,4 @@ def test_its_kernel_of_ernie_alternates_rows_and_columns_of_unsorted_channels(
     got = q.flatten(1).clone(), k.flatten(1).clone()
     prompt, _ = mrope_positions(PLACED, SECTIONS)
     kernels.triton_ernie45_rope_fused_inplace(*got, cache, prompt, [16, 16, 0], 64, 64, pairing == "half")
-    assert_turned(got, q, k, rotary, torch.arange(64))
+    assert_rotated(got, q, k, rotary, torch.arange(64))

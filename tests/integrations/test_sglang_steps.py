@@ -1,6 +1,6 @@
-"""SGLang's own functions of ids, on random batches, give the windows of the table.
+"""Functions of SGLang compute ids equal to windows of the table, for random batches; skipped without SGLang.
 
-They are cut out of its files, whose modules need its kernels for a GPU; skipped where it is not installed.
+The functions are extracted from its files, because importing its modules requires GPU kernels.
 """
 
 import ast
@@ -29,21 +29,21 @@ DEPTHS = [0, 1, 1, 2, 3]
 
 
 def function(file: str, name: str) -> Callable[..., Any]:
-    """One function of SGLang, whatever class it is in."""
+    """Compile one function or method of SGLang."""
     assert SPEC is not None
     assert SPEC.origin is not None
     path = Path(SPEC.origin).parent / "srt" / file
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    (node,) = (node for node in found if node.name == name)
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    (node,) = (node for node in functions if node.name == name)
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     names: dict[str, Any] = {"torch": torch, "get_exec": lambda: ON_POLICY}
     exec(compile(ast.fix_missing_locations(ast.Module([future, node], [])), str(path), "exec"), names)
-    found_function: Callable[..., Any] = names[name]
-    return found_function
+    compiled: Callable[..., Any] = names[name]
+    return compiled
 
 
 def batch(seed: int) -> tuple[list[list[Text | Grid]], random.Random]:
-    """Up to four prompts of text and images, each ending in text."""
+    """Return up to four random prompts of text and images that end in text."""
     rng = random.Random(seed)
 
     def prompt() -> list[Text | Grid]:
@@ -54,43 +54,45 @@ def batch(seed: int) -> tuple[list[list[Text | Grid]], random.Random]:
 
 
 def inputs(document: list[Text | Grid]) -> SimpleNamespace:
-    """Positions of a request as SGLang holds them."""
+    """Return the positions of a request under SGLang's names."""
     prompt, delta = mrope_positions(mmpos.place(SegmentTable.from_documents([document])), SECTIONS)
     return SimpleNamespace(mrope_positions=prompt, mrope_position_delta=delta, mrope_position_delta_repeated_cache=None)
 
 
-def forward(name: str, held: list[SimpleNamespace], lengths: list[int], **scheduled: object) -> Tensor:
-    """The ids that a ForwardBatch makes of a step."""
+def forward(name: str, requests: list[SimpleNamespace], lengths: list[int], **scheduled: object) -> Tensor:
+    """Return the ids that SGLang's ForwardBatch computes for a step."""
     ids = SimpleNamespace(seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths))
-    step = SimpleNamespace(multimodal_inputs=held, reqs=[SimpleNamespace(session=None)] * len(held), **scheduled)
+    reqs = [SimpleNamespace(session=None)] * len(requests)
+    step = SimpleNamespace(multimodal_inputs=requests, reqs=reqs, **scheduled)
     function("model_executor/forward_batch_info.py", name)(ids, SimpleNamespace(device="cpu"), step)
-    found: Tensor = ids.mrope_positions
-    return found
+    positions: Tensor = ids.mrope_positions
+    return positions
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_its_steps_are_windows_of_the_table(seed: int) -> None:
+def test_sglangs_steps_equal_windows_of_the_table(seed: int) -> None:
     documents, rng = batch(seed)
     table = mmpos.place(SegmentTable.from_documents(documents))
-    held, lengths, rows = [inputs(document) for document in documents], table.lengths.tolist(), range(len(documents))
+    requests = [inputs(document) for document in documents]
+    lengths, rows = table.lengths.tolist(), range(len(documents))
 
     prefix = [rng.randrange(length) for length in lengths]
     extend = [rng.randint(1, length - start) for length, start in zip(lengths, prefix, strict=True)]
     stops = [start + count for start, count in zip(prefix, extend, strict=True)]
-    chunks = forward("_compute_mrope_positions_extend", held, stops, extend_lens=extend, prefix_lens=prefix)
+    chunks = forward("_compute_mrope_positions_extend", requests, stops, extend_lens=extend, prefix_lens=prefix)
     assert torch.equal(chunks, window_positions(table, SECTIONS, rows, prefix, extend))
 
     longer = [length + rng.randint(1, 9) for length in lengths]
     last = [length - 1 for length in longer]
-    decoded = forward("_compute_mrope_positions_decode", held, longer)
+    decoded = forward("_compute_mrope_positions_decode", requests, longer)
     assert torch.equal(decoded, window_positions(table, SECTIONS, rows, last, [1] * len(last)))
 
     tree = SimpleNamespace(positions=torch.tensor([start + depth for start in last for depth in DEPTHS]))
-    drafts = forward("compute_spec_mrope_positions", held, longer, spec_info=tree)
+    drafts = forward("compute_spec_mrope_positions", requests, longer, spec_info=tree)
     want = [draft_positions(table, SECTIONS, start, DEPTHS, document=d) for d, start in enumerate(last)]
     assert torch.equal(drafts, torch.cat(want, dim=1))
 
     extended = function("managers/mm_utils.py", "extend_mrope_positions_for_retracted_request")
     for d, length in enumerate(longer):
-        again = extended(held[d].mrope_positions, length - lengths[d])
-        assert torch.equal(again, window_positions(table, SECTIONS, [d], [0], [length]))
+        resumed = extended(requests[d].mrope_positions, length - lengths[d])
+        assert torch.equal(resumed, window_positions(table, SECTIONS, [d], [0], [length]))

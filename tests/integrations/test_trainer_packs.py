@@ -1,4 +1,4 @@
-"""Transformers' Trainer and accelerate on our packs: a model learns, a run goes on exactly, and no batch is cut."""
+"""Transformers' Trainer and accelerate with packed batches: learning, resuming a run, and batches that stay whole."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ EXAMPLE = Path(trainer_packs.__file__)
 
 
 def as_lists(batches: Any) -> list[Any]:
-    """The tokens and labels of batches, whose documents are in the order of their epoch."""
+    """Return the tokens, the labels and the sum of the pixels of each batch."""
     return [
         (batch["input_ids"].tolist(), batch["labels"].tolist(), float(batch["pixel_values"].sum())) for batch in batches
     ]
 
 
 @pytest.mark.slow
-def test_the_example_learns_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 12, save_steps=6)
-    found = losses(whole)
-    assert found[-1] < found[0]
-    checkpoint = tmp_path / "whole/checkpoint-6"
-    rest = train(tmp_path / "rest", 12, checkpoint=checkpoint, save_steps=6)
-    assert rest.state.global_step == 12
-    weights, expected = (dict(trainer.model.named_parameters()) for trainer in (rest, whole) if trainer.model)
+def test_a_resumed_run_of_the_example_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    uninterrupted = train(tmp_path / "uninterrupted", 12, save_steps=6)
+    first, *_, last = losses(uninterrupted)
+    assert last < first
+    checkpoint = tmp_path / "uninterrupted/checkpoint-6"
+    resumed = train(tmp_path / "resumed", 12, checkpoint=checkpoint, save_steps=6)
+    assert resumed.state.global_step == 12
+    weights, expected = (
+        dict(trainer.model.named_parameters()) for trainer in (resumed, uninterrupted) if trainer.model
+    )
     assert weights.keys() == expected.keys()
     for name, parameter in expected.items():
         value = parameter.detach()
         bound = torch.finfo(value.dtype).eps ** 0.5
         torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=bound * float(value.abs().max()))
-    again = make_loader(make_config())
-    again.load_state_dict(json.loads(state_file(checkpoint, 0).read_text()))
-    again.set_epoch(0)
+    loader = make_loader(make_config())
+    loader.load_state_dict(json.loads(state_file(checkpoint, 0).read_text()))
+    loader.set_epoch(0)
     batches = as_lists(islice(make_loader(make_config()), 20))
-    assert as_lists(islice(again, 14)) == batches[6:]
+    assert as_lists(islice(loader, 14)) == batches[6:]
     assert batches[8:16] != batches[:8], "the next epoch is in another order"
 
 
@@ -60,48 +62,44 @@ def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path), "--steps", "10"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    (printed,) = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
-    first, last = (float(word) for word in printed.split()[1:])
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+    first, last = (float(word) for word in line.split()[1:])
     assert last < first
     states = [json.loads(state_file(tmp_path / "checkpoint-10", rank).read_text()) for rank in (0, 1)]
     assert [state["loader"]["of"]["consumer"] for state in states] == ["0 of 2 by auto", "1 of 2 by auto"]
 
 
-def test_accelerate_leaves_the_loader_and_refuses_to_cut_its_batches() -> None:
+def test_accelerate_keeps_a_rank_loader_and_batches_refuse_to_be_split() -> None:
     loader = make_loader(make_config(), copies=2)
     plain = loader.loader
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.prepare(loader) is loader
-    whole = next(iter(loader))
-    cutting = accelerator.prepare(plain)
-    assert type(cutting).__name__ == "DataLoaderDispatcher"
+    batch = next(iter(loader))
+    dispatcher = accelerator.prepare(plain)
+    assert type(dispatcher).__name__ == "DataLoaderDispatcher"
     with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: load through mmpos.data.RankLoader"):
-        next(iter(cutting))
+        next(iter(dispatcher))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
-        accelerate.utils.find_batch_size(dict(whole))
+        accelerate.utils.find_batch_size(dict(batch))
 
 
-def test_trainer_and_accelerate_say_what_to_do_with_a_batch_itself(tmp_path: Path) -> None:
+def test_errors_of_trainer_and_accelerate_about_a_batch_name_the_remedy(tmp_path: Path) -> None:
     examples: Any = examples_of(SequenceBuilder(scheme="flatten"), ["one"], ["the second"])
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=1, remove_unused_columns=False, use_cpu=True, disable_tqdm=True, report_to=[]
     )
     model, collate = torch.nn.Linear(1, 1), cast(Any, PackedCollator())
     trainer = transformers.Trainer(model, arguments, collate, examples)
-    with pytest.raises(
-        UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as the data_col"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as the data_c"):
         trainer.train()
     loader = DataLoader(examples, batch_size=2, collate_fn=collate)
     options: dict[str, Any] = {"device": torch.device("cpu"), "put_on_device": True, "dispatch_batches": True}
-    cutting = accelerate.data_loader.prepare_data_loader(loader, **options)
-    with pytest.raises(
-        TypeError, match=r"^Can only .*Batch'>, which stays whole: load it through mmpos.data.RankLoader"
-    ):
-        next(iter(cutting))
+    dispatcher = accelerate.data_loader.prepare_data_loader(loader, **options)
+    with pytest.raises(TypeError, match=r"^Can only .*Batch'>, which stays whole: load it through mmpos.data.RankLoad"):
+        next(iter(dispatcher))
 
 
-def test_batches_are_not_skipped_behind_the_loaders_back() -> None:
+def test_skipping_batches_outside_the_loader_is_refused() -> None:
     loader: RankLoader[Any] = make_loader(make_config(), copies=2)
     with pytest.raises(UnsupportedError, match=r"^drop_last: .*ignore_data_skip=True"):
         accelerate.skip_first_batches(loader, 1)

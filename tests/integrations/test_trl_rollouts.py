@@ -1,4 +1,4 @@
-"""TRL's trainer on rollouts: it has the positions that the rollouts were made with, or is refused."""
+"""TRL's trainer on rollouts: its positions must equal those of the rollouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_vlm_task import load_photos
 
 
 @pytest.mark.slow
-def test_a_trainer_with_other_positions_than_the_rollout_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_whose_positions_differ_from_the_rollout_is_refused(tmp_path: Path) -> None:
     model = make_model()
     records = trl_rollouts.roll_out(model, load_photos()[:2], copies=2)
     trl_rollouts.train(model, records, str(tmp_path))

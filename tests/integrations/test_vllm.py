@@ -1,4 +1,4 @@
-"""Ids of vLLM's requests, from the spans and grids that it holds; the plugin has tests of its own."""
+"""Ids of vLLM's requests from their spans and grids; test_vllm_plugin.py tests the plugin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
 
 
 def feature(modality: str, offset: int, length: int, mask: list[int] | None = None, **data: Any) -> Any:
-    """The fields of vLLM's MultiModalFeatureSpec that are read."""
+    """Return the fields of vLLM's MultiModalFeatureSpec that mmpos reads."""
     is_embed = None if mask is None else torch.tensor(mask, dtype=torch.bool)
     return SimpleNamespace(
         modality=modality,
@@ -43,20 +43,20 @@ def feature(modality: str, offset: int, length: int, mask: list[int] | None = No
 
 
 def image(offset: int, height: int, width: int) -> Any:
-    """An image of so many tokens a side, which were twice as many patches."""
+    """Return the feature of an image with ``height`` × ``width`` tokens, each merged from 2×2 patches."""
     return feature("image", offset, height * width, image_grid_thw=[1, 2 * height, 2 * width])
 
 
 def ids(tokens: int, features: list[Any], scheme: Any = "rope-tie", **more: Any) -> tuple[list[list[int]], int]:
     sections = THREE if mmpos.schemes.get_scheme(scheme).axes == 3 else TWO
-    found, delta = mrope_input_positions(
+    rows, delta = mrope_input_positions(
         [0] * tokens, features, scheme=scheme, sections=sections, spatial_merge_size=2, **more
     )
-    assert found.dtype == torch.int64
-    return found.tolist(), delta
+    assert rows.dtype == torch.int64
+    return rows.tolist(), delta
 
 
-def test_text_alone_and_embeddings_of_prompts_have_the_ids_of_text() -> None:
+def test_text_and_prompt_embeddings_have_the_ids_of_text() -> None:
     assert ids(4, []) == ([[0, 1, 2, 3]] * 3, 0)
     assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
 
@@ -66,8 +66,8 @@ def ids_of(document: list[Text | Grid]) -> tuple[list[list[int]], int]:
     return table.dense(axes=(0, 0, 1)).tolist(), int(table.deltas[0])
 
 
-def drawn(draw: random.Random) -> tuple[list[Text | Grid], list[Any]]:
-    """A document, and the features of the same request in any order."""
+def random_request(draw: random.Random) -> tuple[list[Text | Grid], list[Any]]:
+    """Return a random document, and the features of the same request in random order."""
     document: list[Text | Grid] = [Text(draw.randint(1, 5))]
     features, tokens = [], document[0].length  # type: ignore[union-attr]
     for _ in range(draw.randint(0, 4)):
@@ -79,15 +79,15 @@ def drawn(draw: random.Random) -> tuple[list[Text | Grid], list[Any]]:
     return document, features
 
 
-def test_requests_have_the_ids_of_their_documents_whatever_the_order_of_features() -> None:
+def test_ids_of_a_request_do_not_depend_on_the_order_of_features() -> None:
     draw = random.Random(2)
     for _ in range(100):
-        document, features = drawn(draw)
+        document, features = random_request(draw)
         want = ids_of(document)
         assert ids(len(want[0][0]), features) == want
 
 
-def test_frames_among_timestamps_are_grids_of_their_own() -> None:
+def test_frames_between_timestamps_are_separate_grids() -> None:
     frame = [0, 0, 1, 1, 0]  # timestamp, marker, two patches, marker
     video = feature("video", 2, 10, frame * 2, video_grid_thw=[2, 2, 4])
     table = request_segments(13, [video], spatial_merge_size=2)
@@ -95,13 +95,13 @@ def test_frames_among_timestamps_are_grids_of_their_own() -> None:
     assert table.extents.tolist() == SegmentTable.from_documents([document]).extents.tolist()
 
 
-def test_seconds_per_grid_place_the_frames_of_a_whole_video() -> None:
+def test_frame_ids_of_a_whole_video_depend_on_its_seconds() -> None:
     video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=1.5)
     frames = ids(5, [video], mmpos.schemes.MRopeQwen25(2))[0][0]
     assert frames == [0, 1, 4, 7, 8]
 
 
-def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
+def test_rows_of_a_span_may_end_in_a_separator() -> None:
     row = [1, 1, 1, 0]
     separated = feature("image", 2, 8, row * 2, image_grid_thw=[1, 4, 6])
     one = feature("image", 11, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])
@@ -127,7 +127,7 @@ def test_rows_that_end_in_a_token_of_their_own_have_separators() -> None:
             ids(12, [feature("image", 2, len(mask), mask, image_grid_thw=grid)], **more)
 
 
-def test_a_mask_of_one_run_is_the_whole_grid() -> None:
+def test_a_mask_with_one_run_is_a_whole_grid() -> None:
     marked = feature("image", 2, 8, [0, 1, 1, 1, 1, 1, 1, 0], image_grid_thw=[1, 4, 6])
     want = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
     assert request_segments(11, [marked], spatial_merge_size=2).extents.tolist() == want.extents.tolist()
@@ -166,7 +166,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "features"), REFUSED, ids=range(len(REFUSED)))
-def test_features_that_do_not_fit_are_named(message: str, features: list[Any]) -> None:
+def test_invalid_features_are_named(message: str, features: list[Any]) -> None:
     assert_refused(message, lambda: ids(20, features), MmposError)
 
 
@@ -182,16 +182,16 @@ TIMED = mmpos.schemes.MRopeQwen25(2)
         (1.0, "rope-tie", UnsupportedError),
     ],
 )
-def test_what_is_wrong_with_a_request_is_a_value_error(seconds: float, scheme: object, error: type[Exception]) -> None:
+def test_errors_of_a_request_are_value_errors(seconds: float, scheme: object, error: type[Exception]) -> None:
     video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=seconds)
-    with pytest.raises(ValueError, match="got") as refusal:  # caught by engines, which go on with other requests
+    with pytest.raises(ValueError, match="got") as refusal:  # engines catch it and continue with other requests
         ids(5, [video], scheme)
     assert refusal.type is error
 
 
-def test_touching_images_may_be_placed_and_a_request_may_not_outrun_the_cache() -> None:
+def test_adjacent_images_are_placed_unless_strict_and_ids_beyond_the_cache_are_refused() -> None:
     assert ids(9, [image(1, 1, 2), image(3, 1, 2)], strict=False)[1] == 6
-    message = "documents[0]: got cursor 12 and max_new_tokens 4085, want at most max_position 4096"
+    message = "documents[0]: got cursor 12 plus max_new_tokens 4085, want at most max_position 4096"
     assert_refused(message, lambda: ids(9, [image(1, 1, 2)], max_new_tokens=4085), LimitExceededError)
 
 
@@ -199,16 +199,16 @@ def span(offset: int, length: int) -> Any:
     return SimpleNamespace(offset=offset, length=length)
 
 
-def test_touching_images_are_refused_by_their_placeholders_alone() -> None:
+def test_check_apart_refuses_adjacent_images() -> None:
     check_apart({"image": [span(8, 2), span(1, 4)], "video": [span(6, 1)]}, "rope-tie")
-    touching = {"video": [span(5, 1)], "image": [span(8, 2), span(1, 4)]}
-    message = "mm_placeholders: got an image at token 5 right after an image, want text between them in rope-tie"
-    assert_refused(message, lambda: check_apart(touching, "rope-tie"))
-    check_apart(touching, "naive-2d")
+    adjacent = {"video": [span(5, 1)], "image": [span(8, 2), span(1, 4)]}
+    message = "mm_placeholders: got an image at token 5 right after an image, want text between them in scheme 'rope-t"
+    assert_refused(message, lambda: check_apart(adjacent, "rope-tie"))
+    check_apart(adjacent, "naive-2d")
 
 
 @pytest.mark.parametrize("scheme", ["naive-2d", "rope-tie", "rope-tie-lcm"])
-def test_no_image_consumes_more_than_three_ids_per_token(scheme: str) -> None:
+def test_an_image_consumes_at_most_three_ids_per_token(scheme: str) -> None:
     sizes = [(h, w) for h in range(1, 41) for w in range(1, 41)] + [(1, 4096), (4096, 1), (2, 999)]
     consumed = ids_consumed(scheme, [Grid(h, w) for h, w in sizes])
     assert (consumed <= [IDS_PER_TOKEN * h * w for h, w in sizes]).all()
@@ -216,9 +216,9 @@ def test_no_image_consumes_more_than_three_ids_per_token(scheme: str) -> None:
     assert consumed[0] == most
 
 
-def test_the_worst_prompt_of_a_served_model_has_rows_for_all_its_ids() -> None:
+def test_the_cache_of_a_served_model_has_rows_for_the_prompt_with_most_ids() -> None:
     served = ServedModel.from_config(CONFIG, max_model_len=50)
-    worst = [image(i, 1, 1) for i in range(50)]
-    told: dict[str, Any] = {"scheme": served.scheme, "sections": served.sections, "spatial_merge_size": 2}
-    found, delta = mrope_input_positions([0] * 50, worst, **told, strict=False)
-    assert (int(found.max()), delta) == (148, 100)
+    images = [image(i, 1, 1) for i in range(50)]
+    options: dict[str, Any] = {"scheme": served.scheme, "sections": served.sections, "spatial_merge_size": 2}
+    rows, delta = mrope_input_positions([0] * 50, images, **options, strict=False)
+    assert (int(rows.max()), delta) == (148, 100)

@@ -1,4 +1,4 @@
-"""vLLM's own ids, its slicing of them and its kernels in Triton's interpreter, against ours."""
+"""Ids, windows and rotations of mmpos equal those of vLLM, whose kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_of_vllm import MERGE, request
 from tolerance import assert_within, rotations
 from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -20,6 +19,7 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.v1.worker.gpu.mm.rope import _prepare_rope_positions_kernel
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm_on_cpu import MERGE, request
 
 import mmpos
 import mmpos.integrations.sections
@@ -43,7 +43,7 @@ TWO = Sections(Rotary(32), max_position=512, permuted=True)
     ],
     ids=["qwen2", "qwen2.5", "qwen3"],
 )
-def test_ids_and_delta_are_those_of_vllms_models(model: Any, scheme: Any, video: str) -> None:
+def test_ids_and_delta_equal_those_of_vllms_models(model: Any, scheme: Any, video: str) -> None:
     draw = random.Random(7)
     config = SimpleNamespace(
         vision_config=SimpleNamespace(**VISION), video_token_id=91, vision_start_token_id=92, vision_end_token_id=93
@@ -51,8 +51,8 @@ def test_ids_and_delta_are_those_of_vllms_models(model: Any, scheme: Any, video:
     own = SimpleNamespace(config=config)
     for method in ("iter_mm_grid_thw", "_get_mrope_input_positions"):
         if hasattr(model, method):
-            found = getattr(model, method)
-            own.__dict__[method] = found if method.startswith("_") else found.__get__(own)
+            function = getattr(model, method)
+            own.__dict__[method] = function if method.startswith("_") else function.__get__(own)
     for _ in range(200):
         tokens, features = request(draw, video, last_text=draw.random() < 0.8)
         want, delta = model.get_mrope_input_positions(own, tokens, features)
@@ -63,25 +63,25 @@ def test_ids_and_delta_are_those_of_vllms_models(model: Any, scheme: Any, video:
 
 
 def tie_requests(count: int) -> tuple[list[Tensor], list[int], mmpos.PositionTable]:
-    """Ids and deltas of random requests under rope-tie, and their table."""
+    """Return ids and deltas of random requests under rope-tie, and their table."""
     draw = random.Random(3)
     drawn = [request(draw, "none", last_text=draw.random() < 0.7) for _ in range(count)]
     tables = [request_segments(len(tokens), features, spatial_merge_size=MERGE) for tokens, features in drawn]
-    wanted: dict[str, Any] = {"scheme": "rope-tie", "sections": TWO, "spatial_merge_size": MERGE, "strict": False}
-    found = [mrope_input_positions(tokens, features, **wanted) for tokens, features in drawn]
+    options: dict[str, Any] = {"scheme": "rope-tie", "sections": TWO, "spatial_merge_size": MERGE, "strict": False}
+    results = [mrope_input_positions(tokens, features, **options) for tokens, features in drawn]
     placed = mmpos.PositionTable.concatenate([mmpos.place(table, "rope-tie", strict=False) for table in tables])
-    return [ids for ids, _ in found], [delta for _, delta in found], placed
+    return [ids for ids, _ in results], [delta for _, delta in results], placed
 
 
 def steps(lengths: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Computed and scheduled tokens of every request: prefixes, chunks, decoding, and drafts after the prompt."""
+    """Yield computed and scheduled tokens of every request: prefixes, chunks, decoding, and drafts after the prompt."""
     draw = random.Random(11)
     for _ in range(30):
         computed = [draw.choice([0, draw.randrange(n), n - 1, n, n + draw.randint(1, 9)]) for n in lengths]
         yield computed, [draw.choice([1, 4, draw.randint(1, n + 6)]) for n in lengths]
 
 
-def test_the_first_runner_slices_our_ids_into_our_windows() -> None:
+def test_the_model_runner_slices_ids_into_windows_of_the_table() -> None:
     ids, deltas, placed = tie_requests(6)
     lengths = [request.shape[1] for request in ids]
     names = [str(i) for i in range(len(ids))]
@@ -104,14 +104,14 @@ def test_the_first_runner_slices_our_ids_into_our_windows() -> None:
         assert out[:, :-1].tolist() == want.tolist()
 
 
-def test_the_kernel_of_the_second_runner_slices_our_ids_into_our_windows() -> None:
+def test_the_kernel_of_the_new_model_runner_slices_ids_into_windows_of_the_table() -> None:
     ids, deltas, placed = tie_requests(6)
     lengths = [request.shape[1] for request in ids]
     staged = torch.zeros(len(ids), 3, 512, dtype=torch.int32)
     for row, own in zip(staged, ids, strict=True):
         row[:, : own.shape[1]] = own
     for computed, scheduled in steps(lengths):
-        # A step of this runner is of the prompt or after it: what would pass its end is cut there.
+        # A step of this runner is inside the prompt or after it, so steps are cut at the end of the prompt.
         scheduled = [min(s, n - c) if c < n else s for s, c, n in zip(scheduled, computed, lengths, strict=True)]
         out = torch.full((3, sum(scheduled) + 1), -1, dtype=torch.int64)
         starts = torch.tensor([0, *np.cumsum(scheduled)], dtype=torch.int32)
@@ -150,7 +150,7 @@ ROTATIONS = [
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("rotary", ROTATIONS)
-def test_vllms_rotation_of_permuted_channels_is_ours(engine_config: VllmConfig, rotary: Rotary, kernel: str) -> None:
+def test_vllm_rotates_permuted_channels_like_mmpos(engine_config: VllmConfig, rotary: Rotary, kernel: str) -> None:
     sections = Sections(rotary, max_position=512, permuted=True)
     own = MRotaryEmbedding(
         32,
@@ -170,13 +170,13 @@ def test_vllms_rotation_of_permuted_channels_is_ours(engine_config: VllmConfig, 
     channels = torch.from_numpy(mmpos.integrations.sections.qk_channels(rotary))
     want_q, want_k = apply_rotary(q, k, placed, rotary)
     assert want_k is not None
-    turned = q[..., channels].flatten(1), k[..., channels].flatten(1)
+    permuted = q[..., channels].flatten(1), k[..., channels].flatten(1)
     if kernel == "torch":
-        got_q, got_k = own.forward_native(rows, *turned)
+        got_q, got_k = own.forward_native(rows, *permuted)
     else:
         cos, sin = own.cos_sin_cache[rows].chunk(2, dim=-1)
         got_q, got_k = triton_mrope(
-            *turned, cos, sin, own.mrope_section, 32, rotary.rotary_dim, False, sections.is_neox_style
+            *permuted, cos, sin, own.mrope_section, 32, rotary.rotary_dim, False, sections.is_neox_style
         )
     want = [want_q[..., channels], want_k[..., channels]]
     assert_within([got_q.view_as(q), got_k.view_as(k)], want, [rotations(x) for x in want])

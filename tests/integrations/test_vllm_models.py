@@ -1,4 +1,4 @@
-"""vLLM's own models and processor under the plugin, on a CPU: attention alone is replaced."""
+"""vLLM's models and processors with the plugin, on a CPU with a replaced attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_of_vllm import MERGE, request
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,6 +28,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.plugins import load_general_plugins
+from vllm_on_cpu import MERGE, request
 
 import mmpos
 from mmpos import Grid, Text
@@ -93,7 +93,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Causal(nn.Module):
-    """Attention over one prompt, in place of vLLM's, which reads a paged cache."""
+    """Attention over one prompt, in place of vLLM's attention over a paged cache."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Causal(nn.Module):
 
 
 class Reference(nn.Module):
-    """mmpos's own rotation of two axes in place of vLLM's."""
+    """The rotation of mmpos with two axes, in place of vLLM's."""
 
     def __init__(self, rotary: Rotary, positions: mmpos.PositionTable) -> None:
         super().__init__()
@@ -118,18 +118,18 @@ class Reference(nn.Module):
 
     def forward(self, _rows: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         dim = self.rotary.head_dim
-        q, turned = apply_rotary(q.unflatten(-1, (-1, dim)), k.unflatten(-1, (-1, dim)), self.positions, self.rotary)
-        assert turned is not None
-        return q.flatten(1), turned.flatten(1)
+        q, rotated = apply_rotary(q.unflatten(-1, (-1, dim)), k.unflatten(-1, (-1, dim)), self.positions, self.rotary)
+        assert rotated is not None
+        return q.flatten(1), rotated.flatten(1)
 
 
 @pytest.fixture(scope="module")
 def _distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     library = torch.library.Library("_C", "FRAGMENT")
-    library.define("gelu_quick(Tensor! out, Tensor input) -> ()")  # named by an activation of the encoder, not called
-    where = tmp_path_factory.mktemp("rendezvous") / "file"
+    library.define("gelu_quick(Tensor! out, Tensor input) -> ()")  # an activation of the encoder refers to it
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        init_distributed_environment(1, 0, f"file://{where}", 0, "gloo")
+        init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
         initialize_model_parallel(1, 1)
     yield
     del library
@@ -153,8 +153,8 @@ def served(folder: Path, architecture: str, **mmpos_config: object) -> tuple[Vll
 
 
 def checkpoint(model: nn.Module) -> dict[str, Tensor]:
-    """Random weights under the names of a checkpoint, q, k and v apart."""
-    found = {}
+    """Return random weights under the names of a checkpoint, with separate q, k and v."""
+    weights = {}
     for name, parameter in model.named_parameters():
         values = 0.2 * torch.randn(parameter.shape) + (1.0 if "norm" in name and "weight" in name else 0.0)
         old = name.replace("language_model.model.", "model.language_model.").replace(
@@ -163,13 +163,13 @@ def checkpoint(model: nn.Module) -> dict[str, Tensor]:
         old = "model." + old if old.startswith("visual.") else old
         if ".qkv_proj." in name:
             for part, value in zip("qkv", values.split([64, 32, 32]), strict=True):
-                found[old.replace("qkv_proj", f"{part}_proj")] = value
+                weights[old.replace("qkv_proj", f"{part}_proj")] = value
         elif ".gate_up_proj." in name:
             for part, value in zip(("gate", "up"), values.chunk(2), strict=True):
-                found[old.replace("gate_up_proj", f"{part}_proj")] = value
+                weights[old.replace("gate_up_proj", f"{part}_proj")] = value
         else:
-            found[old] = values
-    return found
+            weights[old] = values
+    return weights
 
 
 def hidden_states(model: Any, tokens: list[int], rows: Tensor) -> Tensor:
@@ -177,14 +177,14 @@ def hidden_states(model: Any, tokens: list[int], rows: Tensor) -> Tensor:
         layer.self_attn.attn = Causal(4, 2)
     for module in model.language_model.modules():
         if isinstance(module, LinearBase):
-            module.cpu_linear = functional.linear  # in place of vLLM's, of which only a build for CPUs has all
+            module.cpu_linear = functional.linear  # vLLM's own needs a build for CPUs
     with torch.no_grad():
         return model.language_model.model(torch.tensor(tokens), rows)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @pytest.mark.usefixtures("_distributed")
-def test_a_model_served_in_two_axes_is_the_one_that_was_trained(tmp_path: Path, architecture: str) -> None:
+def test_a_served_model_computes_the_hidden_states_of_the_trained_model(tmp_path: Path, architecture: str) -> None:
     register()
     register()
     vllm_config, model = served(tmp_path, architecture, scheme="rope-tie")
@@ -206,7 +206,7 @@ def test_a_model_served_in_two_axes_is_the_one_that_was_trained(tmp_path: Path, 
         got = hidden_states(model, tokens, rows)
 
         model.served = replace(model.served, permute=False)
-        model.load_weights(weights.items())  # as they are
+        model.load_weights(weights.items())  # not permuted
         wrong = hidden_states(model, tokens, rows)
         for layer in model.language_model.model.layers:
             layer.self_attn.rotary_emb = Reference(Rotary(16), positions)
@@ -226,7 +226,7 @@ PATCHES = {
 
 
 def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
-    """A checkpoint as it is published, and vLLM's processor for it in two axes by overrides alone."""
+    """Write a checkpoint as published, and return vLLM's config and processor for two axes, set by overrides."""
     special = {"<|vision_start|>": 92, "<|vision_end|>": 93, "<|image_pad|>": 90, "<|video_pad|>": 91}
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(90)} | special, unk_token="w0"))
     words.add_special_tokens(list(special))
@@ -237,9 +237,9 @@ def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
     video = {"video_processor_type": "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps({**video, **PATCHES}))
     published = {"architectures": [architecture.removeprefix("MMPos")], **CONFIGS[architecture], **TOKENS}
-    for held in (published, published.get("text_config", {})):
-        for field in {"rope_scaling", "rope_parameters"} & held.keys():
-            held[field] = {**held[field], "mrope_section": [2, 3, 3]}
+    for part in (published, published.get("text_config", {})):
+        for field in {"rope_scaling", "rope_parameters"} & part.keys():
+            part[field] = {**part[field], "mrope_section": [2, 3, 3]}
     (folder / "config.json").write_text(json.dumps(published))
     overrides = {
         "architectures": [architecture],
@@ -253,23 +253,23 @@ def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_vllm_takes_images_apart_and_refuses_what_two_axes_cannot_place(tmp_path: Path, architecture: str) -> None:
+def test_vllm_processes_separate_images_and_refuses_adjacent_ones_and_videos(tmp_path: Path, architecture: str) -> None:
     load_general_plugins()
     config, processor = processor_of(tmp_path, architecture)
     assert config.mrope_num_dims == 3
     images = [Image.new("RGB", (84, 140)), Image.new("RGB", (112, 84))]
     items = processor.info.parse_mm_data({"image": images})
     prompt = [1, 2, 92, 90, 93, 3, 92, 90, 93, 4]
-    found = processor.apply(ProcessorInputs(prompt, items), TimingContext(enabled=False))
+    inputs = processor.apply(ProcessorInputs(prompt, items), TimingContext(enabled=False))
     features = [
         MultiModalFeatureSpec(data=data, modality="image", identifier="", mm_position=place)
-        for data, place in zip(found["mm_kwargs"]["image"], found["mm_placeholders"]["image"], strict=True)
+        for data, place in zip(inputs["mm_kwargs"]["image"], inputs["mm_placeholders"]["image"], strict=True)
     ]
     served = ServedModel.from_config(config.hf_config, config.max_model_len)
     document: list[Text | Grid] = [Text(3), Grid(5, 3), Text(3), Grid(3, 4), Text(2)]
     want = mmpos.place(mmpos.SegmentTable.from_documents([document]), "rope-tie")
     rows, delta = mrope_input_positions(
-        found["prompt_token_ids"], features, scheme=served.scheme, sections=served.sections, spatial_merge_size=MERGE
+        inputs["prompt_token_ids"], features, scheme=served.scheme, sections=served.sections, spatial_merge_size=MERGE
     )
     assert rows.tolist() == want.dense(axes=(0, 0, 1)).tolist()
     assert [delta] == want.deltas.tolist()

@@ -1,4 +1,4 @@
-"""The plugin for vLLM, with a stand-in where vLLM is not installed: what it reads, registers, loads and refuses."""
+"""The vLLM plugin with a stand-in for vLLM: configs, registration, weights and refusals."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ SPLIT = {**CONFIG, "mmpos": {"scheme": "rope-tie", "allocation": "split"}}
 PERMUTED = {**CONFIG, "mmpos": {"scheme": "rope-tie", "permuted": True}}
 
 
-def test_a_config_says_how_its_model_is_served() -> None:
+def test_a_served_model_is_read_from_a_config() -> None:
     served = ServedModel.from_config(CONFIG, max_model_len=100)
     assert served == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True), 2, permute=True)
-    told = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
+    other = {**CONFIG, "mmpos": {"scheme": "naive-2d", "allocation": "split", "precision": "hf"}}
     rotary = Rotary(16, allocation="split", precision="hf")
-    assert ServedModel.from_config(told, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
+    assert ServedModel.from_config(other, 7) == ServedModel(mmpos.schemes.Naive2D(), Sections(rotary, 21), 2)
     text = {key: CONFIG[key] for key in ("hidden_size", "num_attention_heads", "rope_theta", "rope_scaling")}
     nested = {key: value for key, value in CONFIG.items() if key not in text}
-    qwen3 = {**nested, "model_type": "qwen3_vl", "text_config": {**text, "head_dim": 16}}  # 128 unless told
+    qwen3 = {**nested, "model_type": "qwen3_vl", "text_config": {**text, "head_dim": 16}}  # the default is 128
     assert ServedModel.from_config(qwen3, 100) == served
     ready = ServedModel.from_config(PERMUTED, 7)
     assert ready == ServedModel(mmpos.schemes.RopeTie(), Sections(Rotary(16), 21, permuted=True), 2, permute=False)
 
 
-def test_a_served_model_checks_itself() -> None:
+def test_a_served_model_checks_its_arguments() -> None:
     tie, permuted = mmpos.schemes.RopeTie(), Sections(Rotary(16), 300, permuted=True)
     assert ServedModel("rope-tie", permuted, 2) == ServedModel(tie, permuted, 2)  # type: ignore[arg-type]
     split = Sections(Rotary(16, allocation="split"), 300)
-    for given, message in (
+    for arguments, message in (
         ((tie, None, 2), "sections: got NoneType, want a Sections"),
         ((tie, permuted, 0), "spatial_merge_size: got 0, want >= 1"),
         ((tie, permuted, 2, 1), "permute: got 1, want True or False"),
         ((tie, split, 2, True), "permute: got True, want False for sections that are not permuted"),
     ):
-        assert_refused(message, partial(ServedModel, *given))
+        assert_refused(message, partial(ServedModel, *arguments))
 
 
 def rope(**values: object) -> dict[str, Any]:
@@ -69,7 +69,7 @@ OF_MMPOS: dict[str, dict[str, Any] | None] = {
     "precision: got 'fp16', want": {"scheme": "rope-tie", "precision": "fp16"},
     "config.mmpos.permuted: got 1, want True or False": {"scheme": "rope-tie", "permuted": 1},
     "config.mmpos.permuted: got True for allocation 'split'": {**SPLIT["mmpos"], "permuted": True},
-    "scheme: got 'mrope' of 3 axes, want one of two": {"scheme": "mrope"},
+    "scheme: got 'mrope' with 3 axes, want two axes": {"scheme": "mrope"},
     "positions: got scheme 'rope-tie-v2', whose ids may be fractions": {"scheme": "rope-tie-v2"},
     "next_positions: got document 0 of rows": {"scheme": "rows"},
     "documents[0][0]: got text, want": {"scheme": "grid-2d"},
@@ -85,33 +85,33 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_configs_that_cannot_be_served_are_refused_with_the_field(message: str) -> None:
+def test_an_unservable_config_is_refused_with_the_name_of_the_field(message: str) -> None:
     changed = {**CONFIG, **CHANGES[message]}
     assert_refused(message, lambda: ServedModel.from_config(changed, max_model_len=100), MmposError)
 
 
-def test_importing_the_room_and_its_plugin_imports_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_the_package_and_its_plugin_does_not_import_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [
         name for name in sys.modules if name.startswith("mmpos.integrations.vllm") or name.split(".")[0] == "vllm"
     ]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it is an error
+    monkeypatch.setitem(sys.modules, "vllm", None)  # makes every import of vllm fail
     assert importlib.import_module("mmpos.integrations.vllm.plugin").ARCHITECTURES
     with pytest.raises(ImportError, match="vllm"):
         importlib.import_module("mmpos.integrations.vllm.models")
 
 
-def test_vllm_finds_the_plugin_and_may_register_it_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_finds_the_entry_point_and_may_call_it_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = vllm_stand_in.install(monkeypatch)
-    (found,) = entry_points(group="vllm.general_plugins", name="mmpos")
-    register = found.load()
+    (entry,) = entry_points(group="vllm.general_plugins", name="mmpos")
+    register = entry.load()
     register()
     once = dict(registry.models)
     register()
     assert registry.models == once
     assert len(once) == 3
-    for architecture, where in once.items():
-        module, name = where.split(":")
+    for architecture, path in once.items():
+        module, name = path.split(":")
         assert architecture.startswith("MMPos")
         assert isinstance(getattr(importlib.import_module(module), name), type)
 
@@ -131,13 +131,13 @@ def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return getattr(importlib.import_module("mmpos.integrations.vllm.models"), request.param)
 
 
-def test_a_served_model_has_our_ids(model_class: Any) -> None:
+def test_a_served_model_returns_the_ids_of_its_scheme(model_class: Any) -> None:
     model = model_class(vllm_config=vllm_config(), prefix="p")
     assert model.prefix == "p"
-    found, delta = model.get_mrope_input_positions([0] * 11, [image(3, 2, 3)])
-    assert (found.tolist(), delta) == ids(11, [image(3, 2, 3)])
-    touching = [image(1, 1, 2), image(3, 1, 2)]
-    assert model.get_mrope_input_positions([0] * 9, touching)[1] == ids(9, touching, strict=False)[1]
+    rows, delta = model.get_mrope_input_positions([0] * 11, [image(3, 2, 3)])
+    assert (rows.tolist(), delta) == ids(11, [image(3, 2, 3)])
+    adjacent = [image(1, 1, 2), image(3, 1, 2)]
+    assert model.get_mrope_input_positions([0] * 9, adjacent)[1] == ids(9, adjacent, strict=False)[1]
 
 
 def test_a_served_model_loads_weights_in_the_order_of_its_sections(model_class: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_served_model_loads_weights_in_the_order_of_its_sections(model_class: 
         assert [rows.flatten().tolist() for rows in loaded.values()] == [plain] * 4
 
 
-def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: Any) -> None:
+def test_a_served_model_has_its_own_cache_in_the_order_of_its_sections(model_class: Any) -> None:
     model = model_class(vllm_config=vllm_config())
     first, second = (layer.rotary_emb for layer in model.language_model)
     assert first is second
@@ -168,9 +168,9 @@ def test_a_served_model_has_a_cache_of_its_own_in_the_same_order(model_class: An
     assert_within(first.cos_sin_cache, want, EXACT)
 
 
-def test_the_cache_of_a_model_in_bfloat16_is_rounded_once(model_class: Any) -> None:
+def test_the_cache_of_a_bfloat16_model_is_rounded_once(model_class: Any) -> None:
     exact = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
-    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it makes a model
+    torch.set_default_dtype(torch.bfloat16)  # as in vLLM during the construction of a model
     try:
         cache = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
     finally:
@@ -180,15 +180,15 @@ def test_the_cache_of_a_model_in_bfloat16_is_rounded_once(model_class: Any) -> N
 
 
 @pytest.mark.parametrize(("field", "value"), [("head_size", 32), ("rotary_dim", 8), ("is_neox_style", False)])
-def test_a_rotation_of_another_kind_is_not_replaced(
+def test_a_different_rotation_is_refused(
     model_class: Any, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_stand_in.Model.shared, field, value)
-    message = f"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding of"
+    message = f"MRotaryEmbedding.{field}: got {value}, want an MRotaryEmbedding with"
     assert_refused(message, lambda: model_class(vllm_config=vllm_config()), UnsupportedError)
     other = SimpleNamespace(head_size=16, rotary_dim=16, is_neox_style=True)
     monkeypatch.setattr(vllm_stand_in.Model, "shared", other)
-    message = "SimpleNamespace.head_size: got 16, want an MRotaryEmbedding of 16"
+    message = "SimpleNamespace.head_size: got 16, want an MRotaryEmbedding with 16"
     assert_refused(message, lambda: model_class(vllm_config=vllm_config()), UnsupportedError)
 
 
@@ -197,22 +197,22 @@ def test_a_rotation_of_another_kind_is_not_replaced(
     [
         ("speculative_config.method: got 'mtp', want ngram", {"speculative_config": SimpleNamespace(method="mtp")}),
         ("enable_mm_embeds: got True, want False", {"embeds": True}),
-        ("multimodal pruning: got it enabled", {"pruning": True}),
-        ("lora_config: got one, want none", {"lora_config": SimpleNamespace()}),
+        ("multimodal pruning: got enabled", {"pruning": True}),
+        ("lora_config: got one, want none, or a permuted", {"lora_config": SimpleNamespace()}),
         ("quant_config: got SimpleNamespace, want none", {"quant_config": SimpleNamespace()}),
     ],
 )  # fmt: skip
-def test_what_would_be_served_wrongly_is_refused_at_the_start(model_class: Any, change: Any, message: str) -> None:
+def test_unservable_engine_configs_are_refused(model_class: Any, change: Any, message: str) -> None:
     assert_refused(message, lambda: model_class(vllm_config=vllm_config(**change)), UnsupportedError)
 
 
-def test_what_does_no_harm_is_served(model_class: Any) -> None:
+def test_harmless_engine_configs_are_accepted(model_class: Any) -> None:
     model_class(vllm_config=vllm_config(speculative_config=SimpleNamespace(method="ngram")))
     for config in (SPLIT, PERMUTED):
         model_class(vllm_config=vllm_config(config=config, lora_config=object(), quant_config=object()))
 
 
-def test_videos_and_touching_images_are_refused_where_requests_come_in(model_class: Any) -> None:
+def test_videos_and_adjacent_images_are_refused_when_a_request_arrives(model_class: Any) -> None:
     processor, info, _ = model_class.factories
     known = info(SimpleNamespace(mmpos={"scheme": "rope-tie"}))
     plain = processor(info(SimpleNamespace()))
@@ -220,5 +220,5 @@ def test_videos_and_touching_images_are_refused_where_requests_come_in(model_cla
     assert known.get_supported_mm_limits() == {"image": None, "video": 0}
     apart = {"image": [span(1, 4), span(6, 1)]}
     assert processor(known).apply(apart, "timing") == {"mm_placeholders": apart, "timing": "timing"}
-    touching = {"image": [span(1, 4), span(5, 1)]}
-    assert_refused("mm_placeholders: got an image at", lambda: processor(known).apply(touching, "timing"))
+    adjacent = {"image": [span(1, 4), span(5, 1)]}
+    assert_refused("mm_placeholders: got an image at", lambda: processor(known).apply(adjacent, "timing"))

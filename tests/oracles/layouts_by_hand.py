@@ -1,4 +1,4 @@
-"""Ids of the layouts of models that generate, written by hand: what tests and conformance compare with."""
+"""Hand-written ids of the layouts of generating models, for tests and conformance vectors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mmpos.segments.kinds import Segment
 
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 IMAGE: list[Segment] = [Text(2), Grid(2, 3), Grid(1, 2)]
-"""Two tokens of text, an image and a reference."""
+"""Two text tokens, an image and a reference image."""
 
 # One line per axis: text | image | reference.
 ROWS = "0 0 | 0 0 0 1 1 1 | 0 0"
@@ -210,9 +210,9 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
 
 
 def numbers(line: str) -> list[Fraction]:
-    """Read a line of ids."""
+    """Parse a line of ids."""
     return [Fraction(word) for word in line.replace("|", " ").split()]
 
 
 NEXT = {"qwen-image-2.1": 8, "bagel": 6, "omnigen2": 8}
-"""The position after each document that has one."""
+"""The next position of each document that has one."""

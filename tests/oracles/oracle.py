@@ -1,4 +1,4 @@
-"""The oracle: plain loops over tokens with exact fractions, written from the formulas and not from the library."""
+"""The oracle of positions: plain loops over tokens with exact fractions, written from the formulas, not from mmpos."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ Document = list[Text | Grid]
 Id = tuple[Fraction | int, ...]
 
 settled = settings(derandomize=True, deadline=None, max_examples=20)
-"""The same examples in every run."""
+"""Settings that draw the same examples in every run."""
 
 
 class Placed(NamedTuple):
-    """One position per token, and the next position where the scheme has one."""
+    """One position per token, and the next position if the scheme has one."""
 
     ids: list[Id]
     next_position: int | None
 
 
 def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0, **params: Any) -> Placed:
-    """Positions of one document, token after token."""
+    """Place one document token by token."""
     if scheme == "rows":
         return Placed(_rows(document, start), None)
     ids: list[Id] = []
@@ -55,7 +55,7 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
             ids += [_id(*[cursor + k] * axes) for k in range(part.length)]
             cursor += part.length if scheme != "grid-2d" else 0
         else:
-            image = {"image": sum(isinstance(one, Grid) for one in document[:i])} if scheme == "xd-rope" else {}
+            image = {"image": sum(isinstance(earlier, Grid) for earlier in document[:i])} if scheme == "xd-rope" else {}
             placed, cursor = _GRIDS[scheme](part, cursor, **params, **image)
             ids += placed
     if scheme == "grid-2d":
@@ -66,14 +66,14 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
 
 
 def place_all(documents: Sequence[Document], scheme: str, starts: Sequence[int], **params: Any) -> list[Placed]:
-    """Every document on its own."""
+    """Place each document alone."""
     return [
         place_document(document, scheme, start, **params) for document, start in zip(documents, starts, strict=True)
     ]
 
 
 def exact(positions: PositionTable) -> list[Id]:
-    """The ids of a table as one tuple of fractions per token."""
+    """Return the ids of a table, one tuple of fractions per token."""
     numerators, denominators = positions.rationals()
     return [
         tuple(Fraction(n, d) for n in column)
@@ -82,12 +82,12 @@ def exact(positions: PositionTable) -> list[Id]:
 
 
 def placed(document: Sequence[Segment], scheme: str | Scheme, start: int = 0, **options: Any) -> PositionTable:
-    """One document, placed by the library."""
+    """Place one document with the library."""
     return place(SegmentTable.from_documents([document]), scheme, start, **options)
 
 
 def fields(segments: SegmentTable) -> dict[str, Any]:
-    """All that a segment table holds, comparable with ==."""
+    """Return the contents of a segment table, comparable with ==."""
     names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
     arrays = {name: getattr(segments, name) for name in names}
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}
@@ -103,7 +103,7 @@ def _id(*values: Fraction | int) -> Id:
 
 
 def _raster(grid: Grid) -> Iterator[tuple[int, int, int]]:
-    """Zero-based frame, row, column of every token; a row separator is one column more."""
+    """Yield the zero-based frame, row and column of every token; a row separator is one more column."""
     for t in range(grid.frames):
         for i in range(grid.height):
             for j in range(grid.width + int(grid.row_separator)):
@@ -276,11 +276,11 @@ _AXES = {
 }
 
 
-# Every scheme with its parameters, and random documents that it has a place for.
+# Every scheme with its parameters, and random documents that it can place.
 
 
 class Case(NamedTuple):
-    """A scheme as the caller gives it, the same in the oracle's words, and what its documents may hold."""
+    """A scheme as the caller writes it, its name and parameters in the oracle, and what its documents may contain."""
 
     scheme: str | Scheme
     name: str
@@ -288,18 +288,18 @@ class Case(NamedTuple):
     frames: bool = True
     separators: bool = False
     text: bool = True
-    touching: bool = True
+    adjacent: bool = True
     resumable: bool = True
     side: int = 1
 
     @property
     def label(self) -> str:
-        """The name of the test."""
+        """Id of the test."""
         return "-".join([self.name, *(f"{key}={value}".replace("/", "_") for key, value in self.params.items())])
 
 
 def _tie_case(scheme: str | Scheme, name: str, **params: Any) -> Case:
-    return Case(scheme, name, params, frames=params.get("axes") == 3, separators=True, touching=False)
+    return Case(scheme, name, params, frames=params.get("axes") == 3, separators=True, adjacent=False)
 
 
 CASES = (
@@ -362,28 +362,28 @@ SECONDS = (None, *(Fraction(numerator, 6) for numerator in (2, 3, 5, 6, 7, 10, 1
 
 @cache
 def _every_grid(frames: int, separators: bool, side: int) -> st.SearchStrategy[Grid]:
-    """One draw a grid, since draws are what these tests spend their time on."""
+    """Draw a grid in one draw, since draws take most of the time of these tests."""
     sides = range(side, 4 * side + 1, side)
-    each = product(sides, sides, range(1, frames + 1), (False, True)[: 1 + separators], SECONDS)
+    choices = product(sides, sides, range(1, frames + 1), (False, True)[: 1 + separators], SECONDS)
     return st.sampled_from(
-        [Grid(h, w, frames=t, row_separator=rows, seconds_per_frame=seconds) for h, w, t, rows, seconds in each]
+        [Grid(h, w, frames=t, row_separator=rows, seconds_per_frame=seconds) for h, w, t, rows, seconds in choices]
     )
 
 
 def grids(case: Case) -> st.SearchStrategy[Grid]:
-    """Grids that the scheme has a place for."""
+    """Draw grids that the scheme can place."""
     return _every_grid(3 if case.frames else 1, case.separators, case.side)
 
 
 def documents(case: Case) -> st.SearchStrategy[Document]:
-    """Documents of text and grids; a marker stands between grids that may not touch."""
+    """Draw documents of text and grids, with a text token between grids where the scheme requires one."""
     parts = grids(case) | st.sampled_from([Text(1), Text(2), Text(3), Text(4)]) if case.text else grids(case)
     drawn = st.lists(parts, min_size=1, max_size=5)
-    return drawn if case.touching else drawn.map(_apart)
+    return drawn if case.adjacent else drawn.map(_separated)
 
 
-def _apart(parts: Document) -> Document:
-    """Put a marker between grids that touch."""
+def _separated(parts: Document) -> Document:
+    """Put a text token between adjacent grids."""
     apart = parts[:1]
     for before, part in pairwise(parts):
         apart += [Text(1), part] if isinstance(before, Grid) and isinstance(part, Grid) else [part]
@@ -391,5 +391,5 @@ def _apart(parts: Document) -> Document:
 
 
 def batches(case: Case, min_size: int = 0) -> st.SearchStrategy[list[Document]]:
-    """A few documents."""
+    """Draw a few documents."""
     return st.lists(documents(case), min_size=min_size, max_size=3)

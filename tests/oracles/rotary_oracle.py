@@ -1,4 +1,4 @@
-"""The oracle of rotations: complex numbers turned by phases of 60 digits, written from the formula, not from mmpos."""
+"""The oracle of rotations: complex numbers times phases of 60 digits, written from the formula, not from mmpos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Rotary
 
 Ids = Sequence[Sequence[Fraction | int]]
-"""One id per axis, token after token."""
+"""One id per axis for each token."""
 
 Array = npt.NDArray[Any]
 Real = npt.NDArray[np.float64]
@@ -33,7 +33,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 def pair_axes(rotary: Rotary) -> list[int]:
-    """The axis that drives each pair; −1 for none."""
+    """Return the axis of each pair, −1 for an unrotated pair."""
     pairs, axes, allocation = rotary.rotary_dim // 2, rotary.axes, rotary.allocation
     interleaved = [j % axes for j in range(pairs)]
     if not isinstance(allocation, str):
@@ -47,10 +47,10 @@ def pair_axes(rotary: Rotary) -> list[int]:
 
 
 def frequencies(rotary: Rotary) -> list[Any]:
-    """The frequency of each pair in rad per position; scaled ones, which test_frequencies judges, are taken over."""
+    """Return the frequency of each pair in rad per position; scaled ones are the library's, see test_frequencies."""
     if rotary.scaling is not None or rotary.inv_freq is not None:
         return [mp.mpf(float(value)) for value in rotary.inv_freq_array]
-    exact = []
+    values = []
     axes = pair_axes(rotary)
     pairs, seen = len(axes), [0] * rotary.axes
     for j, axis in enumerate(axes):
@@ -60,14 +60,14 @@ def frequencies(rotary: Rotary) -> list[Any]:
         elif rotary.allocation == "pixtral":
             exponent = Fraction(2 * seen[axis] + axis, pairs)
         theta = rotary.theta if isinstance(rotary.theta, float) else rotary.theta[axis]
-        turning = mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator)
-        exact.append(turning if axis >= 0 else mp.mpf(0))
+        omega = mp.mpf(theta) ** (-mp.mpf(exponent.numerator) / exponent.denominator)
+        values.append(omega if axis >= 0 else mp.mpf(0))
         seen[axis] += 1
-    return exact
+    return values
 
 
 def phases(ids: Ids, rotary: Rotary) -> Real:
-    """(tokens, pairs) angles, reduced modulo one turn before they become float64."""
+    """Return (tokens, pairs) angles, reduced modulo one turn before rounding to float64."""
     with mpmath.workdps(DIGITS):
         omegas, axes, turn = frequencies(rotary), pair_axes(rotary), 2 * mp.pi
         rows = []
@@ -78,7 +78,7 @@ def phases(ids: Ids, rotary: Rotary) -> Real:
 
 
 def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
-    """Angles in units of 2⁻³² turn, exact but for the frequency, which holds 2⁻²⁰⁰ turn; not reduced."""
+    """Return unreduced angles in units of 2⁻³² turn, exact except for the frequencies, rounded to 2⁻²⁰⁰ turn."""
     with mpmath.workdps(2 * DIGITS):
         taus = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 200)) for omega in frequencies(rotary)]
     axes = pair_axes(rotary)
@@ -86,14 +86,14 @@ def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
 
 
 def by_kv_head(rotary: Rotary) -> list[Rotary]:
-    """The rotation of each kv head, as one for all heads; of the only one where heads turn alike."""
+    """Return a rotation of all heads for each kv head, or the rotation itself if all heads rotate alike."""
     pairs = rotary.rotary_dim // 2
     axes = rotary.head_axes
     return [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
 
 
 def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
-    """The first and the second channel of each pair."""
+    """Return the first and the second channel of each pair."""
     pairs = rotary.rotary_dim // 2
     if rotary.pairing == "adjacent":
         return [2 * j for j in range(pairs)], [2 * j + 1 for j in range(pairs)]
@@ -101,14 +101,16 @@ def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
 
 
 def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real:
-    """(tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor.
+    """Return (tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor.
 
-    Heads of q are as many neighbours for each kv head.
+    Each kv head has the same number of adjacent heads of q.
     """
     if rotary.head_axes is not None:
-        shared, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
-        every = {axis: rotated(x, ids, one, conjugate) for axis, one in zip(rotary.head_axes, alone, strict=True)}
-        parts = [every[axis][:, h * shared : (h + 1) * shared] for h, axis in enumerate(rotary.head_axes)]
+        group, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
+        by_axis = {
+            axis: rotated(x, ids, single, conjugate) for axis, single in zip(rotary.head_axes, alone, strict=True)
+        }
+        parts = [by_axis[axis][:, h * group : (h + 1) * group] for h, axis in enumerate(rotary.head_axes)]
         return np.concatenate(parts, axis=1)
     first, second = channels(rotary)
     out = x.astype(np.float64)
@@ -119,7 +121,7 @@ def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real
 
 
 def lengths(x: Array, rotary: Rotary) -> Real:
-    """(tokens, heads, head_dim) the length of each channel's pair; 0 where a channel passes through."""
+    """Return (tokens, heads, head_dim) lengths of each channel's pair; 0 for channels outside the pairs."""
     first, second = channels(rotary)
     out = np.zeros(x.shape)
     out[..., first] = out[..., second] = np.hypot(x[..., first], x[..., second]) * rotary.attention_factor
@@ -127,14 +129,14 @@ def lengths(x: Array, rotary: Rotary) -> Real:
 
 
 def thd(x: Tensor, layout: str | None) -> Array:
-    """(tokens, heads, head_dim) float64, whatever the layout."""
+    """Reshape any layout to (tokens, heads, head_dim) float64."""
     x = x.detach().double().cpu()
     x = x.permute(0, 2, 1, 3) if layout == "bhsd" else x
     return x.reshape(-1, *x.shape[-2:]).numpy()
 
 
 def ids_of(positions: PositionTable | Tensor) -> Ids:
-    """The ids of a table, or of a dense tensor, as fractions."""
+    """Return the ids of a table, or of a dense tensor, as fractions."""
     if isinstance(positions, PositionTable):
         return exact(positions)
     return [[Fraction(value) for value in column] for column in positions.reshape(positions.shape[0], -1).T.tolist()]
@@ -150,7 +152,7 @@ def assert_rotated(
     conjugate: bool = False,
     slack: float = ARITHMETIC,
 ) -> None:
-    """Every element is the truth, moved by the float32 arithmetic at most, rounded once to its dtype."""
+    """Assert that every element is the exact value within the float32 arithmetic, rounded once to its dtype."""
     assert got is not None
     assert (got.shape, got.dtype, got.device) == (x.shape, x.dtype, x.device)
     ids = ids_of(positions) if isinstance(positions, PositionTable | Tensor) else positions
@@ -158,13 +160,13 @@ def assert_rotated(
     truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
     room = torch.from_numpy(slack * lengths(before, rotary))
     flat = torch.from_numpy(thd(got, layout))
-    # Rounding is monotone: what lies within room of the truth rounds to between these two.
+    # Rounding is monotone: a value within room of the truth rounds to a number between these two.
     low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
     wrong = ~((flat >= low) & (flat <= high))
     assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
 
 
-# Positions: every view of a table, and tables of any ids whatever.
+# Positions: every view of a table, and tables of arbitrary ids.
 
 SCHEMES = {
     "flatten": 1, "v2pe": 1, "rope-tie": 2, "rope-tie-v2": 2, "rope-tie-fractional": 2, "rows": 2,
@@ -173,11 +175,11 @@ SCHEMES = {
 """Schemes with text and images, and their axes; v2pe, v2 and fractional have fractions, videorope negative ids."""
 
 BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
-"""A scheme of each number of axes, the hardest."""
+"""The hardest scheme of each number of axes."""
 
 
 def packed(scheme: str, start: int = 0) -> PositionTable:
-    """Three documents of 9, 12 and 11 tokens: text and images, an image first, touching the end, one column."""
+    """Place documents of 9, 12 and 11 tokens: text and images, an image first, an image at the end, one column."""
     documents: list[Document] = [
         [Text(3), Grid(2, 2), Text(2)],
         [Grid(3, 2), Text(1), Grid(1, 5)],
@@ -190,15 +192,15 @@ VIEWS: Mapping[str, Callable[[PositionTable], PositionTable]] = {
     "packed": lambda table: table,
     "padded": lambda table: table.pad(13),
     "left-padded": lambda table: table.pad(side="left"),
-    "sliced": lambda table: table.slice(5, 28),  # cuts the first image and the last one of row 2
+    "sliced": lambda table: table.slice(5, 28),  # cuts the first image and the one of 2 × 3
     "sharded": lambda table: table.pad(12).shard(1, 2),
     "pruned": lambda table: table.take(range(0, 32, 3), range(1, 33, 3)),
 }
-"""Ways to cut and pad 32 tokens of three documents."""
+"""Views that cut or pad the 32 tokens of three documents."""
 
 
 def table_of(ids: Ids) -> PositionTable:
-    """One token per segment, at these ids."""
+    """Build a table with one token per segment at these ids."""
     axes, tokens = len(ids[0]), len(ids)
     table = np.zeros((5 + 4 * axes, tokens), np.int64)
     table[0], table[2:5] = np.arange(tokens), 1
@@ -233,12 +235,12 @@ ROTARIES: Mapping[str, Rotary] = {
     "partial axial": Rotary(14, rotary_dim=4, allocation="axial"),
     "partial axial by axis": Rotary(20, rotary_dim=14, allocation="axial", axes_dim=[8, 6], theta=[100.0, 5e5]),
 }
-"""Every allocation, with full and partial rotation and head_dims that are powers of two and not."""
+"""Every allocation, with full and partial rotation, and with head_dims that are and are not powers of two."""
 
 
 def heads(
     tokens: int | tuple[int, ...], num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Tensor:
-    """Random q or k with the heads last but one."""
+    """Draw random q or k; heads are the last but one dimension."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)

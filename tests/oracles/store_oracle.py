@@ -1,4 +1,4 @@
-"""The oracle of stores: caches of every engine, and loops over tokens that write what should be in them."""
+"""The oracle of stores: the cache layouts of every engine, and loops over tokens that write the expected values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from mmpos.rotary import Cache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-"""The device of caches: kernels run in Triton's interpreter where there is no GPU."""
+"""The device of caches; without a GPU, kernels run in Triton's interpreter."""
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
 FILL |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7D}
-"""Bits of a NaN that nothing computes, by dtype: what an untouched cell holds. (e4m3 has no other NaN.)"""
+"""Bits of a NaN that no computation returns, by dtype, in every untouched cell. (e4m3 has only this NaN.)"""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers of as many bytes."""
+"""Integer dtypes by itemsize."""
 
 
 class Held(NamedTuple):
-    """Caches as an engine holds them: views of k and v, the tensors behind them, and the layout of the views."""
+    """Caches as an engine holds them: views of k and v, the tensors behind the views, and their layout."""
 
     key: Tensor
     value: Tensor
@@ -31,12 +31,12 @@ class Held(NamedTuple):
     block_size: int
 
     def with_slots(self, slots: Tensor, **scales: Tensor) -> Cache:
-        """Return them as a call takes them."""
+        """Build the Cache argument of a call."""
         layout: Any = self.layout
         return Cache(self.key, self.value, slots, layout, **scales)
 
     def at(self, view: Tensor, slot: int) -> Tensor:
-        """(heads, head_dim) of a slot."""
+        """Return the (heads, head_dim) of a slot."""
         if view.dim() == 3:
             return view[slot]
         block, offset = divmod(slot, self.block_size)
@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
 
 def filled(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of cells that nobody has touched."""
+    """Allocate a tensor of untouched cells."""
     return torch.full(shape, FILL[dtype], dtype=INTEGERS[dtype.itemsize], device=DEVICE).view(dtype)
 
 
@@ -106,7 +106,7 @@ CACHES: Mapping[str, Make] = {
 
 
 def write(cache: Held, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
-    """Write (tokens, heads, head_dim) k and v where they belong, token by token."""
+    """Write (tokens, heads, head_dim) k and v to their slots, token by token."""
     for token, slot in enumerate(slots):
         if slot >= 0:
             cache.at(cache.key, slot).copy_(k[token])
@@ -114,27 +114,27 @@ def write(cache: Held, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of every element."""
+    """Return the bits of every element."""
     return x.detach().contiguous().view(INTEGERS[x.dtype.itemsize]).cpu()
 
 
 def assert_same_bits(got: Tensor | None, want: Tensor | None, ulps: int = 0) -> None:
-    """Equal bits, or within so many units in the last place."""
+    """Assert equal bits, or a distance of at most ``ulps`` units in the last place."""
     assert got is not None
     assert want is not None
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    apart = (bits(got).long() - bits(want).long()).abs()
-    assert int(apart.max() if apart.numel() else 0) <= ulps
+    distance = (bits(got).long() - bits(want).long()).abs()
+    assert int(distance.max() if distance.numel() else 0) <= ulps
 
 
 def assert_holds(got: Held, want: Held, ulps: int = 0) -> None:
-    """Every cell of everything behind the caches, touched or not, is as it should be."""
+    """Assert that every cell of the tensors behind the caches, untouched cells included, is as expected."""
     for a, b in zip(got.whole, want.whole, strict=True):
         assert_same_bits(a, b, ulps)
 
 
 def nearest(x: Any, dtype: torch.dtype) -> Tensor:
-    """Numbers of 8 bits that are nearest to float64 ones, by a search among all of them; ties go to the even one."""
+    """Round float64 numbers to 8 bits by a search among all 8-bit numbers; ties go to the even one."""
     finite = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     finite = finite[finite.isfinite()]
     x = torch.as_tensor(x, dtype=torch.float64)
@@ -146,6 +146,6 @@ def nearest(x: Any, dtype: torch.dtype) -> Tensor:
 
 
 def flat(x: Any, layout: str | None) -> Tensor:
-    """(tokens, heads, head_dim) of any layout."""
+    """Reshape any layout to (tokens, heads, head_dim)."""
     x = x.transpose(1, 2) if layout == "bhsd" else x
     return x.reshape(-1, *x.shape[-2:])

@@ -1,4 +1,4 @@
-"""Block keys: equal exactly where everything up to the block's end is, by a definition that loops over tokens."""
+"""Block keys are equal exactly if everything up to the end of the block is equal, by a loop over tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATCH = 9
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A document, with the ids of its text and the contents of its grids."""
+    """A document with the ids of its text and the contents of its grids."""
 
     document: Document
     case: Case
@@ -47,7 +47,7 @@ class Request:
         return place(self.segments(), self.case.scheme, self.start)
 
     def ids(self) -> list[int]:
-        """Return the id of every token: text by where it stands, so that a change leaves other text alone."""
+        """Return the id of every token; text ids depend on the index, so that a change keeps other text."""
         kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
         return [self.texts[i % len(self.texts)] if is_text else PATCH for i, is_text in enumerate(kinds)]
 
@@ -56,14 +56,14 @@ class Request:
         return [self.contents[i % len(self.contents)] for i in range(grids)]
 
     def tokens(self) -> list[tuple[Any, ...]]:
-        """List all that decides the key and value of every token, by a plain loop."""
+        """List everything that determines the key and the value of every token, by a plain loop."""
         contents: list[tuple[Any, ...]] = []
         positions = place_document(self.document, self.case.name, self.start, **self.case.params).ids
         hashes, ids = iter(self.hashes()), self.ids()
         for part in self.document:
             shape = () if isinstance(part, Text) else (*part.extents, part.row_separator, next(hashes))
-            for place_in_grid in range(tokens_of(part)):
-                here = (place_in_grid, *shape) if shape else ()
+            for index in range(tokens_of(part)):
+                here = (index, *shape) if shape else ()
                 contents.append((positions[len(contents)], ids[len(contents)], here))
         return contents
 
@@ -82,9 +82,9 @@ def tokens_of(part: Text | Grid) -> int:
 
 @st.composite
 def relatives(draw: st.DrawFn) -> list[Request]:
-    """Return a request, and some that differ from it in one thing each, or in none."""
+    """Draw a request, and requests that differ from it in at most one respect."""
     case = draw(st.sampled_from(CASES))
-    # Text may look like a patch, so that only the grids tell them apart.
+    # Text may have the id of a patch, so that only the grids distinguish them.
     texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
     first = Request(draw(documents(case)), case, draw(st.integers(-2, 3)), texts, ("cat", "dog"))
     return [first, *(draw(changed(first)) for _ in range(draw(st.integers(1, 4))))]
@@ -95,13 +95,13 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
     document = list(request.document)
     i = draw(st.integers(0, len(document) - 1))
     part = document[i]
-    what = draw(st.sampled_from(["part", "part", "order", "end", "text", "content", "start", "scheme"]))
-    if what == "part" and isinstance(part, Text) and part.length > 1 and draw(st.booleans()):
+    aspect = draw(st.sampled_from(["part", "part", "order", "end", "text", "content", "start", "scheme"]))
+    if aspect == "part" and isinstance(part, Text) and part.length > 1 and draw(st.booleans()):
         cut = draw(st.integers(1, part.length - 1))
         document[i : i + 1] = [Text(cut), Text(part.length - cut)]
-    elif what == "part" and isinstance(part, Text):
+    elif aspect == "part" and isinstance(part, Text):
         document[i] = Text(part.length + 1)
-    elif what == "part" and isinstance(part, Grid):
+    elif aspect == "part" and isinstance(part, Grid):
         case = request.case
         changes: list[dict[str, Any]] = [
             {"height": part.height + case.side},
@@ -111,26 +111,26 @@ def changed(draw: st.DrawFn, request: Request) -> Request:
         changes += [{"frames": part.frames + 1}] * case.frames
         changes += [{"row_separator": not part.row_separator}] * case.separators
         document[i] = dataclasses.replace(part, **draw(st.sampled_from(changes)))
-    elif what == "order":
+    elif aspect == "order":
         document[i - 1], document[i] = document[i], document[i - 1]
         other = dataclasses.replace(request, document=document)
-        return other if takes(other) else request
-    elif what == "end" and request.case.text:
+        return other if placeable(other) else request
+    elif aspect == "end" and request.case.text:
         document.append(Text(2))
-    elif what == "text":
+    elif aspect == "text":
         return dataclasses.replace(request, texts=(*request.texts, PATCH + 1 - request.texts[0]))
-    elif what == "content":
+    elif aspect == "content":
         return dataclasses.replace(request, contents=draw(st.sampled_from([("cat",), ("dog", "cat")])))
-    elif what == "start":
+    elif aspect == "start":
         return dataclasses.replace(request, start=request.start + draw(st.integers(0, 1)))
-    elif what == "scheme":
+    elif aspect == "scheme":
         other = dataclasses.replace(request, case=draw(st.sampled_from(CASES)))
-        return other if takes(other) else request
+        return other if placeable(other) else request
     return dataclasses.replace(request, document=document)
 
 
-def takes(request: Request) -> bool:
-    """Return whether the scheme has a place for the document."""
+def placeable(request: Request) -> bool:
+    """Return whether the scheme can place the document."""
     try:
         request.positions()
     except (UnsupportedError, InvalidInputError):
@@ -140,27 +140,27 @@ def takes(request: Request) -> bool:
 
 @settings(max_examples=50)
 @given(relatives(), st.integers(1, 5))
-def test_keys_are_equal_exactly_where_everything_up_to_the_end_of_the_block_is(
+def test_keys_are_equal_exactly_if_everything_up_to_the_end_of_the_block_is(
     requests: list[Request], block_size: int
 ) -> None:
     keys = [request.keys(block_size) for request in requests]
     tokens = [request.tokens() for request in requests]
-    for of, all_tokens in zip(keys, tokens, strict=True):
-        assert len(of) == len(all_tokens) // block_size
+    for own, all_tokens in zip(keys, tokens, strict=True):
+        assert len(own) == len(all_tokens) // block_size
     for (a, b), (i, j) in product(product(range(len(requests)), repeat=2), product(range(4), repeat=2)):
         if i < len(keys[a]) and j < len(keys[b]):
             same = tokens[a][: (i + 1) * block_size] == tokens[b][: (j + 1) * block_size]
             assert (keys[a][i] == keys[b][j]) == same
 
 
-def test_ends_of_rows_tell_grids_apart_before_the_first_of_them() -> None:
+def test_row_separators_change_keys_before_the_first_separator() -> None:
     tables = [SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=ends)]]) for ends in (False, True)]
     (a,), (b,) = (block_keys(segments, place(segments, "flatten"), 2) for segments in tables)
     assert [x == y for x, y in zip(a, b, strict=False)] == [True, False, False, False]
 
 
-def test_a_key_is_made_of_these_bytes() -> None:
-    """The grid ends with the second block, and the third has nothing of it."""
+def test_a_key_hashes_these_bytes() -> None:
+    """The grid ends with the second block; the third block contains none of it."""
     segments = SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)]])
     positions = place(segments, "rope-tie-v2")
     assert positions.dense()[1].tolist() == [0, 1, 3.5, 4.5, 5.5, 3.5, 4.5, 5.5, 8, 9, 10, 11]
@@ -183,7 +183,7 @@ def test_a_key_is_made_of_these_bytes() -> None:
     assert keys == [want]
 
 
-def test_fractions_that_differ_by_next_to_nothing_differ() -> None:
+def test_nearly_equal_fractions_have_different_keys() -> None:
     segments = SegmentTable.from_documents([[Text(1)]])
     keys = set()
     for numerator, denominator in ((1, 2**31 - 1), (1, 2**31 - 2), (2, 2**31 - 1), (2**31 - 2, 2**31 - 1), (0, 1)):
@@ -194,7 +194,7 @@ def test_fractions_that_differ_by_next_to_nothing_differ() -> None:
     assert len(keys) == 5
 
 
-def test_documents_of_a_batch_have_the_keys_that_they_have_alone() -> None:
+def test_documents_of_a_batch_have_the_same_keys_alone() -> None:
     batch: list[Document] = [
         [Text(5), Grid(2, 2), Text(1)],
         [Text(1)],
@@ -210,8 +210,8 @@ def test_documents_of_a_batch_have_the_keys_that_they_have_alone() -> None:
     alone = []
     for d, document in enumerate(batch):
         one = SegmentTable.from_documents([document])
-        some = ids[starts[d] : starts[d + 1]]
-        alone += block_keys(one, place(one), 3, input_ids=some, image_hashes=contents[d])
+        own_ids = ids[starts[d] : starts[d + 1]]
+        alone += block_keys(one, place(one), 3, input_ids=own_ids, image_hashes=contents[d])
     assert together == alone
     assert [len(keys) for keys in together] == [3, 0, 3, 4]
     known = [together[0][:1], [], together[2], together[3][:2]]
@@ -221,7 +221,7 @@ def test_documents_of_a_batch_have_the_keys_that_they_have_alone() -> None:
     assert block_keys(nothing, place(nothing), 3) == []
 
 
-def test_known_keys_are_gone_on_from_and_not_computed_again() -> None:
+def test_known_keys_are_continued_and_not_recomputed() -> None:
     segments = SegmentTable.from_documents([[Text(6)]])
     made_up = bytes(32)
     first, second = block_keys(segments, place(segments), 3, known=[[made_up]])[0]
@@ -229,7 +229,7 @@ def test_known_keys_are_gone_on_from_and_not_computed_again() -> None:
     assert second not in block_keys(segments, place(segments), 3)[0]
 
 
-def test_keys_differ_by_size_salt_ids_and_hashes() -> None:
+def test_keys_depend_on_block_size_salt_ids_and_hashes() -> None:
     segments = SegmentTable.from_documents([[Text(2), Grid(1, 2)]])
     positions = place(segments)
     ids = {"input_ids": [1, 2, 9, 9]}
@@ -242,22 +242,22 @@ def test_keys_differ_by_size_salt_ids_and_hashes() -> None:
     assert named[0] == named[1]
 
 
-def sequence(*parts: Any, contents: tuple[str, ...] = ("cat", "dog")) -> Any:
-    built = SequenceBuilder().build(list(parts))
-    return dataclasses.replace(built, image_hashes=contents[: len(built.grid_thw)])
+def build(*parts: Any, contents: tuple[str, ...] = ("cat", "dog")) -> Any:
+    sequence = SequenceBuilder().build(list(parts))
+    return dataclasses.replace(sequence, image_hashes=contents[: len(sequence.grid_thw)])
 
 
-def test_a_sequence_knows_its_ids_and_images() -> None:
-    one = sequence("ab", Grid(2, 3), "c", Grid(1, 2))
+def test_a_sequence_uses_its_own_ids_and_image_hashes() -> None:
+    one = build("ab", Grid(2, 3), "c", Grid(1, 2))
     (want,) = block_keys(one.segments, one.positions, 4, input_ids=one.input_ids, image_hashes=["cat", "dog"], salt="s")
     assert one.block_keys(4, salt="s") == want
-    other = sequence("ab", Grid(2, 3), "c", Grid(1, 2), contents=("cat", "fox"))
+    other = build("ab", Grid(2, 3), "c", Grid(1, 2), contents=("cat", "fox"))
     same = [a == b for a, b in zip(one.block_keys(5), other.block_keys(5), strict=True)]
     assert same == [True, True, False]
 
 
-def test_generated_tokens_have_the_keys_of_a_sequence_that_held_them() -> None:
-    prompt, whole = sequence("ab", Grid(2, 3), "c"), sequence("ab", Grid(2, 3), "cdefghijk")
+def test_generated_tokens_extend_the_keys_of_the_prompt() -> None:
+    prompt, whole = build("ab", Grid(2, 3), "c"), build("ab", Grid(2, 3), "cdefghijk")
     keys = prompt.block_keys(4)
     generated = list(b"defghijk")
     assert prompt.block_keys(4, generated=generated) == whole.block_keys(4)
@@ -265,11 +265,11 @@ def test_generated_tokens_have_the_keys_of_a_sequence_that_held_them() -> None:
     assert keys == whole.block_keys(4)[: len(keys)]
 
 
-def test_an_image_known_by_its_size_has_no_content_to_share() -> None:
+def test_an_image_known_only_by_its_size_has_no_keys() -> None:
     message = r"^image_hashes\[1\]: got None, want the hash of an image that came with its content$"
-    built = dataclasses.replace(sequence("ab", Grid(1, 1), Grid(2, 3)), image_hashes=("cat", None))
+    sequence = dataclasses.replace(build("ab", Grid(1, 1), Grid(2, 3)), image_hashes=("cat", None))
     with pytest.raises(InvalidInputError, match=message):
-        built.block_keys(4)
+        sequence.block_keys(4)
 
 
 SEGMENTS = SegmentTable.from_documents([[Text(2), Grid(1, 2)], [Text(3)]])
@@ -304,7 +304,7 @@ PADDED = SegmentTable.from_input_ids(
         ({"known": [["text"], []]}, r"known\[0\]\[0\]: got 'text', want 32 bytes"),
     ],
 )
-def test_values_that_do_not_fit_are_named(arguments: dict[str, Any], message: str) -> None:
-    fitting: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    valid: dict[str, Any] = {"segments": SEGMENTS, "positions": POSITIONS, "block_size": 2}
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
-        block_keys(**(fitting | arguments))
+        block_keys(**(valid | arguments))

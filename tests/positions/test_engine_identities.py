@@ -1,4 +1,4 @@
-"""Engine identities: whatever is cut, padded, sharded or decoded holds the ids of the whole."""
+"""Engine identities: slices, windows, padding, shards and decoded tokens have the ids of the whole table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = npt.NDArray[np.int64]
 
 @st.composite
 def tables(draw: st.DrawFn, cases: tuple[Case, ...] = CASES, min_size: int = 0) -> PositionTable:
-    """Return a placed batch of any scheme."""
+    """Draw a placed batch of any scheme."""
     case = draw(st.sampled_from(cases))
     batch: list[Document] = draw(batches(case, min_size))
     return place(SegmentTable.from_documents(batch), case.scheme, draw(st.integers(-9, 1000)))
@@ -38,13 +38,13 @@ def per_document(positions: PositionTable) -> list[list[Id]]:
 
 
 def header(positions: PositionTable) -> list[list[int]]:
-    """Next positions and deltas."""
+    """Return the next positions and the deltas."""
     return [positions.next_positions.tolist(), positions.deltas.tolist()]
 
 
 @settled
 @given(tables(RESUMABLE), st.data())
-def test_decoding_counts_on_from_the_next_position(positions: PositionTable, data: st.DataObject) -> None:
+def test_decoded_tokens_continue_at_the_next_position(positions: PositionTable, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.integers(0, 3), min_size=positions.num_documents, max_size=positions.num_documents))
     decoded = positions.decode(steps)
     nexts = positions.next_positions.tolist()
@@ -60,7 +60,7 @@ def test_decoding_counts_on_from_the_next_position(positions: PositionTable, dat
 
 @settled
 @given(tables(), st.data())
-def test_slices_concatenated_are_the_whole(positions: PositionTable, data: st.DataObject) -> None:
+def test_concatenated_slices_equal_the_whole(positions: PositionTable, data: st.DataObject) -> None:
     n = positions.num_tokens
     cuts = sorted([0, n, *data.draw(st.lists(st.integers(0, n), max_size=4))])
     slices = [positions.slice(begin, end) for begin, end in pairwise(cuts)]
@@ -72,7 +72,7 @@ def test_slices_concatenated_are_the_whole(positions: PositionTable, data: st.Da
 
 @settled
 @given(tables(), st.data())
-def test_ranges_are_columns_of_the_whole(positions: PositionTable, data: st.DataObject) -> None:
+def test_take_selects_columns_of_the_whole(positions: PositionTable, data: st.DataObject) -> None:
     """Ranges may overlap, repeat and go backwards within a document, cross documents and be empty."""
     n = positions.num_tokens
     owner = np.repeat(np.arange(positions.num_documents), positions.lengths)
@@ -96,7 +96,7 @@ def test_ranges_are_columns_of_the_whole(positions: PositionTable, data: st.Data
 
 @settled
 @given(tables(RESUMABLE, min_size=1), st.data())
-def test_windows_go_on_past_the_end(positions: PositionTable, data: st.DataObject) -> None:
+def test_windows_continue_past_the_end(positions: PositionTable, data: st.DataObject) -> None:
     entry = st.tuples(st.integers(0, positions.num_documents - 1), st.integers(0, 40), st.integers(0, 12))
     entries = data.draw(st.lists(entry, max_size=5))
     windows = positions.window(*(list(column) for column in zip(*entries, strict=True)) if entries else ([], [], []))
@@ -104,8 +104,8 @@ def test_windows_go_on_past_the_end(positions: PositionTable, data: st.DataObjec
     want, want_next, want_delta = [], [], []
     for document, start, length in entries:
         ids = known[document]
-        goes_on = [(nexts[document] + k,) * positions.axes for k in range(60)]
-        want.append([*ids, *goes_on][start : start + length])
+        continuation = [(nexts[document] + k,) * positions.axes for k in range(60)]
+        want.append([*ids, *continuation][start : start + length])
         past = max(0, start + length - len(ids)) if length else 0
         want_next.append(nexts[document] + past)
         want_delta.append(deltas[document])
@@ -115,7 +115,7 @@ def test_windows_go_on_past_the_end(positions: PositionTable, data: st.DataObjec
 
 @settled
 @given(tables(tuple(case for case in CASES if not case.resumable), min_size=1), st.data())
-def test_windows_inside_need_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
+def test_windows_inside_a_document_need_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
     document = data.draw(st.integers(0, positions.num_documents - 1))
     ids = per_document(positions)[document]
     start = data.draw(st.integers(0, len(ids)))
@@ -125,8 +125,8 @@ def test_windows_inside_need_no_next_position(positions: PositionTable, data: st
 
 @settled
 @given(tables(), st.integers(1, 3), st.sampled_from(LAYOUTS))
-def test_shards_together_are_the_whole(positions: PositionTable, world_size: int, layout: Layout) -> None:
-    """Blocks of every document, or of all of them as one sequence, which is cut wherever documents end."""
+def test_shards_together_equal_the_whole(positions: PositionTable, world_size: int, layout: Layout) -> None:
+    """Shards take blocks of every document, or of all documents as one sequence, which ignores their boundaries."""
     blocks = 2 * world_size if layout.startswith("zigzag") else world_size
     lengths = positions.lengths.tolist()
     if not layout.endswith("sequence"):
@@ -145,7 +145,7 @@ def test_shards_together_are_the_whole(positions: PositionTable, world_size: int
             want += [token for block in mine for token in range(begin + block * size, begin + (block + 1) * size)]
         shard = padded.shard(rank, world_size, layout)
         assert padded.shard_indices(rank, world_size, layout).tolist() == want
-        assert [(d, token) for d, held in enumerate(per_document(shard)) for token in held] == [tokens[i] for i in want]
+        assert [(d, token) for d, ids in enumerate(per_document(shard)) for token in ids] == [tokens[i] for i in want]
         counts = [sum(tokens[i][0] == document for i in want) for document in range(len(lengths))]
         assert shard.cu_seqlens.tolist() == [sum(counts[:document]) for document in range(len(lengths) + 1)]
         assert shard.documents[NEXT_POSITION:].tolist() == padded.documents[NEXT_POSITION:].tolist()
@@ -155,7 +155,7 @@ def test_shards_together_are_the_whole(positions: PositionTable, world_size: int
 
 @settled
 @given(tables(), st.integers(0, 3), st.sampled_from(["left", "right"]))
-def test_padding_has_id_zero_and_moves_nothing(
+def test_padding_has_id_zero_and_shifts_nothing(
     positions: PositionTable, more: int, side: Literal["left", "right"]
 ) -> None:
     length = positions.max_seqlen + more
@@ -163,8 +163,8 @@ def test_padding_has_id_zero_and_moves_nothing(
     zero = (0,) * positions.axes
     want = []
     for real in per_document(positions):
-        missing = [zero] * (length - len(real))
-        want.append([*missing, *real] if side == "left" else [*real, *missing])
+        gap = [zero] * (length - len(real))
+        want.append([*gap, *real] if side == "left" else [*real, *gap])
     assert per_document(table) == want
     np.testing.assert_array_equal(table.documents[2:], positions.documents[2:])
     ids, mask = positions.padded(length, side)
@@ -184,7 +184,7 @@ PREFIX_STABLE = [case for case in RESUMABLE if case.name != "mrope-transformers"
 @pytest.mark.parametrize("case", PREFIX_STABLE, ids=lambda case: case.label)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_the_suffix_depends_on_the_prefix_only_through_the_cursor(case: Case, data: st.DataObject) -> None:
+def test_a_suffix_depends_on_its_prefix_only_through_the_cursor(case: Case, data: st.DataObject) -> None:
     document = data.draw(documents(case).filter(lambda parts: len(parts) > 1))
     cut = data.draw(st.integers(1, len(document) - 1))
     start = data.draw(st.integers(-9, 1000))
@@ -192,7 +192,7 @@ def test_the_suffix_depends_on_the_prefix_only_through_the_cursor(case: Case, da
         place(SegmentTable.from_documents([parts]), case.scheme, start) for parts in (document, document[:cut])
     )
     scheme = case.scheme
-    if isinstance(scheme, XDRope):  # whose state is the number of images, too
+    if isinstance(scheme, XDRope):  # its state includes the number of images
         scheme = replace(
             scheme, first_image=scheme.first_image + sum(isinstance(part, Grid) for part in document[:cut])
         )
@@ -203,7 +203,7 @@ def test_the_suffix_depends_on_the_prefix_only_through_the_cursor(case: Case, da
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_zero_documents_are_legal_everywhere(case: Case) -> None:
+def test_zero_documents_are_accepted_by_every_method(case: Case) -> None:
     positions = place(SegmentTable.from_documents([]), case.scheme)
     views = [
         positions,

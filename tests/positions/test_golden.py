@@ -1,4 +1,4 @@
-"""The golden file: exact ids and next positions of every scheme, kept outside this library."""
+"""Exact ids and next positions of every scheme from a golden file that was written without this library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ THREE_AXES: dict[str, Scheme] = {
 }
 
 
-def test_the_file_is_whole() -> None:
+def test_the_golden_file_has_all_cases() -> None:
     assert len(GOLDEN) == 157
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[f"{case['scheme']}-{i}" for i, case in enumerate(GOLDEN)])
-def test_ids_and_next_position(case: dict[str, Any]) -> None:
+def test_ids_and_next_position_equal_the_golden_file(case: dict[str, Any]) -> None:
     document = [Text(part[1]) if part[0] == "text" else Grid.from_thw(part[1:]) for part in case["document"]]
     scheme = THREE_AXES.get(case["scheme"], case["scheme"]) if case["axes"] == 3 else case["scheme"]
     positions = placed(document, scheme, case["start"])

@@ -1,4 +1,4 @@
-"""Tables cut from tables: C and the plain reference give the same arrays, and the same words for the same mistakes."""
+"""Table operations in C equal the plain reference: the same arrays, and the same error messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Random = np.random.Generator
 SCHEMES = ["rope-tie", "rope-tie-v2", "rope-tie-fractional", "mrope", "flatten", "tmrope-qwen3", "v2pe"]
 BEYOND = [-(2**63), -1, 2**31 - 1, 2**31, 2**62, 2**63 - 1]
 LIMIT = 400
-"""Tokens above which a program begins with another table."""
+"""Tokens above which the random program continues with another table."""
 
 
 def random_table(random: Random) -> PositionTable:
-    """Place a few documents, some of which end between two ids, or at the last one there is."""
+    """Place a few documents, some of which end between two ids or at the largest id."""
     scheme = random.choice(SCHEMES)
     documents: list[list[Any]] = []
     for _ in range(random.integers(0, 4)):
@@ -38,7 +38,7 @@ def random_table(random: Random) -> PositionTable:
 
 
 def numbers(random: Random, count: int, most: int) -> Any:
-    """Draw integers, rarely outside of 0 to most, in one of the forms in which users have them."""
+    """Draw integers, rarely outside of 0 to most, in one of the forms that users pass."""
     values = random.integers(0, max(most, 0) + 1, count).tolist()
     if count and random.random() < 0.04:
         values[random.integers(count)] = int(random.choice([*BEYOND, most + 1]))
@@ -55,7 +55,7 @@ def numbers(random: Random, count: int, most: int) -> Any:
 
 
 def ranges(random: Random, table: PositionTable) -> tuple[Any, Any]:
-    """Draw token ranges, most of them ascending; some begin or end where documents do, or a token before."""
+    """Draw token ranges, most of them ascending; some begin or end at document boundaries, or a token before."""
     edges = random.integers(0, table.num_tokens + 1, 2 * int(random.integers(0, 4)))
     if random.random() < 0.3:
         edges = np.maximum(random.choice(table.cu_seqlens, edges.size) - random.integers(0, 2, edges.size), 0)
@@ -64,12 +64,12 @@ def ranges(random: Random, table: PositionTable) -> tuple[Any, Any]:
 
 
 def random_cut(random: Random, table: PositionTable) -> Cut:
-    """Draw a verb and its arguments, which may be mistaken."""
+    """Draw a method and its arguments, which may be invalid."""
     tokens, count, longest = table.num_tokens, table.num_documents, table.max_seqlen
     start, stop = np.sort(random.integers(-1 if random.random() < 0.05 else 0, tokens + 1, 2)).tolist()
     windows = int(random.integers(0, 5)) if count else 0
-    of, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
-    lengths, steps, each = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
+    documents, first = numbers(random, windows, count - 1), numbers(random, windows, longest + 3)
+    lengths, steps, widths = numbers(random, windows, 9), numbers(random, count, 3), numbers(random, count, longest + 2)
     world, layout, one = int(random.integers(1, 4)), random.choice(LAYOUTS), int(random.integers(-1, longest + 4))
     starts, stops = ranges(random, table)
     mask = random.random(tokens) < 0.7
@@ -77,13 +77,13 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
         lambda t: t.slice(start, stop),
         lambda t: t.take(starts, stops),
         lambda t: t.take(first, lengths),
-        lambda t: t.window(of, first, lengths),
+        lambda t: t.window(documents, first, lengths),
         lambda t: t.decode(steps),
         lambda t: t.decode(True if one == 1 else one % 4 - (one < 0)),
         lambda t: t.shard(int(random.integers(world)), world, layout),
         lambda t: t.pad(-(-longest // world) * world).shard(world - 1, world, layout),
         lambda t: t.pad(2 * world * -(-longest // (2 * world)), "left").shard(0, world, layout),
-        lambda t: t.pad(each, "left" if world == 1 else "right"),
+        lambda t: t.pad(widths, "left" if world == 1 else "right"),
         lambda t: t.pad(one, "left"),
         lambda t: t.pad(),
         lambda t: t.padded(side="left" if world == 1 else "right"),
@@ -108,7 +108,7 @@ def outcome(cut: Cut, table: PositionTable) -> Any:
 
 
 @pytest.mark.parametrize("steps", [5_000, pytest.param(30_000, marks=pytest.mark.slow)])
-def test_random_programs_give_the_same_in_c_and_in_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs_in_c_equal_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random, core = np.random.default_rng(0), native.core
     table, refused, cut_by_c = random_table(random), 0, 0
     for _ in range(steps):
@@ -122,8 +122,8 @@ def test_random_programs_give_the_same_in_c_and_in_the_reference(steps: int, mon
         result = None if isinstance(want, tuple) else cut(table)
         refused += result is None
         cut_by_c += isinstance(result, PositionTable) and not result.table.flags.owndata
-        again = not isinstance(result, PositionTable) or random.random() < 0.1 or result.num_tokens > LIMIT
-        table = random_table(random) if again else result  # type: ignore[assignment]  # again says it
+        restart = not isinstance(result, PositionTable) or random.random() < 0.1 or result.num_tokens > LIMIT
+        table = random_table(random) if restart else result  # type: ignore[assignment]  # a table without restart
     assert steps / 20 < refused < steps / 2
     assert cut_by_c > steps / 3
 
@@ -136,20 +136,20 @@ def test_a_segment_is_padding_only_if_its_origin_and_all_its_steps_are_0(way: st
     assert positions.padded(10, "left")[1].tolist() == [[0, *[1] * 8, 0]]
 
 
-def test_tables_of_any_numbers_are_never_read_past() -> None:
+def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
     assert native.core is not None
     random, odd, answers = np.random.default_rng(0), [*BEYOND, *range(6)], 0
     for _ in range(5_000):
         axes, segments, documents = (int(n) for n in random.integers([1, 0, 0], [3, 5, 4]))
         table, header = random.choice(odd, (5 + 4 * axes, segments)), random.choice(odd, (4, documents))
-        if random.random() < 0.7:  # numbers in order, beyond which the table has more or fewer tokens
+        if random.random() < 0.7:  # ordered offsets that disagree on the number of tokens
             table[0], header[1] = np.sort(random.integers(0, 9, segments)), np.sort(random.integers(0, 9, documents))
         size = documents if random.random() < 0.5 else int(random.integers(4))
         forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]
-        asked = [forms[i] for i in random.integers(0, len(forms), 3)]
+        arguments = [forms[i] for i in random.integers(0, len(forms), 3)]
         native.core.mask(table, np.empty(size, np.int64))
         native.core.forms(table, header, size)
-        cut = native.core.cut(table, header, int(random.choice(odd)), int(random.integers(-1, 6)), *asked)
+        cut = native.core.cut(table, header, int(random.choice(odd)), int(random.integers(-1, 6)), *arguments)
         answers += cut is not None
         assert cut is None or len(cut[0]) % (8 * len(table)) == len(cut[1]) % 32 == 0
     assert answers > 200

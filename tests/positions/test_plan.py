@@ -1,4 +1,4 @@
-"""Placing by a plan gives what the general way gives, whatever the plan holds, and leaves to it what it cannot do."""
+"""A plan places documents exactly as the general path does, and declines what it cannot place."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from mmpos.segments.kinds import Segment
 from mmpos.support import native
 
 TIMES: list[list[Fraction | None]] = [[None], [Fraction(1, 16)], [Fraction(1, 24)], [Fraction(1, 24), None]]
-"""Seconds per frame of grids that alternate."""
+"""Seconds per frame of alternating grids."""
 
 START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 20]))
 
 
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
-    """Begin without plans and kept tables."""
+    """Clear the plans and the kept tables."""
     forget_plans()
     _kept.cache_clear()
 
 
 def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
-    """Place segments; returns everything of the table, or the error."""
+    """Place segments; return the contents of the table, or the error."""
     try:
         positions = place(segments, scheme, start, strict)
     except MmposError as error:
@@ -73,7 +73,7 @@ def test_a_plan_equals_the_general_path(data: st.DataObject, start: int, strict:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_does(
+def test_a_plan_places_layouts_of_generating_models_like_the_general_path(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme, rng = get_scheme(LAYOUTS[case][0]), np.random.default_rng(33)
@@ -93,50 +93,48 @@ def test_a_plan_gives_the_layouts_of_models_that_generate_as_the_general_way_doe
 
 
 @pytest.mark.parametrize(
-    ("scheme", "placed"),
+    ("scheme", "planned"),
     [("flux", True), ("flux2", True), ("qwen-image", True), ("longcat-image", True), ("lumina2", True),
      ("hunyuan-image", True), ("cosmos", True), ("bagel", True), (QwenImage(layered=True), False),
      (Lumina2(image_first=True), True), (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
 )  # fmt: skip
-def test_references_that_are_counted_are_placed_by_a_plan_and_others_are_not(
-    scheme: str | Scheme, placed: bool
-) -> None:
+def test_counted_references_are_placed_by_a_plan_and_others_are_not(scheme: str | Scheme, planned: bool) -> None:
     text = [Text(3)] if get_scheme(scheme).text else []
     document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
-    assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == placed
+    assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == planned
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Ltx]:
-    """Record each scheme that counts ids of grids in the general way."""
-    asked: list[Ltx] = []
+def advances(monkeypatch: pytest.MonkeyPatch) -> list[Ltx]:
+    """Record each scheme that counts the ids of grids on the general path."""
+    schemes: list[Ltx] = []
     advance = Ltx.advance
-    monkeypatch.setattr(Ltx, "advance", lambda self, grids: asked.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
-    return asked
+    monkeypatch.setattr(Ltx, "advance", lambda self, grids: schemes.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
+    return schemes
 
 
-def test_small_batches_of_requests_are_placed_once(asked: list[Ltx]) -> None:
+def test_equal_small_batches_are_placed_once(advances: list[Ltx]) -> None:
     seconds = [Fraction(1, 25), Fraction(1, 25), Fraction(1, 24), Fraction(1, 25)]
-    segments = [SegmentTable.from_documents([[Grid(5, 61, frames=9, seconds_per_frame=each)]]) for each in seconds]
-    tables = [place(one, Ltx(causal_offset=2)) for one in segments]
-    assert len(asked) == 2
+    segments = [SegmentTable.from_documents([[Grid(5, 61, frames=9, seconds_per_frame=time)]]) for time in seconds]
+    tables = [place(batch, Ltx(causal_offset=2)) for batch in segments]
+    assert len(advances) == 2
     assert tables[0] is tables[1] is tables[3]
     assert tables[2].dense()[0].tolist() != tables[0].dense()[0].tolist()
     place(segments[0], Ltx(causal_offset=3))
     place(segments[0], Ltx(causal_offset=2), 1)
-    assert len(asked) == 4
+    assert len(advances) == 4
 
 
 @pytest.mark.parametrize(("segments", "times"), [(64, 1), (65, 2)])
-def test_only_batches_of_at_most_64_segments_are_kept(segments: int, times: int, asked: list[Ltx]) -> None:
+def test_only_batches_of_at_most_64_segments_are_kept(segments: int, times: int, advances: list[Ltx]) -> None:
     table = SegmentTable.from_documents([[Grid(1, 2, frames=3)]] * segments)
     assert place(table, "ltx").table.tolist() == place(table, "ltx").table.tolist()
-    assert len(asked) == times
+    assert len(advances) == times
 
 
 @dataclass(frozen=True)
 class Moved(Ltx):
-    """A scheme of somebody's own whose first id equality does not see."""
+    """A custom scheme whose first id is ignored by equality."""
 
     first: list[int] = field(default_factory=lambda: [0], compare=False)
 
@@ -149,23 +147,23 @@ class Moved(Ltx):
 
 @dataclass(frozen=True)
 class Unhashable(Ltx):
-    """A scheme of somebody's own that asks for kept tables and cannot be a key."""
+    """A custom scheme that asks for kept tables but is not hashable."""
 
     kept = True
     weights: list[int] = field(default_factory=list)
 
 
-def test_tables_of_a_subclass_are_kept_only_where_it_says_so_and_can_be_hashed(asked: list[Ltx]) -> None:
+def test_tables_of_a_subclass_are_kept_only_if_it_opts_in_and_is_hashable(advances: list[Ltx]) -> None:
     segments = SegmentTable.from_documents([[Grid(1, 2, frames=3)]])
     first, second = (place(segments, Moved(first=[n])).dense() for n in (0, 7))
     assert (second - first == 7).all()
     for _ in range(2):
         assert place(segments, Unhashable()).dense().tolist() == place(segments, "ltx").dense().tolist()
-    assert [type(scheme) for scheme in asked] == [Moved, Moved, Unhashable, Ltx, Unhashable]
+    assert [type(scheme) for scheme in advances] == [Moved, Moved, Unhashable, Ltx, Unhashable]
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
-def test_a_plan_that_is_full_begins_anew(shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_plan_starts_over(shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_SHAPES", 4)
     for side in (*range(1, 12), *range(1, 12)):
         segments = SegmentTable.from_documents([[Text(1), Grid(side, side + i), Text(2)] for i in range(shapes)])
@@ -185,7 +183,7 @@ def test_threads_share_a_plan() -> None:
 
 
 @pytest.mark.parametrize("scheme", [RopeTie(axes=3), "mrope", "mrope-qwen3", "videorope", "vrope"])
-def test_times_that_no_ids_follow_change_neither_the_plan_nor_the_ids(scheme: str | Scheme) -> None:
+def test_unused_times_change_neither_the_plan_nor_the_ids(scheme: str | Scheme) -> None:
     frames = 3 if get_scheme(scheme).frames else 1
     grids = [Grid(2, 4, frames=frames, seconds_per_frame=time) for time in (None, Fraction(1, 24), Fraction(1, 30))]
     tables = [by_plan(SegmentTable.from_documents([[Text(2), grid, Text(1)]]), scheme) for grid in grids]
@@ -197,27 +195,27 @@ def test_times_that_no_ids_follow_change_neither_the_plan_nor_the_ids(scheme: st
 def test_new_times_do_not_drop_the_plans_of_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     image = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
     place(image)
-    monkeypatch.setattr(RopeTie, "consumed", None)  # not asked again
+    monkeypatch.setattr(RopeTie, "consumed", None)  # not called again
     for n in range(70):
         place(SegmentTable.from_documents([[Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 20 + n))]]), "cosmos")
     assert place(image).num_tokens == 9
 
 
-def test_a_scheme_is_asked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_a_scheme_is_called_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
     consumed = RopeTie.consumed
 
-    def recorded(self: RopeTie, sides: Any) -> Any:
-        asked.append(sides)
+    def recording(self: RopeTie, sides: Any) -> Any:
+        calls.append(sides)
         return consumed(self, sides)
 
-    monkeypatch.setattr(RopeTie, "consumed", recorded)
+    monkeypatch.setattr(RopeTie, "consumed", recording)
     for _ in range(3):
         place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2), Grid(2, 3), Text(1)]]))
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
-def test_frames_that_are_pieces_and_schemes_that_count_are_placed_the_general_way() -> None:
+def test_separate_frames_and_counting_schemes_take_the_general_path() -> None:
     image, video = (SegmentTable.from_documents([[Text(1), Grid(2, 3, frames=n)]]) for n in (1, 2))
     timed = SegmentTable.from_documents([[Text(1), Grid(2, 3, frames=2, seconds_per_frame=1)]])
     assert by_plan(image, "mrope-qwen2.5") is not None
@@ -229,19 +227,19 @@ def test_frames_that_are_pieces_and_schemes_that_count_are_placed_the_general_wa
 
 @dataclass(frozen=True)
 class Stretched(Scheme):
-    """A scheme of somebody's own that follows from the shape."""
+    """A custom scheme that depends only on the shape."""
 
     name: ClassVar[str] = "stretched"
     by_shape = True
     axes = 2
     factor: Any = 1
     failing: bool = False
-    asked: list[int] = field(default_factory=list, compare=False)
+    calls: list[int] = field(default_factory=list, compare=False)
 
     def advance(self, grids: Grids) -> Any:
         if self.failing:
             raise InvalidInputError("stretched: got no luck, want some")
-        self.asked.append(grids.width.size)
+        self.calls.append(grids.width.size)
         return self.factor * grids.width
 
     def place(self, grids: Grids, cursor: Any) -> Placement:
@@ -250,7 +248,7 @@ class Stretched(Scheme):
 
 @dataclass(frozen=True)
 class Inherited(Stretched):
-    """A subclass, which does not say that its ids follow from the shape: they do not."""
+    """A subclass that does not declare that its ids depend only on the shape, and they do not."""
 
     def place(self, grids: Grids, cursor: Any) -> Placement:
         return Placement([grids.document, cursor], step_row=[1, 0], step_col=[0, 1])
@@ -258,7 +256,7 @@ class Inherited(Stretched):
 
 @dataclass(frozen=True)
 class Spoken(Stretched):
-    """Text that does not follow from the cursor and the first id of its document."""
+    """Text whose ids depend on more than the cursor and the first id of its document."""
 
     by_shape = True
 
@@ -266,29 +264,29 @@ class Spoken(Stretched):
         return Placement([cursor, cursor], step_col=[1, runs.lengths])
 
 
-def test_text_that_does_not_follow_the_cursor_is_placed_the_general_way() -> None:
+def test_text_that_ignores_the_cursor_takes_the_general_path() -> None:
     image, both = (SegmentTable.from_documents([[*[Text(2)] * n, Grid(2, 3)]]) for n in (0, 1))
     assert by_plan(image, Spoken()) is not None
     assert by_plan(both, Spoken()) is None
     assert place(both, Spoken()).dense().tolist() == [[0, 1, 2, 2, 2, 3, 3, 3], [0, 2, 2, 3, 4, 2, 3, 4]]
 
 
-def test_schemes_of_users_may_have_plans() -> None:
+def test_custom_schemes_may_have_plans() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
     scheme = Stretched(2)
     for _ in range(3):
         assert place(segments, scheme).next_positions.tolist() == [8]
-    assert len(scheme.asked) == 1
-    assert place(segments, Stretched(5)).next_positions.tolist() == [17]  # another key
+    assert len(scheme.calls) == 1
+    assert place(segments, Stretched(5)).next_positions.tolist() == [17]  # a different key
     assert by_plan(segments, Inherited(2)) is None
-    assert by_plan(segments, Stretched([1])) is None  # it cannot be hashed
+    assert by_plan(segments, Stretched([1])) is None  # not hashable
     with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
         place(segments, Stretched(failing=True))
     with pytest.raises(InvalidInputError, match=r"^scheme 'stretched': got advance float64, want integers$"):
         place(segments, Stretched(1.5))
 
 
-def test_one_shape_that_is_refused_does_not_keep_others_out_of_the_plan() -> None:
+def test_a_refused_shape_does_not_keep_others_out_of_the_plan() -> None:
     scheme = MRopeQwen25(2**31 - 1)
     far = [Grid(1, 1, frames=2**31 - 1)]
     place(SegmentTable.from_documents([[Text(1), Grid(2, 3)]]), scheme)

@@ -1,4 +1,4 @@
-"""PositionTable: worked examples of every verb, and the forms that dense ids take."""
+"""PositionTable: worked examples of every method, and the forms of dense ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _batch() -> PositionTable:
     return place(SegmentTable.from_documents(documents), "rope-tie", [0, 7, 100])
 
 
-def test_the_table_is_read_off_by_name(one: PositionTable) -> None:
+def test_the_rows_of_the_table_have_names(one: PositionTable) -> None:
     assert one.table.tolist() == [
         [0, 3, 9],
         [0, 0, 0],
@@ -57,8 +57,8 @@ def test_the_table_is_read_off_by_name(one: PositionTable) -> None:
         [1, 3, 1],
     ]
     assert one.documents.tolist() == [[0], [0], [16], [5]]
-    named = [one.offset, one.skip, one.height, one.width, one.denominator]
-    assert [row.tolist() for row in named] == one.table[:5].tolist()
+    rows = [one.offset, one.skip, one.height, one.width, one.denominator]
+    assert [row.tolist() for row in rows] == one.table[:5].tolist()
     assert one.origin.tolist() == [[0, 6, 14], [0, 5, 14]]
     assert one.step_frame.tolist() == [[0, 0, 0], [0, 0, 0]]
     assert one.step_row.tolist() == [[0, 4, 0], [0, 0, 0]]
@@ -68,14 +68,14 @@ def test_the_table_is_read_off_by_name(one: PositionTable) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "v2pe"])
-def test_tables_hold_integers_only(scheme: str) -> None:
+def test_tables_contain_only_read_only_integers(scheme: str) -> None:
     positions = placed([Text(1), Grid(2, 3), Text(1)], scheme)
     views = [positions, positions.slice(2, 4), positions.decode(1), positions.pad(20), positions.shard(0, 1)]
     assert {array.dtype for view in views for array in (view.table, view.documents)} == {np.dtype(np.int64)}
     assert not any(array.flags.writeable for view in views for array in (view.table, view.documents))
 
 
-def test_lengths_for_varlen_attention(batch: PositionTable) -> None:
+def test_cu_seqlens_and_lengths_describe_the_documents(batch: PositionTable) -> None:
     assert batch.cu_seqlens.tolist() == [0, 11, 13, 15]
     assert batch.cu_seqlens.dtype == np.int32
     assert batch.lengths.tolist() == [11, 2, 2]
@@ -85,7 +85,7 @@ def test_lengths_for_varlen_attention(batch: PositionTable) -> None:
     assert batch.deltas.tolist() == [5, 0, 2]
 
 
-def test_dense_axes_repeat_and_reorder(one: PositionTable) -> None:
+def test_dense_axes_can_be_repeated_and_reordered(one: PositionTable) -> None:
     assert one.dense(axes=(0, 0, 1)).tolist() == [DENSE[0], DENSE[0], DENSE[1]]
     assert one.dense(axes=(1,)).tolist() == [DENSE[1]]
     assert one.dense(axes=()).shape == (0, 11)
@@ -94,7 +94,7 @@ def test_dense_axes_repeat_and_reorder(one: PositionTable) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float64])
-def test_dense_writes_into_the_rows_it_is_given(one: PositionTable, dtype: type[np.number[Any]]) -> None:
+def test_dense_writes_only_into_out(one: PositionTable, dtype: type[np.number[Any]]) -> None:
     buffer = np.full((5, 40), -7, dtype)
     out = buffer[1:4, 3:36:3]
     assert one.dense(out=out, axes=(1, 0, 1)) is out
@@ -109,8 +109,8 @@ def test_dense_writes_into_the_rows_it_is_given(one: PositionTable, dtype: type[
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope"])
-def test_tables_beyond_one_block_of_expansion(scheme: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that begin, end and straddle where expansion goes on with its next block."""
+def test_ids_are_expanded_across_blocks(scheme: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments begin, end and continue at the boundaries of blocks."""
     monkeypatch.setattr(expand, "BLOCK", 256)
     documents: list[Document] = [
         [Text(256), Grid(2, 128), Text(255), Grid(3, 1)],
@@ -127,7 +127,7 @@ def test_tables_beyond_one_block_of_expansion(scheme: str, way: str, monkeypatch
     np.testing.assert_array_equal(numerators / denominators, want)
 
 
-def test_ids_at_both_ends_of_int32() -> None:
+def test_ids_reach_both_ends_of_int32() -> None:
     top = placed([Text(4), Grid(1, 1), Text(3)], "flatten", INT32_MAX - 7)
     assert top.dense().tolist() == [list(range(INT32_MAX - 7, INT32_MAX + 1))]
     assert top.next_positions.tolist() == [INT32_MAX + 1]
@@ -139,7 +139,7 @@ def test_ids_at_both_ends_of_int32() -> None:
     ]
 
 
-def test_tables_of_more_than_int32_tokens_can_be_cut() -> None:
+def test_tables_of_more_than_int32_tokens_can_be_sliced() -> None:
     documents = [[Text(INT32_MAX)] for _ in range(4)]
     positions = place(SegmentTable.from_documents(documents), "flatten")
     begin = 3 * INT32_MAX
@@ -151,7 +151,9 @@ def test_tables_of_more_than_int32_tokens_can_be_cut() -> None:
 
 
 def test_the_largest_denominators_stay_exact() -> None:
-    assert placed([Grid(3, 5)], "rope-tie-fractional").denominator.tolist() == [12]  # the least of 4 and 6
+    assert placed([Grid(3, 5)], "rope-tie-fractional").denominator.tolist() == [
+        12
+    ]  # the least common multiple of 4 and 6
     height, width = 46336, 46337
     positions = placed([Text(1), Grid(height, width)], "rope-tie-fractional")
     area = height * width
@@ -162,8 +164,8 @@ def test_the_largest_denominators_stay_exact() -> None:
     assert positions.next_positions.tolist() == [area + 1]
 
 
-def test_only_documents_that_go_on_need_a_next_position() -> None:
-    """The first video ends half an id after its last whole one, the other document in text."""
+def test_only_documents_that_continue_need_a_next_position() -> None:
+    """The videos of documents 0 and 2 end half an id after a whole one; document 1 ends in text."""
     half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]
     positions = place(SegmentTable.from_documents([half, [Text(3)], half]), "tmrope-qwen3")
     assert positions.resumable.tolist() == [False, True, False]
@@ -174,14 +176,14 @@ def test_only_documents_that_go_on_need_a_next_position() -> None:
     decoded = positions.decode([0, 2, 0])
     assert decoded.dense()[0].tolist() == [3, 4]
     assert decoded.resumable.tolist() == [False, True, False]
-    said = r"^next_positions: got document 2 of tmrope-qwen3, whose end is not one whole id"
-    with pytest.raises(UnsupportedError, match=said):
+    message = r"^next_positions: got document 2 of tmrope-qwen3, whose end is not one whole id"
+    with pytest.raises(UnsupportedError, match=message):
         positions.window([1, 2], [2, 2], [3, 1])
-    with pytest.raises(UnsupportedError, match=said):
+    with pytest.raises(UnsupportedError, match=message):
         positions.decode([0, 1, 1])
 
 
-def test_padding_to_one_length_or_to_one_each(batch: PositionTable) -> None:
+def test_documents_are_padded_to_one_length_or_to_one_each(batch: PositionTable) -> None:
     longest = batch.pad()
     assert longest.lengths.tolist() == [11, 11, 11]
     assert longest.width[longest.is_padding].tolist() == [9, 9]
@@ -219,12 +221,12 @@ def test_repr_summarises_the_contents(batch: PositionTable) -> None:
         ("flatten", 11, "token 11 (documents[0], token 11) is padding (segment 3): position (0)"),
     ],
 )
-def test_explain(scheme: str, token: int, sentence: str) -> None:
+def test_explain_describes_a_token_and_its_position(scheme: str, token: int, sentence: str) -> None:
     positions = placed([Text(3), Grid(2, 3), Text(2)], scheme).pad(12)
     assert positions.explain(token) == sentence
 
 
-def test_segments_are_grids_or_padding_or_text() -> None:
+def test_segments_are_grids_padding_or_text() -> None:
     documents: list[Document] = [[Text(2), Grid(2, 3), Text(1), Grid(1, 2)], [Grid(1, 1, frames=2)]]
     positions = place(SegmentTable.from_documents(documents), "mrope").pad(12)
     assert positions.is_grid.tolist() == [False, True, False, True, False, True, False]
@@ -233,7 +235,7 @@ def test_segments_are_grids_or_padding_or_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "document", "words"),
+    ("scheme", "document", "descriptions"),
     [
         (
             "tmrope",
@@ -293,20 +295,20 @@ def test_segments_are_grids_or_padding_or_text() -> None:
         ),
     ],
 )
-def test_documents_tell_the_kind_and_the_segment_of_every_token(
-    scheme: str | Scheme, document: list[Segment], words: list[str]
+def test_describe_names_the_kind_and_the_segment_of_every_token(
+    scheme: str | Scheme, document: list[Segment], descriptions: list[str]
 ) -> None:
     segments = SegmentTable.from_documents([document])
     positions = place(segments, scheme)
-    assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == words
+    assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == descriptions
 
 
-def test_padding_is_padding_with_the_documents_too() -> None:
+def test_describe_names_padding() -> None:
     segments = SegmentTable.from_input_ids([[1, 0]], Placeholders(), attention_mask=[[1, 0]])
     assert place(segments, "flatten").describe(1, segments) == "padding (segment 1)"
 
 
-def test_explain_takes_patches_apart_and_no_marker() -> None:
+def test_explain_decomposes_the_positions_of_patches_but_not_of_markers() -> None:
     segments = SegmentTable.from_documents([[Text(3), Clip(2, 2, frames=2, audio=26), Text(1)]])
     positions = place(segments, "tmrope")
     assert [positions.explain(token, segments) for token in (3, 6, 9)] == [
@@ -320,10 +322,10 @@ def test_explain_takes_patches_apart_and_no_marker() -> None:
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "rows"])
 @pytest.mark.usefixtures("way")
-def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None:
+def test_concatenated_tables_equal_the_table_of_all_documents(scheme: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Text(1), Grid(1, 2)]]
     whole = place(SegmentTable.from_documents(documents), scheme)
-    parts = [place(SegmentTable.from_documents(some), scheme) for some in (documents[:2], [], documents[2:])]
+    parts = [place(SegmentTable.from_documents(part), scheme) for part in (documents[:2], [], documents[2:])]
     joined = PositionTable.concatenate(parts)
     assert (joined.table == whole.table).all()
     assert (joined.documents == whole.documents).all()
@@ -331,7 +333,7 @@ def test_concatenated_tables_are_the_table_of_all_documents(scheme: str) -> None
 
 
 @pytest.mark.usefixtures("way")
-def test_concatenation_keeps_views_and_names_every_scheme() -> None:
+def test_concatenation_keeps_views_and_joins_the_names_of_schemes() -> None:
     one = place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).slice(4, 8)
     two = place(SegmentTable.from_documents([[Text(2)]]), "rope-tie-v2").pad(4, "left")
     joined = PositionTable.concatenate([one, two])
@@ -355,6 +357,6 @@ def test_concatenation_keeps_views_and_names_every_scheme() -> None:
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_tables_that_do_not_fit_together_are_refused(tables: Any, message: str) -> None:
+def test_incompatible_tables_are_refused(tables: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         PositionTable.concatenate(tables)

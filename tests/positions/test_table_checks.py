@@ -1,4 +1,4 @@
-"""The door for tables from outside: what place makes passes, and whatever expansion relies on is checked."""
+"""PositionTable.from_arrays accepts every table that place returns, and checks everything that expansion relies on."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
 PLACED = place(SEGMENTS)
 
 
-def again(positions: PositionTable, **changes: Any) -> PositionTable:
+def from_arrays(positions: PositionTable, **changes: Any) -> PositionTable:
     arguments: dict[str, Any] = {
         "table": positions.table,
         "documents": positions.documents,
@@ -40,20 +40,20 @@ def again(positions: PositionTable, **changes: Any) -> PositionTable:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tables_of_place_and_views_pass(scheme: str) -> None:
+def test_placed_tables_and_their_views_are_accepted(scheme: str) -> None:
     placed = place(SEGMENTS if SCHEMES[scheme].text else GRIDS, scheme)
     views = [placed, placed.slice(1, 5), placed.slice(4, 4), placed.take([], []), placed.pad(20, "left")]
     for view in views:
-        checked = again(view)
+        checked = from_arrays(view)
         assert (checked.table == view.table).all()
         assert (checked.documents == view.documents).all()
         assert (checked.dense() == view.dense()).all()
         assert repr(checked) == repr(view)
 
 
-def test_no_documents_pass() -> None:
+def test_a_table_without_documents_is_accepted() -> None:
     nothing = place(SegmentTable.from_documents([]))
-    assert again(nothing).num_documents == 0
+    assert from_arrays(nothing).num_documents == 0
 
 
 def changed(row: int, segment: int, value: int) -> dict[str, Any]:
@@ -101,10 +101,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), INVALID)
-def test_values_that_are_not_a_table_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        again(PLACED, **changes)
-    assert str(refused.value) == message
+def test_invalid_tables_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        from_arrays(PLACED, **changes)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_values_that_are_not_a_table_are_refused(changes: dict[str, Any], messag
     ],
 )
 def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | None) -> None:
-    if message is None:  # a step that no token takes
-        assert (again(PLACED, **changes).dense() == PLACED.dense()).all()
+    if message is None:  # no token uses this step
+        assert (from_arrays(PLACED, **changes).dense() == PLACED.dense()).all()
         return
-    with pytest.raises(LimitExceededError) as refused:
-        again(PLACED, **changes)
-    assert str(refused.value) == message
+    with pytest.raises(LimitExceededError) as caught:
+        from_arrays(PLACED, **changes)
+    assert str(caught.value) == message
 
 
 EXTREME = st.sampled_from([0, 1, -1, 2, 5, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**31), NO_POSITION])
@@ -152,7 +152,7 @@ def test_the_extension_accepts_the_same_tables_as_python(
 
     def outcome() -> str | None:
         try:
-            again(placed, table=table, documents=documents, fractional=fractional)
+            from_arrays(placed, table=table, documents=documents, fractional=fractional)
         except (InvalidInputError, LimitExceededError) as error:
             return str(error)
         return None
@@ -164,11 +164,11 @@ def test_the_extension_accepts_the_same_tables_as_python(
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))
-def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
+def test_accepted_tables_expand_within_int32(where: int, value: int) -> None:
     table = PLACED.table.copy()
     table.flat[where] = value
     try:
-        checked = again(PLACED, table=table)
+        checked = from_arrays(PLACED, table=table)
     except (InvalidInputError, LimitExceededError):
         return
     ids, denominators = checked.rationals()
@@ -181,31 +181,31 @@ def test_whatever_passes_expands_into_int32(where: int, value: int) -> None:
 @given(
     st.integers(NEXT_POSITION, DELTA), st.sampled_from([0, -1, 1]), st.sampled_from([0, 2**31, -(2**31), 2**62, 2**63])
 )
-def test_whatever_passes_goes_on_within_int32(row: int, by: int, near: int) -> None:
+def test_accepted_tables_continue_within_int32(row: int, by: int, near: int) -> None:
     value = max(-(2**63), min(near + by, 2**63 - 1))
     try:
-        checked = again(PLACED, **document(row, 1, value))
+        checked = from_arrays(PLACED, **document(row, 1, value))
         more = [checked.decode(2), checked.window([1], [3], [4])]
     except (InvalidInputError, LimitExceededError):
         return
     for grown in more:
         np.testing.assert_array_equal(grown.dense(), grown.rationals()[0])
-        assert repr(again(grown)) == repr(grown)
+        assert repr(from_arrays(grown)) == repr(grown)
 
 
-def test_the_rows_of_a_video_begin_anew_in_each_frame_up_to_the_last_id() -> None:
+def test_rows_of_a_video_restart_in_each_frame_up_to_the_last_id() -> None:
     video = place(SegmentTable.from_documents([[Grid(2, 1, frames=3)]]), "mrope")
     table = video.table.copy()
     table[AXES + 4] = 2**31 - 2  # the origin of rows
-    assert again(video, table=table).dense()[1].tolist() == [2**31 - 2, 2**31 - 1] * 3
+    assert from_arrays(video, table=table).dense()[1].tolist() == [2**31 - 2, 2**31 - 1] * 3
     table[AXES + 4] += 1
     with pytest.raises(LimitExceededError, match="want ids within int32"):
-        again(video, table=table)
+        from_arrays(video, table=table)
 
 
-def test_a_cursor_beyond_int32_is_refused_by_place_as_by_the_door() -> None:
+def test_a_cursor_beyond_int32_is_refused_by_place() -> None:
     documents = SegmentTable.from_documents([[Text(1)], [Text(1), Grid(1, 2)]])
     assert place(documents, start=[0, 2**31 - 6]).next_positions.tolist() == [1, 2**31]
-    with pytest.raises(LimitExceededError) as refused:
+    with pytest.raises(LimitExceededError) as caught:
         place(documents, start=[0, 2**31 - 5])
-    assert str(refused.value) == "documents[1]: got next position 2147483649, want from -2**31 to 2**31"
+    assert str(caught.value) == "documents[1]: got next position 2147483649, want from -2**31 to 2**31"

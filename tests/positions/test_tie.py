@@ -1,4 +1,4 @@
-"""The Tie family: the symmetry that defines it (T2 to T10), and its numbers."""
+"""The Tie family: its defining symmetry (T2 to T10), and its numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMBERS = pytest.mark.parametrize(
 
 
 class Block(NamedTuple):
-    """A grid between the text ids L before it and K after it."""
+    """A grid, the last text id L before it, and the first text id K after it."""
 
     sides: tuple[int, ...]
     last: int
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 @cache
 def blocks(name: str, axes: int, last: int) -> list[Block]:
-    """Return every size placed after the text id L, as one batch."""
+    """Place every size after the text id L, as one batch."""
     documents: list[Document] = [[Grid.from_thw((1,) * (3 - axes) + sides), Text(1)] for sides in SIDES[axes]]
     positions = place(SegmentTable.from_documents(documents), FAMILY[name](axes=axes), last + 1)
     ids, cuts = exact(positions), positions.cu_seqlens.tolist()
@@ -45,8 +45,8 @@ def blocks(name: str, axes: int, last: int) -> list[Block]:
 
 
 @MEMBERS
-def test_t4_turning_the_grid_around_mirrors_its_ids(name: str, axes: int, last: int) -> None:
-    """So that the gaps on both sides are equal (T2), and the mean id lies in the middle (T5)."""
+def test_t4_reversing_the_grid_mirrors_its_ids(name: str, axes: int, last: int) -> None:
+    """The gaps on both sides are therefore equal (T2), and the mean id is in the middle (T5)."""
     for block in blocks(name, axes, last):
         mirrored = [tuple(last + block.following - value for value in position) for position in reversed(block.ids)]
         assert block.ids == mirrored, block.sides
@@ -63,12 +63,14 @@ def test_t6_ids_are_distinct_and_strictly_inside(name: str, axes: int, last: int
 def test_t10_transposing_the_image_swaps_the_axes(name: str) -> None:
     by_sides = {block.sides: block for block in blocks(name, 2, 3)}
     for (height, width), block in by_sides.items():
-        turned = by_sides[width, height].ids
-        swapped = [(turned[j * height + i][1], turned[j * height + i][0]) for i in range(height) for j in range(width)]
+        transposed = by_sides[width, height].ids
+        swapped = [
+            (transposed[j * height + i][1], transposed[j * height + i][0]) for i in range(height) for j in range(width)
+        ]
         assert block.ids == swapped
 
 
-def test_t8_strides_of_one_are_symmetric_for_squares_only() -> None:
+def test_t8_unit_strides_are_symmetric_only_for_squares() -> None:
     symmetric = set()
     for height, width in SIDES[2]:
         positions = placed([Text(4), Grid(height, width), Text(1)], "naive-2d")
@@ -91,7 +93,7 @@ def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
 
 
 def _strides(name: str, height: int, width: int) -> Id:
-    """Distance of the first patch from L = 0, which is one stride in these two."""
+    """Return the distance of the first patch from L = 0, which is one stride in these two schemes."""
     return exact(placed([Grid(height, width)], name, 1))[0]
 
 
@@ -105,7 +107,7 @@ ADVANCES = {
 
 
 @pytest.mark.parametrize("sides", ADVANCES)
-def test_the_growth_table(sides: tuple[int, int]) -> None:
+def test_documents_grow_as_in_the_table(sides: tuple[int, int]) -> None:
     names = ("rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope")
     consumed = [int(placed([Grid(*sides)], name).next_positions[0]) for name in names]
     assert tuple(consumed) == ADVANCES[sides]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peer_cases import DEVICE, Tolerance, agree, float32_angles, normal, turned
+from peer_cases import DEVICE, Tolerance, assert_rotations_agree, float32_angles, normal, rotate_pairs
 
 from mmpos import SegmentTable, Text, place
 from mmpos.rotary import Rotary, apply_rotary
@@ -67,6 +67,6 @@ def test_rotations_and_gradients_are_those_of_peers(case: Case) -> None:
     outs = apply_rotary(q.requires_grad_(), k.requires_grad_(), positions, rotary)
     back = torch.autograd.grad([x for x in outs if x is not None], (q, k), grads)
     for ours, x, sign in (*zip(outs, (q, k), (1, 1), strict=True), *zip(back, grads, (-1, -1), strict=True)):
-        theirs = turned(x.detach().float(), angles.cos(), sign * angles.sin(), case.adjacent).to(case.dtype)
+        theirs = rotate_pairs(x.detach().float(), angles.cos(), sign * angles.sin(), case.adjacent).to(case.dtype)
         assert ours is not None
-        agree(ours.detach(), theirs, x.detach(), case.rotary_dim // 2, case.adjacent, peer=case.peer)
+        assert_rotations_agree(ours.detach(), theirs, x.detach(), case.rotary_dim // 2, case.adjacent, peer=case.peer)

@@ -1,4 +1,4 @@
-"""Large tensors that are read beside their messages: the same messages, and the same refusals, as protobuf's own."""
+"""Large tensors read next to their messages: parsing equals protobuf's, refusals included."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
     ],
     tensor_pb2.Tensor: lambda message: [message],
 }
-"""Where the tensors of a message may lie."""
+"""The tensors that a message may contain."""
 
 
-def whole(kind: Kind, raw: bytes) -> Message | None:
-    """Parse a message with its tensors in it; None if it is none."""
+def parse_beside(kind: Kind, raw: bytes) -> Message | None:
+    """Parse a message and put its large tensors back into it; return None if protobuf refuses it."""
     try:
         message = parsed(kind, raw)
     except DecodeError:
@@ -43,8 +43,8 @@ def whole(kind: Kind, raw: bytes) -> Message | None:
     return message
 
 
-def plain(kind: Kind, raw: bytes) -> Message | None:
-    """Parse a message as protobuf does."""
+def parse_plain(kind: Kind, raw: bytes) -> Message | None:
+    """Parse a message with protobuf; return None if protobuf refuses it."""
     try:
         return kind.FromString(raw)
     except DecodeError:
@@ -52,7 +52,7 @@ def plain(kind: Kind, raw: bytes) -> Message | None:
 
 
 def examples() -> list[Message]:
-    """Return a message of each kind, some of whose tensors are large."""
+    """Return a message of each kind, with large and small tensors."""
     large, small = tensor(np.arange(40), "int64"), tensor([1, 2], "int64")
     ids = positions_pb2.InputIds(input_ids=large, attention_mask=large, image_grid_thw=[1, 2, 3])
     return [
@@ -65,10 +65,10 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_whole_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
-    assert whole(kind, raw) == message
+    assert parse_beside(kind, raw) == message
     assert len(parsed(kind, raw).SerializeToString()) < len(raw)
     random = np.random.default_rng(len(raw))
     cases = [raw[:size] for size in range(len(raw))] + [raw + raw, raw + raw[: len(raw) // 2], b"\x0b" + raw]
@@ -78,31 +78,33 @@ def test_whole_and_broken_messages_are_parsed_like_protobuf(message: Message, mo
             broken[at] = int(random.choice([0, 1, 2, 10, 18, 26, 34, 127, 128, 255, int(random.integers(256))]))
         cases.append(bytes(broken))
     for case in cases:
-        assert whole(kind, case) == plain(kind, case), case
-    assert 100 < sum(plain(kind, case) is None for case in cases) < len(cases) - 100
+        assert parse_beside(kind, case) == parse_plain(kind, case), case
+    assert 100 < sum(parse_plain(kind, case) is None for case in cases) < len(cases) - 100
 
 
 def test_a_message_of_many_fields_is_left_to_protobuf() -> None:
     q = tensor(np.zeros(2**16, np.uint8), "uint8")
     for fields, result in ((10, 1), (100, 0)):
-        raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()  # of a number that is none
+        raw = (
+            b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
+        )  # unknown fields with a number
         message = parsed(rotary_pb2.RotateRequest, raw)
         assert (len(message.q.data) < 100) == result
         assert bytes(Beside(raw).data(message.q)) == q.data
 
 
-def test_a_number_without_an_end_is_refused_at_once() -> None:
+def test_an_endless_number_is_refused_at_once() -> None:
     with pytest.raises(DecodeError):
         parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 
 
-def test_a_mark_of_another_message_is_data() -> None:
+def test_the_mark_of_another_message_is_data() -> None:
     q = tensor(np.arange(2**16, dtype=np.int32), "int32")
     mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
     assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)
 
 
-def test_tensors_are_read_where_they_lie() -> None:
+def test_tensors_are_read_in_place() -> None:
     q = np.arange(2**16, dtype=np.int32)
     raw = rotary_pb2.RotateRequest(q=tensor(q, "int32"), k=tensor([1], "int32")).SerializeToString()
     memory = Beside()
@@ -114,7 +116,7 @@ def test_tensors_are_read_where_they_lie() -> None:
     assert get_tensor("k", message.k, memory=memory).tolist() == [1]
 
 
-def test_shared_memory_is_refused_by_its_name() -> None:
+def test_shared_memory_is_refused_by_its_field_name() -> None:
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1])
     message.shared.byte_size = 1
     with pytest.raises(UnsupportedError, match=r"^q\.shared: got shared memory, want data$"):

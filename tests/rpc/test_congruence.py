@@ -1,4 +1,4 @@
-"""Clients give what the same calls give in process, errors included: results, types and words."""
+"""Clients return the results of the same calls in process, with the same types and the same errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clients import opened
+from clients import open_client
 from message_strategies import for_each, places
 from PIL import Image
-from results import same
+from results import assert_equal
 from shared_objects import PREFIX, names
 
 import mmpos.rotary
@@ -108,7 +108,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by the sync and by the async client, and by one with all tensors in shared memory: one answer."""
+    """Calls by a sync client, an async client, and a client with all tensors in shared memory, with equal outcomes."""
 
     sync: Client
     others: tuple[Any, ...]
@@ -119,7 +119,7 @@ class Both:
             for client in (self.sync, *self.others)
         )
         for outcome in elsewhere:
-            same(here, outcome)
+            assert_equal(here, outcome)
         if isinstance(here, MmposError):
             raise here
         return here
@@ -131,12 +131,12 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     with (
         pytest.MonkeyPatch.context() as patch,
         running(ServerConfig.read(PROFILES, path), shared_memory=SharedMemory(PREFIX)) as address,
-        opened("sync", address, timeout=60) as sync,
-        opened("async", address, timeout=60) as awaited,
-        opened("sync", address, timeout=60, shared_memory=2**26 if LINUX else 0) as sharing,
+        open_client("sync", address, timeout=60) as sync,
+        open_client("async", address, timeout=60) as async_client,
+        open_client("sync", address, timeout=60, shared_memory=2**26 if LINUX else 0) as sharing,
     ):
         patch.setattr(shared_memory, "LEAST", 1)
-        yield Both(sync, (awaited, sharing))
+        yield Both(sync, (async_client, sharing))
 
 
 def _outcome(call: Callable[[], object]) -> object:
@@ -251,48 +251,48 @@ WRONG = [
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries(ask: Both, query: PositionsQuery) -> None:
-    same(ask("query", query), query.run())
+def test_queries_equal_local_calls(ask: Both, query: PositionsQuery) -> None:
+    assert_equal(ask("query", query), query.run())
 
 
 @pytest.mark.parametrize("query", WRONG)
-def test_wrong_queries(ask: Both, query: PositionsQuery) -> None:
-    same(_outcome(lambda: ask("query", query)), _outcome(query.run))
+def test_wrong_queries_raise_the_local_errors(ask: Both, query: PositionsQuery) -> None:
+    assert_equal(_outcome(lambda: ask("query", query)), _outcome(query.run))
 
 
-@pytest.mark.skipif(not LINUX, reason="objects are looked for where Linux keeps them")
-def test_one_client_has_its_tensors_in_shared_memory(ask: Both) -> None:
+@pytest.mark.skipif(not LINUX, reason="the test lists objects where Linux keeps them")
+def test_one_client_keeps_its_tensors_in_shared_memory(ask: Both) -> None:
     ask("query", PositionsQuery(SEGMENTS, dense=Dense()))
     assert names() != set()
 
 
-def test_random_queries(ask: Both) -> None:
+def test_random_queries_equal_local_calls(ask: Both) -> None:
     def check(request: positions_pb2.PlaceRequest) -> None:
         query = get_query("query", request.query)
-        same(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
+        assert_equal(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
 
     for_each(places(), 200, check)
 
 
-def test_places_with_views(ask: Both) -> None:
-    same(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
+def test_place_takes_views(ask: Both) -> None:
+    assert_equal(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
 
 
-def test_a_wrong_table_of_segments(ask: Both) -> None:
+def test_a_table_of_the_wrong_type_raises_the_local_error(ask: Both) -> None:
     wrong: Any = [[Text(1)]]
-    same(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
+    assert_equal(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
 
 
-def test_streams_in_order_with_errors_in_their_places(ask: Both) -> None:
+def test_streams_return_results_in_order_with_errors_in_their_places(ask: Both) -> None:
     queries = [*QUERIES, *WRONG]
     results = list(ask.sync.stream(queries, errors="return"))
-    same(results, [_outcome(query.run) for query in queries])
+    assert_equal(results, [_outcome(query.run) for query in queries])
 
 
-def test_the_profile_gives_scheme_placeholders_and_merging(ask: Both) -> None:
+def test_the_profile_sets_scheme_placeholders_and_merge_size(ask: Both) -> None:
     result = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], image_grid_thw=[[1, 2, 4]])), profile="default")
     want = InputIds([1, 258, 258, 1], Placeholders(image=258), [[1, 2, 4]], spatial_merge_size=2)
-    same(result, PositionsQuery(want).run())
+    assert_equal(result, PositionsQuery(want).run())
     scheme = ask("place", SEGMENTS, profile="halves").scheme
     assert scheme == "rope-tie-v2(axes=3)"
     with pytest.raises(InvalidInputError, match="profile: got 'x', want one of 'default', 'halves'"):
@@ -301,8 +301,8 @@ def test_the_profile_gives_scheme_placeholders_and_merging(ask: Both) -> None:
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
 PALETTE = Image.fromarray(PHOTO).convert("P")
-TURNED = Image.fromarray(PHOTO)
-TURNED.getexif()[0x0112] = 6
+ROTATED = Image.fromarray(PHOTO)
+ROTATED.getexif()[0x0112] = 6
 
 
 def _file() -> bytes:
@@ -315,7 +315,7 @@ PARTS: list[Any] = [
     ["A photo of ", COFFEE, " at dusk [IMG]"],
     ["é", [1, 2], Grid(2, 3), np.array([7])],
     [PHOTO, "and", torch.from_numpy(PHOTO).permute(2, 0, 1)],
-    [_file(), memoryview(_file()), PHOTO[:, :, 0], PALETTE, TURNED, ""],
+    [_file(), memoryview(_file()), PHOTO[:, :, 0], PALETTE, ROTATED, ""],
     ["a", np.arange(40 * 30 * 4, dtype=np.uint16).reshape(40, 30, 4)],
     [ImageSize(300, 400)],
     ["a", Video([PHOTO, PHOTO[:30], COFFEE], times=[0, 0.5, 2]), "b", PHOTO],
@@ -342,23 +342,23 @@ WRONG_PARTS: list[Any] = [
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_sequences(ask: Both, parts: list[object]) -> None:
-    same(ask("build", parts), LOCAL[None].build(parts))
+def test_sequences_equal_local_builds(ask: Both, parts: list[object]) -> None:
+    assert_equal(ask("build", parts), LOCAL[None].build(parts))
 
 
-def test_sequences_with_a_scheme_and_a_start(ask: Both) -> None:
+def test_builds_take_a_scheme_and_a_start(ask: Both) -> None:
     want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
-    same(ask("build", PARTS[0], scheme="mrope", start=5), want)
-    same(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
+    assert_equal(ask("build", PARTS[0], scheme="mrope", start=5), want)
+    assert_equal(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
 
 
 @pytest.mark.parametrize("parts", WRONG_PARTS)
-def test_wrong_sequences(ask: Both, parts: list[object]) -> None:
-    same(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
+def test_wrong_sequences_raise_the_local_errors(ask: Both, parts: list[object]) -> None:
+    assert_equal(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
 
 
-def test_wrong_arguments_of_builds(ask: Both) -> None:
-    same(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
+def test_wrong_arguments_of_builds_are_refused(ask: Both) -> None:
+    assert_equal(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
         ({"patches": 1}, "patches: got 1, want True or False"),
@@ -370,13 +370,13 @@ def test_wrong_arguments_of_builds(ask: Both) -> None:
 
 
 BROKEN: list[Any] = [
-    # Only a server finds what is wrong with these …
+    # Only a server refuses these …
     b"not a photo",
     [258],
     [-1],
     Grid(1, 2, row_separator=True),
     Video([PHOTO, b"not a photo"], times=[0, 1]),
-    # … and these cannot be sent.
+    # … and a client cannot send these.
     "\ud800",
     None,
     [1.5],
@@ -386,73 +386,73 @@ BROKEN: list[Any] = [
 ]
 
 
-def test_of_two_broken_parts_the_first_is_named(ask: Both) -> None:
-    documents = [["a", one, "b", other] for one in BROKEN for other in BROKEN]
-    documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, one] for one in BROKEN]
+def test_the_first_of_two_broken_parts_is_named(ask: Both) -> None:
+    documents = [["a", first, "b", second] for first in BROKEN for second in BROKEN]
+    documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, broken] for broken in BROKEN]
     want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
     assert all(isinstance(outcome, MmposError) for outcome in want)
     results = ask("build_batch", documents, errors="return")
-    for d, (one, other) in enumerate(zip(results, want, strict=True)):
-        assert (type(one), str(one)) == (type(other), f"documents[{d}].{other}")
+    for d, (error, local) in enumerate(zip(results, want, strict=True)):
+        assert (type(error), str(error)) == (type(local), f"documents[{d}].{local}")
     for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
-        same(_outcome(partial(ask, "build", parts)), outcome)
+        assert_equal(_outcome(partial(ask, "build", parts)), outcome)
     for first in (4, 30, 60):
-        some = [["a"], *documents[first : first + 5]]
-        same(
-            _outcome(partial(ask, "build_batch", some)),
-            _outcome(partial(LOCAL[None].build_batch, some)),
+        batch = [["a"], *documents[first : first + 5]]
+        assert_equal(
+            _outcome(partial(ask, "build_batch", batch)),
+            _outcome(partial(LOCAL[None].build_batch, batch)),
         )
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
-def test_sequences_with_row_separators(ask: Both, scheme: str) -> None:
+def test_sequences_with_row_separators_equal_local_builds(ask: Both, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)
     for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
-        want, asked = (partial(call, parts) for call in (local.build, partial(ask, "build")))
-        same(_outcome(partial(asked, profile="breaks", scheme=scheme)), _outcome(want))
+        want, remote = (partial(call, parts) for call in (local.build, partial(ask, "build")))
+        assert_equal(_outcome(partial(remote, profile="breaks", scheme=scheme)), _outcome(want))
 
 
-def test_sequences_with_videos_of_known_grids(ask: Both) -> None:
+def test_sequences_with_videos_of_known_grids_equal_local_builds(ask: Both) -> None:
     parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
-    same(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
+    assert_equal(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
 
 
-def test_rows_as_pixtral_writes_them(ask: Both) -> None:
+def test_pixtral_images_equal_local_builds(ask: Both) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)
-        same(ask("build", parts, profile="pixtral"), want)
+        assert_equal(ask("build", parts, profile="pixtral"), want)
         ids = InputIds(want.input_ids, Placeholders(image=258, rows=(300, 301)), want.grid_thw)
-        of_profile = InputIds(want.input_ids, image_grid_thw=want.grid_thw)
-        for source, profile in ((ids, None), (of_profile, "pixtral")):
+        ids_of_profile = InputIds(want.input_ids, image_grid_thw=want.grid_thw)
+        for source, profile in ((ids, None), (ids_of_profile, "pixtral")):
             result = ask("query", PositionsQuery(source, "flatten"), profile=profile)
-            same(result.table.dense(), want.positions.dense())
+            assert_equal(result.table.dense(), want.positions.dense())
     wrong = PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]]))
-    same(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
+    assert_equal(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
 
 
 @pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
-def test_sequences_with_audio_and_clips(ask: Both, scheme: str) -> None:
+def test_sequences_with_audio_and_clips_equal_local_builds(ask: Both, scheme: str) -> None:
     clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
     parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
     want = replace(LOCAL["omni"], scheme=scheme).build(parts)
-    same(ask("build", parts, profile="omni", scheme=scheme), want)
+    assert_equal(ask("build", parts, profile="omni", scheme=scheme), want)
     seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
     videos = want.grid_thw[[0, 2, 3]]
     ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
     result = ask("query", PositionsQuery(ids, scheme), profile="omni")
-    same(result.table.dense(), want.positions.dense())
+    assert_equal(result.table.dense(), want.positions.dense())
 
 
-def test_audio_that_cannot_be_built_is_refused_alike(ask: Both) -> None:
+def test_unsupported_audio_raises_the_local_errors(ask: Both) -> None:
     for profile in (None, "omni"):
         for part in (Audio(2), Clip(1, 2, frames=1, audio=2), [401]):
             for scheme in ("mrope", "grid-2d"):
                 local = replace(LOCAL[profile], scheme=scheme)
                 outcome = _outcome(partial(ask, "build", ["a", part], profile=profile, scheme=scheme))
-                same(outcome, _outcome(partial(local.build, ["a", part])))
+                assert_equal(outcome, _outcome(partial(local.build, ["a", part])))
 
 
-def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> None:
+def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) -> None:
     profiles = ask("info").profiles
     results = [(profile.begin_token_id, profile.end_token_id, profile.placeholders.rows) for profile in profiles]
     marked = (256, 257, None)
@@ -464,18 +464,18 @@ def test_the_profile_with_row_separators_says_so_and_counts_them(ask: Both) -> N
         ask("build", [Grid(100, 1)] * 501, profile="breaks")
 
 
-def test_a_batch_with_errors_in_their_places(ask: Both) -> None:
+def test_a_batch_returns_errors_in_their_places(ask: Both) -> None:
     documents = [*PARTS, *WRONG_PARTS]
     results = ask("build_batch", documents, errors="return")
     assert [type(item) for item in results[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
     for d, error in enumerate(results[len(PARTS) :], len(PARTS)):
-        same(error, _outcome(lambda d=d: LOCAL[None].build_batch([["a"]] * d + [documents[d]])))  # type: ignore[misc]
-    same(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
+        assert_equal(error, _outcome(lambda d=d: LOCAL[None].build_batch([["a"]] * d + [documents[d]])))  # type: ignore[misc]
+    assert_equal(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
 
 
-def test_the_limits_of_a_profile_and_of_the_server(ask: Both) -> None:
+def test_limits_of_the_profile_and_of_the_server_apply(ask: Both) -> None:
     parts = ["x", PHOTO]
-    same(
+    assert_equal(
         _outcome(lambda: ask("build", parts, profile="halves")),
         _outcome(lambda: LOCAL["halves"].build(parts)),
     )
@@ -483,12 +483,12 @@ def test_the_limits_of_a_profile_and_of_the_server(ask: Both) -> None:
         ask("place", SegmentTable.from_documents([[Text(100_001)]]))
 
 
-def test_patches_are_left_out_on_request_and_nothing_else_changes(ask: Both) -> None:
+def test_patches_can_be_left_out(ask: Both) -> None:
     want, result = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
     assert result.patches is None
     assert result.image_hashes == want.image_hashes
-    same(result.positions, want.positions)
-    same(result.input_ids, want.input_ids)
+    assert_equal(result.positions, want.positions)
+    assert_equal(result.input_ids, want.input_ids)
 
 
 TABLE = place(SEGMENTS, "rope-tie-v2")
@@ -503,34 +503,36 @@ ROTARIES = [
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
-def test_tables_of_cos_and_sin(ask: Both, rotary: Rotary, positions: Any) -> None:
+def test_cos_sin_tables_and_angles_equal_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
     layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
     for layout in layouts:
         call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
-        same(_outcome(lambda layout=layout: ask("cos_sin", rotary, positions, layout)), _outcome(call))  # type: ignore[misc]
-    same(_outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: mmpos.rotary.angles(rotary, positions)))
+        assert_equal(_outcome(lambda layout=layout: ask("cos_sin", rotary, positions, layout)), _outcome(call))  # type: ignore[misc]
+    assert_equal(
+        _outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: mmpos.rotary.angles(rotary, positions))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rotations(ask: Both, dtype: torch.dtype) -> None:
+def test_rotations_equal_local_calls(ask: Both, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(TABLE.num_tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 1))
     for options in ({}, {"conjugate": True}, {"layout": "thd"}):
         want = apply_rotary(q, k, TABLE, ROTARIES[1], **options)
-        same(ask("apply_rotary", q, k, TABLE, ROTARIES[1], **options), want)
+        assert_equal(ask("apply_rotary", q, k, TABLE, ROTARIES[1], **options), want)
     assert ask("apply_rotary", q, None, TABLE, ROTARIES[0])[1] is None
     heads_first = q.movedim(0, 1)[None]
     want = apply_rotary(heads_first, None, TABLE, ROTARIES[1], layout="bhsd")
-    same(ask("apply_rotary", heads_first, None, TABLE, ROTARIES[1], layout="bhsd"), want)
-    same(
+    assert_equal(ask("apply_rotary", heads_first, None, TABLE, ROTARIES[1], layout="bhsd"), want)
+    assert_equal(
         _outcome(lambda: ask("apply_rotary", q[1:], k, TABLE, ROTARIES[0])),
         _outcome(lambda: apply_rotary(q[1:], k, TABLE, ROTARIES[0])),
     )
 
 
-def test_a_profile_has_a_rotation_or_says_so(ask: Both) -> None:
+def test_a_missing_rotation_comes_from_the_profile_or_is_refused(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
-    same(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
+    assert_equal(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(
         InvalidInputError, match="rotary: the request has no rotation, and neither has profile 'default'"
     ):
@@ -542,8 +544,8 @@ def test_errors_keep_their_types(ask: Both) -> None:
         ask("place", SegmentTable.from_documents([[Grid(2, 2, frames=2)]]))
 
 
-def test_a_table_from_the_wire_goes_on_like_any_other(ask: Both) -> None:
+def test_a_received_table_works_like_a_local_one(ask: Both) -> None:
     result, want = ask("place", SEGMENTS), place(SEGMENTS)
     assert isinstance(result, PositionTable)
-    same(result.decode(3).dense(), want.decode(3).dense())
-    same(result.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())
+    assert_equal(result.decode(3).dense(), want.decode(3).dense())
+    assert_equal(result.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())

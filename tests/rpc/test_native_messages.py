@@ -1,4 +1,4 @@
-"""Messages in C as in Python: what they hold is counted before parsing, lists are read off, large tensors put in."""
+"""The extension handles messages as Python does: it counts elements before parsing, reads lists, inserts tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from message_strategies import REQUESTS, for_each, messages
-from mutations import broken
+from mutations import mutate
 
 from mmpos.rpc import beside, elements
 from mmpos.rpc.elements import count_elements
@@ -30,8 +30,8 @@ PLACE, BUILD = positions_pb2.PlaceRequest, sequences_pb2.BuildRequest
 KINDS: Sequence[type[Message]] = [*(kind for kind, _ in REQUESTS.values()), inference_pb2.ModelInferRequest]
 
 
-def both(kind: type[Message], raw: bytes, most: int) -> int:
-    """Return the count of the extension, or -1, which must be that of Python."""
+def count_both_ways(kind: type[Message], raw: bytes, most: int) -> int:
+    """Return the count of the extension, or -1, after comparing it with Python's."""
     schema = elements._schema(kind.DESCRIPTOR)
     count = CORE.elements(raw, schema, most)
     assert count is not None
@@ -39,8 +39,8 @@ def both(kind: type[Message], raw: bytes, most: int) -> int:
     return count
 
 
-def inside(*fields: int, content: bytes) -> bytes:
-    """Bytes as a field of a field of …; outermost first."""
+def nested(*fields: int, content: bytes) -> bytes:
+    """Nest content in the fields of these numbers, outermost first."""
     for field in reversed(fields):
         content = bytes([field << 3 | 2]) + _varint(len(content)) + content
     return content
@@ -51,24 +51,24 @@ def _varint(value: int) -> bytes:
 
 
 GROUP = b"\xa3\x06", b"\xa4\x06"
-"""Field 100, which no message has, begins and ends."""
+"""Bytes that begin and end field 100, which no message defines, as a group."""
 
 COUNTS: dict[str, tuple[type[Message], bytes, int]] = {
-    "nothing": (PLACE, b"", 0),
+    "an empty message": (PLACE, b"", 0),
     "a message": (PLACE, b"\x0a\0", 1),
     "the same message twice": (PLACE, b"\x0a\0\x0a\0", 2),
-    "messages in messages": (BUILD, inside(1, 1, content=b"\x0a\0" * 5), 7),
-    "bytes that look like messages": (BUILD, inside(1, 1, 1, 3, content=b"\x0a\0" * 5), 4),
-    "packed numbers": (PLACE, inside(1, 2, 1, content=b"\1\xff\1\0"), 6),
-    "numbers one by one": (PLACE, inside(1, 2, content=b"\x08\1\x08\2"), 4),
-    "packed doubles": (rotary_pb2.Rotary, inside(2, content=bytes(24)), 4),
-    "packed floats": (inference_pb2.InferTensorContents, inside(6, content=bytes(12)), 4),
-    "no numbers, packed": (PLACE, inside(1, 2, 1, content=b""), 3),
-    "a map": (inference_pb2.ModelInferRequest, inside(4, content=b"\x0a\1a\x12\2\x08\1"), 4),
+    "nested messages": (BUILD, nested(1, 1, content=b"\x0a\0" * 5), 7),
+    "bytes that look like messages": (BUILD, nested(1, 1, 1, 3, content=b"\x0a\0" * 5), 4),
+    "packed numbers": (PLACE, nested(1, 2, 1, content=b"\1\xff\1\0"), 6),
+    "numbers one by one": (PLACE, nested(1, 2, content=b"\x08\1\x08\2"), 4),
+    "packed doubles": (rotary_pb2.Rotary, nested(2, content=bytes(24)), 4),
+    "packed floats": (inference_pb2.InferTensorContents, nested(6, content=bytes(12)), 4),
+    "an empty packed list": (PLACE, nested(1, 2, 1, content=b""), 3),
+    "a map": (inference_pb2.ModelInferRequest, nested(4, content=b"\x0a\1a\x12\2\x08\1"), 4),
     "an unknown field": (PLACE, b"\xa0\x06\1", 1),
-    "a field of another type": (PLACE, inside(1, content=b"\x25" + bytes(4) + b"\x29" + bytes(8)), 3),
+    "a field of another type": (PLACE, nested(1, content=b"\x25" + bytes(4) + b"\x29" + bytes(8)), 3),
     "a group": (PLACE, GROUP[0] + b"\x08\1" + GROUP[1], 3),
-    "a hundred groups in each other": (PLACE, GROUP[0] * 100 + GROUP[1] * 100, 200),
+    "a hundred nested groups": (PLACE, GROUP[0] * 100 + GROUP[1] * 100, 200),
     "a tag in five bytes": (PLACE, b"\x8a\x80\x80\x80\0\0", 1),
     "the highest field": (PLACE, b"\xf8\xff\xff\xff\x0f\1", 1),
     "a number in ten bytes": (PLACE, b"\xa0\x06" + b"\xff" * 9 + b"\x7f", 1),
@@ -76,69 +76,69 @@ COUNTS: dict[str, tuple[type[Message], bytes, int]] = {
 }
 
 BROKEN: dict[str, tuple[type[Message], bytes]] = {
-    "a tag that is cut off": (PLACE, b"\x80"),
+    "a truncated tag": (PLACE, b"\x80"),
     "a tag in six bytes": (PLACE, b"\x8a\x80\x80\x80\x80\0\0"),
     "a tag beyond 32 bits": (PLACE, b"\xf8\xff\xff\xff\x1f\1"),
     "field 0": (PLACE, b"\0\1"),
     "wire type 6": (PLACE, b"\x0e"),
     "wire type 7": (PLACE, b"\x0f"),
-    "a number that is cut off": (PLACE, b"\xa0\x06\xff"),
+    "a truncated number": (PLACE, b"\xa0\x06\xff"),
     "a number in eleven bytes": (PLACE, b"\xa0\x06" + b"\xff" * 10 + b"\1"),
-    "four bytes that are three": (PLACE, b"\xa5\x06" + bytes(3)),
-    "eight bytes that are seven": (PLACE, b"\xa1\x06" + bytes(7)),
-    "no length": (PLACE, b"\x0a"),
+    "three bytes of a fixed32": (PLACE, b"\xa5\x06" + bytes(3)),
+    "seven bytes of a fixed64": (PLACE, b"\xa1\x06" + bytes(7)),
+    "a missing length": (PLACE, b"\x0a"),
     "a length beyond the end": (PLACE, b"\xa2\x06\5abcd"),
     "a length beyond 64 bits": (PLACE, b"\xa2\x06" + b"\xff" * 9 + b"\1"),
-    "a length beyond the message": (BUILD, inside(1, content=b"\x12\5a") + b"abcdefgh"),
-    "a tag beyond the message": (BUILD, inside(1, content=b"\x80") + b"\x0a\0"),
-    "packed numbers that are cut off": (PLACE, inside(1, 2, 1, content=b"\1\x80")),
-    "a packed number in eleven bytes": (PLACE, inside(1, 2, 1, content=b"\xff" * 10 + b"\1")),
-    "half a double": (rotary_pb2.Rotary, inside(2, content=bytes(12))),
-    "half a float": (inference_pb2.InferTensorContents, inside(6, content=bytes(6))),
-    "a group without end": (PLACE, GROUP[0]),
-    "a group that ends outside": (PLACE, inside(1, content=GROUP[0]) + GROUP[1]),
+    "a length beyond the message": (BUILD, nested(1, content=b"\x12\5a") + b"abcdefgh"),
+    "a tag beyond the message": (BUILD, nested(1, content=b"\x80") + b"\x0a\0"),
+    "truncated packed numbers": (PLACE, nested(1, 2, 1, content=b"\1\x80")),
+    "a packed number in eleven bytes": (PLACE, nested(1, 2, 1, content=b"\xff" * 10 + b"\1")),
+    "half a double": (rotary_pb2.Rotary, nested(2, content=bytes(12))),
+    "half a float": (inference_pb2.InferTensorContents, nested(6, content=bytes(6))),
+    "a group without an end": (PLACE, GROUP[0]),
+    "a group that ends outside": (PLACE, nested(1, content=GROUP[0]) + GROUP[1]),
     "the end of another group": (PLACE, GROUP[0] + b"\x0c"),
-    "the end of no group": (PLACE, GROUP[1]),
-    "a hundred and one groups in each other": (PLACE, GROUP[0] * 101 + GROUP[1] * 101),
-    "a hundred groups in a message": (PLACE, inside(1, content=GROUP[0] * 100 + GROUP[1] * 100)),
+    "an end without a group": (PLACE, GROUP[1]),
+    "a hundred and one nested groups": (PLACE, GROUP[0] * 101 + GROUP[1] * 101),
+    "a hundred groups in a message": (PLACE, nested(1, content=GROUP[0] * 100 + GROUP[1] * 100)),
 }
 
 
 @pytest.mark.parametrize(("kind", "raw", "count"), COUNTS.values(), ids=COUNTS)
 def test_fields_and_packed_numbers_are_counted(kind: type[Message], raw: bytes, count: int) -> None:
     kind.FromString(raw)
-    assert both(kind, raw, ALL) == count
-    assert [both(kind, raw, most) for most in range(count + 2)] == [*range(1, count + 1), count, count]
+    assert count_both_ways(kind, raw, ALL) == count
+    assert [count_both_ways(kind, raw, most) for most in range(count + 2)] == [*range(1, count + 1), count, count]
 
 
 @pytest.mark.parametrize(("kind", "raw"), BROKEN.values(), ids=BROKEN)
-def test_bytes_that_parsers_refuse_are_not_a_message(way: str, kind: type[Message], raw: bytes) -> None:
+def test_bytes_that_parsers_refuse_are_refused(way: str, kind: type[Message], raw: bytes) -> None:
     with pytest.raises(DecodeError):
         kind.FromString(raw)
-    assert both(kind, raw, ALL) == -1
+    assert count_both_ways(kind, raw, ALL) == -1
     with pytest.raises(DecodeError, match="wire format"):
         count_elements(kind, raw, ALL)
 
 
-def test_counting_ends_where_there_is_too_much(way: str) -> None:
-    """Bytes after the count are not looked at: here they are broken."""
-    raw = inside(1, content=b"\x0a\0" * 10) + b"\x0e"
+def test_counting_stops_at_the_limit(way: str) -> None:
+    """Bytes after the limit, here broken ones, are not read."""
+    raw = nested(1, content=b"\x0a\0" * 10) + b"\x0e"
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
         count_elements(BUILD, raw, 12)
-    long = inside(1, 2, 1, content=b"\xff" * 1000)  # 100 numbers at least, were they any
+    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid numbers, at least 100 by their length
     assert count_elements(PLACE, long, 50) == 51
 
 
-def test_messages_are_as_many_as_their_parser_finds() -> None:
+def test_the_count_of_a_serialised_table_is_known() -> None:
     table = table_pb2.SegmentTable(kind=[table_pb2.SEGMENT_KIND_TEXT] * 300, height=[1] * 300, width=[2**40] * 300)
     table.seconds_per_frame.add(numerator=1, denominator=2)
-    assert both(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3
+    assert count_both_ways(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3
 
 
-def whole_messages(kind: type[Message]) -> list[bytes]:
-    """Messages that parsers read, with all kinds of fields."""
-    if kind is inference_pb2.ModelInferRequest:  # maps have no strategy
+def valid_messages(kind: type[Message]) -> list[bytes]:
+    """Return valid messages with all kinds of fields."""
+    if kind is inference_pb2.ModelInferRequest:  # no strategy draws maps
         request = kind(model_name="rotate", id="7", raw_input_contents=[bytes(8), b""])
         request.parameters["a"].int64_param = 2**40
         contents = request.inputs.add(name="q", shape=[1, 2**40]).contents
@@ -153,13 +153,13 @@ def whole_messages(kind: type[Message]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_bytes_that_parsers_read_are_counted(kind: type[Message]) -> None:
-    whole = whole_messages(kind)
-    pieces = [*whole, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
+def test_all_bytes_that_parsers_accept_are_counted(kind: type[Message]) -> None:
+    valid = valid_messages(kind)
+    pieces = [*valid, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
     chance, seen = random.Random(kind.__name__), [0, 0]
     for _ in range(2000):
-        raw = broken(chance.choice(whole), chance, pieces)
-        count = both(kind, raw, chance.choice([0, 1, 3, 10, 50, ALL, ALL]))
+        raw = mutate(chance.choice(valid), chance, pieces)
+        count = count_both_ways(kind, raw, chance.choice([0, 1, 3, 10, 50, ALL, ALL]))
         try:
             kind.FromString(raw)
         except DecodeError:
@@ -170,27 +170,27 @@ def test_bytes_that_parsers_read_are_counted(kind: type[Message]) -> None:
     assert min(seen) > 0
 
 
-def test_a_message_of_numbers_alone_is_broken_where_its_parser_says_so() -> None:
-    """Texts are not looked at, so that other messages may still be none."""
+def test_messages_of_numbers_are_refused_exactly_when_parsers_refuse_them() -> None:
+    """Counting does not check the encoding of texts, so it may accept other messages that parsers refuse."""
     kind = positions_pb2.Spans
-    whole = whole_messages(kind)
+    valid = valid_messages(kind)
     chance = random.Random(7)
     for _ in range(4000):
-        raw = broken(chance.choice(whole), chance, [*whole, *GROUP])
+        raw = mutate(chance.choice(valid), chance, [*valid, *GROUP])
         try:
             kind.FromString(raw)
         except DecodeError:
-            assert both(kind, raw, ALL) == -1
+            assert count_both_ways(kind, raw, ALL) == -1
         else:
-            assert both(kind, raw, ALL) >= 0
+            assert count_both_ways(kind, raw, ALL) >= 0
 
 
 @given(st.binary(max_size=64), st.lists(st.lists(st.integers(-9, 4), min_size=3, max_size=3), max_size=3))
 def test_any_schema_is_followed_or_declined(raw: bytes, schema: list[list[int]]) -> None:
     table = np.array(schema, np.int32).reshape(len(schema), 3)
-    sound = len(schema) > 0 and all(entry in (-8, -4, -1, *range(len(schema) + 1)) for row in schema for entry in row)
+    valid = len(schema) > 0 and all(entry in (-8, -4, -1, *range(len(schema) + 1)) for row in schema for entry in row)
     result = CORE.elements(raw, table, ALL)
-    assert result == (elements._count(raw, table, ALL) if sound else None)
+    assert result == (elements._count(raw, table, ALL) if valid else None)
 
 
 def test_invalid_messages_and_schemas_are_declined() -> None:
@@ -201,7 +201,7 @@ def test_invalid_messages_and_schemas_are_declined() -> None:
     assert CORE.elements(b"\x0a\0", schema, -1) is None
 
 
-# Lists of integers are read off the bytes of their message as they are read one by one
+# Lists of integers read from the bytes of a message equal the lists read one by one.
 
 LISTS: dict[type[Any], tuple[str, ...]] = {
     table_pb2.SegmentTable: ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments"),
@@ -231,9 +231,9 @@ def test_many_numbers_of_every_length_are_read(way: str) -> None:
     assert read(message) == [numbers, [], [], [7]]
 
 
-def test_fields_of_tomorrow_do_not_matter(way: str) -> None:
+def test_unknown_fields_are_skipped(way: str) -> None:
     unknown = b"\x98\x06\1" + b"\x9d\x06abcd" + b"\x99\x06abcdefgh" + b"\x9a\x06\2ab"
-    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the last but one is of another type
+    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the second has another wire type
         assert read(positions_pb2.Spans.FromString(b"\x0a\2\1\2" + more)) == [[1, 2], [], [], []]
 
 
@@ -246,24 +246,24 @@ def test_bytes_that_no_encoder_writes_are_declined(raw: bytes) -> None:
     assert CORE.integers(raw, b"\1") is None
 
 
-def test_more_fields_than_there_is_room_for_are_declined() -> None:
+def test_too_many_fields_are_declined() -> None:
     assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 15)) == (np.int64(7).tobytes(), *[b""] * 15)
     assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 16)) is None
 
 
 def test_broken_bytes_are_read_or_declined() -> None:
-    """No sanitizer has anything to say."""
-    whole = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
+    """The sanitizers must find no errors here."""
+    valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):
-        answers.add(CORE.integers(broken(whole, chance, [whole, b"\x0a\0"]), b"\1\2\3\4") is None)
+        answers.add(CORE.integers(mutate(valid, chance, [valid, b"\x0a\0"]), b"\1\2\3\4") is None)
     assert answers == {True, False}
 
 
-# Large tensors of answers, put into the bytes of their messages: the same bytes as protobuf writes
+# Large tensors inserted into the bytes of an answer give the bytes that protobuf writes.
 
 SIZES = [1, 100, 127, 128, 16_000, 16_383, 16_384, 70_000]
-"""Around those where the length of a message, or of one around it, takes a byte more."""
+"""Sizes around the limits at which a message, or a message around it, needs one more byte for its length."""
 
 
 def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -311,6 +311,6 @@ def test_buffers_are_joined_in_order_and_other_objects_are_declined() -> None:
     parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
     assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
     assert CORE.joined(()) == b""
-    assert CORE.joined([b"a"]) is None  # no tuple
-    assert CORE.joined((b"a", "text")) is None  # no buffer
+    assert CORE.joined([b"a"]) is None  # not a tuple
+    assert CORE.joined((b"a", "text")) is None  # not a buffer
     assert CORE.joined((b"a", large[::2])) is None

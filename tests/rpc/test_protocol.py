@@ -1,4 +1,4 @@
-"""The protocol: generated code is fresh; names without a comment and broken promises are found by `make check`."""
+"""The protocol: its generated code is current, and `make check` reports missing comments and breaking changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 BASELINE = ROOT / "proto" / "baseline.binpb"
 GENERATED = {"mmpos/rpc/v1": ROOT, "inference": ROOT / "server" / "mmpos_server"}
-"""Folders of proto, and what the folders of the same names lie in that hold their code."""
+"""Folders of proto, and the parent folders of their generated code."""
 
 OWN_POOL = ("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
 OWN_NAME = ("'inference.", "'mmpos_server.inference.")
@@ -26,7 +26,7 @@ def buf(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a folder with the same protocol, to be changed."""
+    """Return a folder with a copy of the protocol that a test may change."""
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     return tmp_path
@@ -44,7 +44,7 @@ def breaking(copy: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", GENERATED)
-def test_generated_code_is_that_of_the_protocol(folder: str, tmp_path: Path) -> None:
+def test_generated_code_is_current(folder: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -59,20 +59,22 @@ def test_generated_code_is_that_of_the_protocol(folder: str, tmp_path: Path) -> 
     fresh = {path.name: path.read_text() for path in (tmp_path / folder).iterdir()}
     if folder == "inference":
         fresh = {name: text.replace(*OWN_POOL).replace(*OWN_NAME) for name, text in fresh.items()}
-        assert sum(OWN_POOL[1] in text for text in fresh.values()) == len(sources), "names would meet those of others"
+        assert sum(OWN_POOL[1] in text for text in fresh.values()) == len(sources), (
+            "our names would conflict with those of other packages"
+        )
     committed = {path.name: path.read_text() for path in (GENERATED[folder] / folder).glob("*_pb2.py*")}
     assert len(fresh) == 2 * len(sources)
     assert sorted(committed) == sorted(fresh)
     assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"
 
 
-def test_all_of_the_protocol_is_generated() -> None:
+def test_code_of_every_proto_folder_is_generated() -> None:
     folders = {str(path.parent.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto")}
     assert folders == set(GENERATED)
 
 
-def test_a_name_without_a_comment_is_found(copy: Path) -> None:
-    change(copy, "error.proto", "  // Its kind.\n", "")
+def test_a_name_without_a_comment_is_reported(copy: Path) -> None:
+    change(copy, "error.proto", "  // Code of the error.\n", "")
     done = buf("lint", cwd=copy)
     assert done.returncode != 0
     assert 'Field "code" should have a non-empty comment' in done.stdout
@@ -95,7 +97,7 @@ def test_an_addition_breaks_nothing(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "found"),
+    ("name", "old", "new", "message"),
     [
         ("error.proto", "  string message = 2;\n", "", 'field "2" with name "message"'),
         ("positions.proto", "SIDE_LEFT = 1", "SIDE_START = 1", '"SIDE_LEFT" to "SIDE_START"'),
@@ -103,6 +105,6 @@ def test_an_addition_breaks_nothing(copy: Path) -> None:
     ],
     ids=["a field", "a value", "a call"],
 )
-def test_a_promise_taken_back_is_found(copy: Path, name: str, old: str, new: str, found: str) -> None:
+def test_a_breaking_change_is_reported(copy: Path, name: str, old: str, new: str, message: str) -> None:
     change(copy, name, old, new)
-    assert found in breaking(copy)
+    assert message in breaking(copy)

@@ -1,4 +1,4 @@
-"""Messages and objects: what goes in comes out, and what is missing, unknown or a lie is named."""
+"""Objects survive the round trip through messages; missing, unknown and contradictory fields are named."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -68,45 +68,46 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
 
-def travelled(message: M) -> M:
-    """Send a message through its bytes."""
+def round_trip(message: M) -> M:
+    """Serialise and parse a message."""
     return type(message).FromString(message.SerializeToString())
 
 
-def through(query: PositionsQuery) -> PositionsQuery:
+def query_round_trip(query: PositionsQuery) -> PositionsQuery:
     message = positions_pb2.PositionsQuery()
     positions.put_query(message, query)
-    return positions.get_query("query", travelled(message))
+    return positions.get_query("query", round_trip(message))
 
 
 def test_unset_fields_of_a_query_stay_unset() -> None:
-    read = through(PositionsQuery(SEGMENTS))
-    assert (read.scheme, read.start, read.strict, read.views, read.dense) == (None, 0, None, [], None)
+    received = query_round_trip(PositionsQuery(SEGMENTS))
+    assert (received.scheme, received.start, received.strict) == (None, 0, None)
+    assert (received.views, received.dense) == ([], None)
 
 
-def test_a_profile_is_named_in_the_message_only() -> None:
+def test_the_profile_is_only_in_the_message() -> None:
     message = positions_pb2.PositionsQuery()
     positions.put_query(message, PositionsQuery(SEGMENTS), "qwen")
     assert message.profile == "qwen"
 
 
-def test_the_fields_of_segments_travel() -> None:
+def test_segments_survive_the_round_trip() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, TIMED)
-    read = positions.get_segments("segments", travelled(message))
+    received = positions.get_segments("segments", round_trip(message))
     assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
-    assert fields(read) == fields(TIMED)
+    assert fields(received) == fields(TIMED)
 
 
-def test_every_kind_of_segment_travels_with_its_extra_tokens() -> None:
+def test_every_kind_of_segment_survives_with_its_extra_tokens() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, KINDS)
     assert list(message.extra_tokens) == [5, 0, 2]
-    assert fields(positions.get_segments("segments", travelled(message))) == fields(KINDS)
+    assert fields(positions.get_segments("segments", round_trip(message))) == fields(KINDS)
     bare = SegmentTable.from_documents([[Thumbnail(1, 2)]])
     message = table_pb2.SegmentTable()
     positions.put_segments(message, bare)
-    assert fields(positions.get_segments("segments", travelled(message))) == fields(bare)
+    assert fields(positions.get_segments("segments", round_trip(message))) == fields(bare)
 
 
 SCHEME_OBJECTS: list[Scheme] = [
@@ -126,10 +127,10 @@ SCHEME_OBJECTS: list[Scheme] = [
 
 
 @pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
-def test_every_scheme_travels_with_its_parameters(scheme: Scheme) -> None:
+def test_every_scheme_survives_with_its_parameters(scheme: Scheme) -> None:
     message = scheme_pb2.Scheme()
     positions.put_scheme(message, scheme)
-    assert positions.get_scheme("scheme", travelled(message)) == scheme
+    assert positions.get_scheme("scheme", round_trip(message)) == scheme
 
 
 def test_every_parameter_of_a_scheme_is_a_field() -> None:
@@ -137,9 +138,9 @@ def test_every_parameter_of_a_scheme_is_a_field() -> None:
     assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
 
-def test_a_scheme_of_ones_own_stays_at_home() -> None:
+def test_a_custom_scheme_cannot_be_sent() -> None:
     class Own(Flatten):
-        """Flatten, but another."""
+        """A subclass of Flatten."""
 
     with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service only knows mmpos\.SCHEMES"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
@@ -171,13 +172,13 @@ ROTARIES = [
 
 
 @pytest.mark.parametrize("want", ROTARIES, ids=repr)
-def test_every_rotation_travels(want: Rotary) -> None:
+def test_every_rotation_survives_the_round_trip(want: Rotary) -> None:
     message = rotary_pb2.Rotary()
     rotary.put_rotary(message, want)
-    assert rotary.get_rotary("rotary", travelled(message)) == want
+    assert rotary.get_rotary("rotary", round_trip(message)) == want
 
 
-def test_positions_to_rotate_by_travel() -> None:
+def test_rotary_positions_survive_the_round_trip() -> None:
     table, ids = place(SEGMENTS), torch.tensor([[0, 1], [2, 3]])
     message = rotary_pb2.RotaryPositions()
     rotary.put_rotary_positions(message, table)
@@ -189,44 +190,44 @@ def test_positions_to_rotate_by_travel() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"])
-def test_arrays_travel_with_any_strides_and_byte_order(dtype: str) -> None:
+def test_arrays_survive_with_any_strides_and_byte_order(dtype: str) -> None:
     array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, array)
-    received = tensors.get_tensor("tensor", travelled(message))
+    received = tensors.get_tensor("tensor", round_trip(message))
     assert received.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(received, array)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
-def test_torch_tensors_travel(dtype: torch.dtype) -> None:
+def test_torch_tensors_survive_the_round_trip(dtype: torch.dtype) -> None:
     tensor = torch.arange(24).to(dtype).reshape(4, 6).T
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, tensor)
-    received = tensors.get_torch("tensor", travelled(message))
+    received = tensors.get_torch("tensor", round_trip(message))
     assert torch.equal(received, tensor)
-    received += 1  # it is the caller's own
+    received += 1  # the caller owns the tensor
 
 
-def test_a_single_number_and_nothing_at_all_are_tensors() -> None:
+def test_scalars_and_empty_arrays_are_tensors() -> None:
     for array in (np.array(3, np.int32), np.zeros((0, 4), np.float32)):
         message = tensor_pb2.Tensor()
         tensors.put_tensor(message, array)
         np.testing.assert_array_equal(tensors.get_tensor("tensor", message), array)
 
 
-def test_sizes_and_grids_travel() -> None:
+def test_sizes_and_grids_survive_the_round_trip() -> None:
     grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
     parts = [ImageSize(300, 400), "x", grid]
     message = sequences_pb2.Document()
     assert sequences.put_parts(message, parts) == sequences.Sent(
         origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
     )
-    assert sequences.get_parts("", travelled(message)) == parts
+    assert sequences.get_parts("", round_trip(message)) == parts
 
 
 @pytest.mark.parametrize(
-    "given",
+    "parts",
     [
         None,
         "text",
@@ -241,13 +242,13 @@ def test_sizes_and_grids_travel() -> None:
     ],
     ids=repr,
 )
-def test_parts_that_cannot_travel_are_refused_as_the_builder_refuses_them(given: Any) -> None:
+def test_parts_that_cannot_be_sent_raise_the_errors_of_the_builder(parts: Any) -> None:
     with pytest.raises(MmposError) as want:
-        BUILDER.build(given)
+        BUILDER.build(parts)
     message = sequences_pb2.Document()
-    error = sequences.put_parts(message, given).error
+    error = sequences.put_parts(message, parts).error
     assert (type(error), str(error)) == (want.type, str(want.value))
-    assert [part.text for part in message.parts] == (["a"] if isinstance(given, list) else [])
+    assert [part.text for part in message.parts] == (["a"] if isinstance(parts, list) else [])
 
 
 def query(**fields: Any) -> Callable[[], PositionsQuery]:
@@ -270,7 +271,7 @@ def part(**fields: Any) -> Callable[[], object]:
     return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
 
-def turning(**fields: Any) -> Callable[[], object]:
+def rotation(**fields: Any) -> Callable[[], object]:
     return lambda: rotary.get_rotary("rotary", rotary_pb2.Rotary(**fields))
 
 
@@ -349,10 +350,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         part(token_ids={"dtype": "DATA_TYPE_FLOAT32"}),
         "parts[0].token_ids.dtype: got DATA_TYPE_FLOAT32, want one of DATA_TYPE_INT32, DATA_TYPE_INT64",
     ),
-    (turning(), "head_dim: got 0, want >= 2"),
-    (turning(head_dim=8, pairing=9), "rotary.pairing: got 9, want one of " + ", ".join(rotary_pb2.Pairing.keys())),
+    (rotation(), "head_dim: got 0, want >= 2"),
+    (rotation(head_dim=8, pairing=9), "rotary.pairing: got 9, want one of " + ", ".join(rotary_pb2.Pairing.keys())),
     (
-        turning(head_dim=8, allocation="split", pair_axis=[0]),
+        rotation(head_dim=8, allocation="split", pair_axis=[0]),
         "rotary.allocation cannot be combined with pair_axis",
     ),
 ]
@@ -360,22 +361,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
 def test_errors_name_the_wrong_field_of_a_message(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
+    with pytest.raises(InvalidInputError) as caught:
         call()
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
-def test_a_table_of_more_tokens_than_can_be_counted_is_refused() -> None:
+def test_a_table_of_too_many_tokens_is_refused() -> None:
     with pytest.raises(LimitExceededError, match=r"table\.num_tokens: got 2147483648, want at most"):
         table(axes=2, num_tokens=2**31)()
 
 
-def test_margins_of_images_travel() -> None:
+def test_image_margins_survive_the_round_trip() -> None:
     builder = SequenceBuilder(markers=Markers(None, None))
     message = sequences_pb2.Sequence()
     sequences.put_sequence(message, builder.build(["a", Grid(1, 2)]))
-    assert sequences.get_sequence("sequence", travelled(message)).image_margins == (0, 0)
-    message.ClearField("image_margins")  # as servers did that knew no others
+    assert sequences.get_sequence("sequence", round_trip(message)).image_margins == (0, 0)
+    message.ClearField("image_margins")  # like older servers, which know no other margins
     assert sequences.get_sequence("sequence", message).image_margins == (1, 1)
     message.image_margins.extend([1, 2])
     with pytest.raises(
@@ -384,7 +385,7 @@ def test_margins_of_images_travel() -> None:
         sequences.get_sequence("sequence", message)
 
 
-def test_a_sequence_whose_parts_disagree_is_refused() -> None:
+def test_a_sequence_of_contradictory_lengths_is_refused() -> None:
     message = sequences_pb2.Sequence()
     sequences.put_sequence(message, BUILDER.build(["ab"]))
     message.input_ids.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[1], data=b"1234"))
@@ -404,7 +405,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "status", "code"), ERRORS, ids=repr)
-def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code: object) -> None:
+def test_errors_and_statuses_convert_both_ways(error: MmposError, status: str, code: object) -> None:
     assert errors.to_status(error) == (status, "a")
     assert type(errors.from_status(status, "a")) is type(error)
     message = error_pb2.Error()
@@ -414,24 +415,24 @@ def test_errors_and_statuses_are_one_table(error: MmposError, status: str, code:
     assert type(errors.get_error(message)) is kind
 
 
-def test_overload_is_a_limit_with_a_time_to_come_back() -> None:
+def test_overload_is_a_limit_with_a_retry_time() -> None:
     assert errors.to_status(ServiceOverloadedError("busy", 2)) == ("RESOURCE_EXHAUSTED", "busy")
     result = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
     assert isinstance(result, ServiceOverloadedError)
     assert (str(result), result.retry_after) == ("busy", 0.5)
 
 
-def test_a_message_of_half_a_character_can_be_sent() -> None:
-    said = error_pb2.Error()
-    errors.put_error(said, InvalidInputError("name: got '\ud800', want one"))
-    assert said.message == r"name: got '\ud800', want one"
+def test_a_message_with_half_a_surrogate_pair_is_escaped() -> None:
+    message = error_pb2.Error()
+    errors.put_error(message, InvalidInputError("name: got '\ud800', want one"))
+    assert message.message == r"name: got '\ud800', want one"
 
 
-def test_a_refusal_by_a_proxy_raises_the_same_error() -> None:
+def test_permission_denied_by_a_proxy_raises_an_unauthenticated_error() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
 
 
-def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
+def test_an_unknown_status_raises_a_service_error_that_names_it() -> None:
     assert str(errors.from_status("DATA_LOSS", "gone")) == "DATA_LOSS: gone"
 
 
@@ -444,7 +445,7 @@ def test_a_status_that_is_not_ours_is_a_service_error_that_names_it() -> None:
         (lambda: PositionsQuery(SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
     ],
 )
-def test_a_query_checks_itself(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
+def test_queries_check_their_arguments(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
         make()
-    assert str(refused.value) == message
+    assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""Canvas M-RoPE: ids of thumbnails, tiles and markers worked by hand, and the rounding of torch.linspace."""
+"""Canvas M-RoPE: hand-computed ids of thumbnails, tiles and markers, and the rounding of torch.linspace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ids(positions: PositionTable) -> list[tuple[int, ...]]:
 
 @pytest.mark.usefixtures("way")
 def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
-    # A canvas of 2×4 at 2: columns 0 and 1 of the thumbnail are columns 0 and 3 of it.
+    # Columns 0 and 1 of the thumbnail are columns 0 and 3 of the canvas, which is 2×4 at 2.
     positions = placed(Text(2), Thumbnail(2, 2), Tile(2, 2), Tile(2, 2, tokens_after=1), Text(1))
     assert ids(positions) == [
         *[(0, 0, 0), (1, 1, 1)],
@@ -35,7 +35,7 @@ def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_tokens_between_tiles_end_rows() -> None:
-    # A canvas of 2×2 at 0, where the marker before it cannot be at -1.
+    # The canvas is 2×2 at 0, so the marker before the thumbnail cannot be at -1.
     positions = placed(Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=2), Tile(1, 2))
     assert ids(positions) == [
         *[(0, 0, 0), (0, 0, 0), (0, 2, 2), (0, 0, 0), (0, 0, 0)],
@@ -47,7 +47,7 @@ def test_tokens_between_tiles_end_rows() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_pictures_without_tiles_are_their_own_canvas() -> None:
-    # Pictures of 1×2 at 5 and, after max(1, 2) + 1 ids, at 8; a grid has no markers; then one of 2×1 at 11.
+    # A thumbnail of 1×2 at 5; after max(1, 2) + 1 ids a grid, without markers, at 8; a thumbnail of 2×1 at 11.
     positions = placed(Thumbnail(1, 2, tokens_after=1), Grid(1, 2), Thumbnail(2, 1), Text(1), start=5)
     assert ids(positions) == [
         *[(5, 4, 4), (5, 5, 5), (5, 5, 6), (5, 6, 7), (5, 5, 5)],
@@ -57,14 +57,14 @@ def test_pictures_without_tiles_are_their_own_canvas() -> None:
     ]
 
 
-def test_rows_of_different_lengths_become_one() -> None:
-    # Two tiles, then one: a row of three, H = 1 and W = 3, whose tokens in between are past its end.
+def test_rows_of_unequal_lengths_become_one_row() -> None:
+    # Rows of two tiles and of one become a row of three, with H = 1 and W = 3; its end token is at column 3.
     positions = placed(Thumbnail(1, 1), Tile(1, 1), Tile(1, 1, tokens_after=1), Tile(1, 1))
     assert ids(positions)[3:] == [*[(0, 0, 0)] * 3, *[(0, 0, 1)] * 3, (0, 0, 3), *[(0, 0, 2)] * 3]
     assert positions.next_positions.tolist() == [4]
 
 
-def test_a_tile_that_reaches_over_the_canvas_moves_the_next_position_alone() -> None:
+def test_a_tile_beyond_the_canvas_moves_only_the_next_position() -> None:
     positions = placed(Thumbnail(1, 1), Tile(1, 1), Tile(5, 1), Text(1))
     assert ids(positions)[-2:] == [(0, 4, 1), (3, 3, 3)]
     assert positions.next_positions.tolist() == [5]
@@ -72,8 +72,8 @@ def test_a_tile_that_reaches_over_the_canvas_moves_the_next_position_alone() -> 
 
 
 @pytest.mark.usefixtures("way")
-def test_thumbnails_round_as_linspace_does() -> None:
-    # Every canvas up to 120 rows under every thumbnail up to 24; halves that become odd among them.
+def test_thumbnail_ids_round_like_linspace() -> None:
+    # Every canvas up to 120 rows with every thumbnail up to 24 rows, including halves that round to odd.
     sizes = [(canvas, rows) for rows in range(1, 25) for canvas in range(1, 121)]
     documents: list[list[Segment]] = [[Thumbnail(rows, 1), Tile(canvas, 1)] for canvas, rows in sizes]
     positions = place(SegmentTable.from_documents(documents), "mrope-canvas")
@@ -85,8 +85,8 @@ def test_thumbnails_round_as_linspace_does() -> None:
     assert got[sizes.index((8, 7))].tolist() == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_runs_of_a_stretched_row_are_columns_of_the_table() -> None:
-    # Columns of a thumbnail of 2×4 on a canvas 7 wide: 0, 2, 4, 6, one run a row; 8 wide: 0, 2, 5, 7, three.
+def test_a_stretched_row_is_one_run_per_constant_step() -> None:
+    # Columns of a 2×4 thumbnail on a canvas of width 7: 0, 2, 4, 6, one run per row; width 8: 0, 2, 5, 7, three runs.
     even = placed(Thumbnail(2, 4), Tile(2, 7))
     odd = placed(Thumbnail(2, 4), Tile(2, 8))
     assert ids(odd)[5:9] == [(0, 1, 0), (0, 1, 2), (0, 1, 5), (0, 1, 7)]

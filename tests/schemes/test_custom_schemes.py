@@ -1,4 +1,4 @@
-"""A scheme that a user writes is checked where it could give wrong ids, and may have any number of axes."""
+"""User-defined schemes: their placements are checked, and they may have any number of axes."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
 
 @dataclass(frozen=True)
 class Custom(Scheme):
-    """Whatever a test hands in."""
+    """A scheme that returns the options of a test."""
 
     name: ClassVar[str] = "custom"
     options: Any
@@ -53,20 +53,20 @@ class Custom(Scheme):
         (Custom({}, ids=1.5), "scheme 'custom': got advance float64, want integers"),
     ],
 )
-def test_a_placement_that_cannot_be_right_is_refused(scheme: Scheme, message: str) -> None:
+def test_an_invalid_placement_is_refused(scheme: Scheme, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         place(SEGMENTS, scheme)
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", Grid2D(order="merged")])
-def test_grids_of_too_many_pieces_are_refused_before_memory_is_spent(scheme: Any) -> None:
+def test_grids_of_too_many_pieces_are_refused_before_memory_is_allocated(scheme: Any) -> None:
     with pytest.raises(LimitExceededError, match="got grids of 1048577 pieces, want at most 1048576"):
         place(SegmentTable.from_documents([[Grid(1, 1, frames=2**20 + 1)]]), scheme)
 
 
 class Five(Scheme):
-    """Frame, row, column, their sum, and the row twice."""
+    """Axes: frame, row, column, their sum, and twice the row."""
 
     name: ClassVar[str] = "five"
     axes = 5
@@ -82,14 +82,14 @@ class Five(Scheme):
 def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
     ids = place(SEGMENTS, Five()).dense()
     assert diagnose(ids, SEGMENTS, Five()).equal
-    came = ", ".join(f"axis {axis}" for axis in order)
+    swapped = ", ".join(f"axis {axis}" for axis in order)
     assert diagnose(ids[order], SEGMENTS, Five()).cause == (
-        f"axes are swapped: got the order ({came}), want (axis 0, axis 1, axis 2, axis 3, axis 4)"
+        f"axes are swapped: got the order ({swapped}), want (axis 0, axis 1, axis 2, axis 3, axis 4)"
     )
 
 
 class Sixteen(Scheme):
-    """Columns, on every axis by another step."""
+    """The column, with a different step on every axis."""
 
     name: ClassVar[str] = "sixteen"
     axes = 16
@@ -101,14 +101,14 @@ class Sixteen(Scheme):
         return Placement([cursor] * 16, step_col=list(range(16)))
 
 
-def test_the_order_of_many_axes_takes_no_search_through_all_orders() -> None:
+def test_swapped_axes_are_diagnosed_among_sixteen() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(1)]])
     cause = diagnose(place(segments, Sixteen()).dense()[::-1], segments, Sixteen()).cause
     assert cause is not None
     assert cause.startswith("axes are swapped: got the order (axis 15, axis 14, axis 13, ")
 
 
-def test_five_axes_are_told_and_drawn_by_number() -> None:
+def test_unnamed_axes_are_printed_and_drawn_by_number() -> None:
     placed = place(SEGMENTS, Five())
     assert heading(placed, 0) == "8 tokens, scheme five, positions (axis 0, axis 1, axis 2, axis 3, axis 4)"
     plane = read_plane(placed, 0)
@@ -118,7 +118,7 @@ def test_five_axes_are_told_and_drawn_by_number() -> None:
 
 @dataclass(frozen=True)
 class Still(Scheme):
-    """All tokens at the start."""
+    """All tokens at the start of the document."""
 
     name: ClassVar[str] = "still"
     axes = 2
@@ -137,7 +137,7 @@ class Still(Scheme):
         return Placement([runs.start] * 2)
 
 
-def test_tokens_that_are_all_at_id_0_are_no_padding() -> None:
+def test_a_document_entirely_at_id_0_is_not_padding() -> None:
     segments = SegmentTable.from_documents([[Text(5), Grid(2, 3, frames=2), Text(1), Grid(1, 4)]])
     positions = place(segments, Still())
     columns = [[1, 1, 1, 0, 0, 0, 1], [4, 3, 1, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1], [1, 4, 1, 0, 1, 0, 0]]
@@ -147,7 +147,8 @@ def test_tokens_that_are_all_at_id_0_are_no_padding() -> None:
     assert padded.is_grid.tolist() == [False, True, False, True, False]
     assert padded.real_lengths.tolist() == [22]
     assert positions.padded(25)[1].tolist() == [[1] * 22 + [0] * 3]
-    for table in (padded, padded.slice(3, 19), PositionTable.from_arrays(**_arrays(padded))):
+    arrays = {name: getattr(padded, name) for name in ("table", "documents", "num_tokens", "fractional", "scheme")}
+    for table in (padded, padded.slice(3, 19), PositionTable.from_arrays(**arrays)):
         assert not table.dense().any()
         assert not table.rationals()[0].any()
     assert (
@@ -162,8 +163,3 @@ def test_tokens_that_are_all_at_id_0_are_no_padding() -> None:
     assert elsewhere.table[3].tolist() == [5, 3, 1, 4]
     assert elsewhere.is_grid.tolist() == [False, True, False, True]
     assert (elsewhere.dense() == 7).all()
-
-
-def _arrays(positions: PositionTable) -> dict[str, Any]:
-    names = ("table", "documents", "num_tokens", "fractional", "scheme")
-    return {name: getattr(positions, name) for name in names}

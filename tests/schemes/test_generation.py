@@ -1,4 +1,4 @@
-"""Layouts of models that generate: ids written by hand, axis by axis, and what is refused."""
+"""Schemes of generation models: hand-written ids of every axis, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mmpos.segments.kinds import Audio, Segment
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_ids_are_those_written_by_hand(case: str) -> None:
+def test_ids_equal_hand_written_ids(case: str) -> None:
     scheme, document, axes = LAYOUTS[case]
     positions = placed(document, scheme)
     assert exact(positions) == [*zip(*map(numbers, axes), strict=True)]
@@ -42,7 +42,7 @@ def test_ids_are_those_written_by_hand(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_start(case: str) -> None:
+def test_documents_of_a_batch_are_independent_and_count_from_their_start(case: str) -> None:
     scheme, document, _ = LAYOUTS[case]
     alone = exact(placed(document, scheme))
     batch = exact(place(SegmentTable.from_documents([document, document[:1], document]), scheme))
@@ -52,12 +52,12 @@ def test_documents_of_a_batch_know_nothing_of_each_other_and_count_from_their_st
         assert later == [tuple(value + 5 for value in position) for position in alone]
 
 
-def test_images_before_text_that_counts_from_1_lie_right_after_it() -> None:
+def test_images_before_text_that_counts_from_1_have_the_next_plane() -> None:
     positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
     assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
-def test_documents_of_layouts_without_a_cursor_begin_at_one_id() -> None:
+def test_one_start_per_document_is_refused_by_schemes_that_cannot_be_resumed() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(2, 2)]] * 2)
     with pytest.raises(UnsupportedError, match="start: got one per document, want one integer: flux cannot be resumed"):
         place(segments, "flux", [0, 1])
@@ -74,18 +74,18 @@ def test_an_image_of_bagel_takes_one_id() -> None:
             placed(wrong, "bagel")
 
 
-def test_diffusers_steps_beside_what_is_meant_over_a_crop_that_does_not_begin_at_0() -> None:
-    # 30 rows of 45 stretched over all of 30; of 30 columns 20 are taken, from 12 on.
-    released, meant = (
+def test_cogvideox_as_released_has_another_step_over_a_region_that_does_not_begin_at_0() -> None:
+    # 45 rows over all 30 rows of the base grid; 30 columns over 20 of its 45 columns, from column 12.
+    released, intended = (
         [row[2] for row in exact(placed([Grid(45, 30)], CogVideoX(as_released=as_released)))[:30]]
         for as_released in (True, False)
     )
-    assert (released[0], meant[0]) == (12, 12)
+    assert (released[0], intended[0]) == (12, 12)
     assert {b - a for a, b in pairwise(released)} == {(Fraction(32 * 29, 30) - 12) / 29}
-    assert {b - a for a, b in pairwise(meant)} == {Fraction(20, 30)}
+    assert {b - a for a, b in pairwise(intended)} == {Fraction(20, 30)}
 
 
-def test_text_at_rest_is_no_padding() -> None:
+def test_text_at_constant_ids_is_not_padding() -> None:
     table = placed([Text(3), Grid(2, 2)], "flux").pad(9)
     assert table.is_padding.tolist() == [False, False, True]
     assert table.real_lengths.tolist() == [7]
@@ -95,7 +95,7 @@ def test_text_at_rest_is_no_padding() -> None:
 def test_layouts_that_are_not_affine_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         get_scheme(name)
-    assert str(raised.value) == f"scheme: got {name!r}, want another: {NOT_AFFINE[name]}"
+    assert str(raised.value) == f"scheme: got {name!r}, which is not supported: {NOT_AFFINE[name]}"
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_layouts_that_are_not_affine_are_refused_with_the_reason(name: str) -> N
         ("ltx2", Audio(1), "documents[0][0]: got audio, want grids only in scheme 'ltx2'"),
         ("flux", Audio(1), "documents[0][0]: got audio, want text and grids only in scheme 'flux'"),
         (MiniMaxH3(), Audio(1), "documents[0][0]: got audio, want text and grids only in scheme 'minimax-h3'"),
-        (MiniMaxH3(), Grid(2, 3), "minimax-h3: got a grid of 2 × 3, whose ids are over √6, want h·w a square"),
+        (MiniMaxH3(), Grid(2, 3), "minimax-h3: got a grid of 2 × 3, whose ids are over √6, want h·w to be a square"),
     ],
 )  # fmt: skip
-def test_what_a_model_does_not_have_is_refused(scheme: str | Scheme, segment: Segment, message: str) -> None:
+def test_unsupported_segments_are_refused(scheme: str | Scheme, segment: Segment, message: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         placed([segment], scheme)
     assert str(raised.value).startswith(message)

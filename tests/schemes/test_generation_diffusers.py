@@ -1,4 +1,4 @@
-"""Layouts of models that generate are those of diffusers' own classes and pipelines, for random sizes and texts."""
+"""Ids of generation schemes equal those of diffusers' classes and pipelines for random sizes and texts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ pytest.importorskip("diffusers")
 Ids = npt.NDArray[np.float64]
 
 
-class Turned(NamedTuple):
-    """What a class says of the angles of some tokens.
+class Rotations(NamedTuple):
+    """Rotations of tokens computed by a class of diffusers.
 
     Args:
         cos: (tokens, pairs).
-        sin: likewise.
-        dims: channels of each axis.
+        sin: (tokens, pairs).
+        dims: number of channels of each axis.
         theta: base of the frequencies.
     """
 
@@ -53,18 +53,18 @@ class Turned(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A document, and what diffusers says of it.
+    """A random document and its ids or rotations in diffusers.
 
     Args:
-        scheme: whose ids they are.
-        document: its segments.
+        scheme: scheme to compare.
+        document: segments of the document.
         ids: (axes, tokens) ids, or the rotations of tokens.
-        tokens: those that ``ids`` is of; all of them if None.
+        tokens: tokens that ``ids`` describes.
     """
 
     scheme: str | Scheme
     document: Sequence[Segment]
-    ids: Ids | Turned
+    ids: Ids | Rotations
     tokens: slice = slice(None)
 
 
@@ -74,7 +74,7 @@ def model(name: str) -> Any:
 
 @cache
 def rope(file: str, name: str, *arguments: Any) -> Any:
-    """The module that makes rotations, once, since its tables are large."""
+    """Return a rotary module, cached because its tables are large."""
     return getattr(model(file), name)(*arguments)
 
 
@@ -87,25 +87,25 @@ def blocks(name: str) -> Any:
 
 
 def ids(*parts: Any) -> Ids:
-    """Parts of ids, (tokens, axes) each, as (axes, tokens)."""
+    """Concatenate ids of shape (tokens, axes) and return them as (axes, tokens)."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts]).T
 
 
-def interleaved(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
-    """Cos and sin of every channel, of which two neighbours are a pair."""
+def interleaved(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
+    """Convert cos and sin of every channel, where adjacent channels form a pair."""
     cos, sin = (part.double().numpy().reshape(-1, part.shape[-1])[:, ::2] for part in cos_and_sin)
-    return Turned(cos, sin, dims, theta)
+    return Rotations(cos, sin, dims, theta)
 
 
-def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
-    """Cos and sin of every channel, the first half of which are first channels of pairs."""
+def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
+    """Convert cos and sin of every channel, where channel c and channel c + channels/2 form a pair."""
     cos, sin = (part.double().numpy()[:, : part.shape[-1] // 2] for part in cos_and_sin)
-    return Turned(cos, sin, dims, theta)
+    return Rotations(cos, sin, dims, theta)
 
 
-def complex_(turns: Any, dims: Sequence[int], theta: float = 1e4) -> Turned:
-    flat = turns.reshape(-1, turns.shape[-1])
-    return Turned(flat.real.double().numpy(), flat.imag.double().numpy(), dims, theta)
+def complex_(rotations: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
+    flat = rotations.reshape(-1, rotations.shape[-1])
+    return Rotations(flat.real.double().numpy(), flat.imag.double().numpy(), dims, theta)
 
 
 def sizes(draw: random.Random, most: int = 24) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def flux(draw: random.Random) -> Drawn:
     prepare = pipeline("flux.pipeline_flux").FluxPipeline._prepare_latent_image_ids
     parts = [prepare(1, *grid.extents[1:], None, torch.float32) for grid in grids]
     for k, part in enumerate(parts):
-        part[:, 0] = k  # as FluxKontextPipeline writes 1, and BriaFiboEditPipeline the number of the reference
+        part[:, 0] = k  # FluxKontextPipeline writes 1, and BriaFiboEditPipeline the number of the reference
     return Drawn("flux", [Text(text), *grids], ids(torch.zeros(text, 3), *parts))
 
 
@@ -156,10 +156,10 @@ def flux3(draw: random.Random) -> Drawn:
 def qwen_image(draw: random.Random) -> Drawn:
     grids, text, layered = several(draw, 4), draw.randint(1, 40), draw.random() < 0.5
     name = "QwenEmbedLayer3DRope" if layered else "QwenEmbedRope"
-    turn = rope("qwenimage", name, 10000, (16, 56, 56), True)
-    images, words = turn([[grid.extents for grid in grids]], max_txt_seq_len=text, device=torch.device("cpu"))
-    turned = complex_(torch.cat([words, images]), [16, 56, 56])
-    return Drawn(QwenImage(layered=layered), [Text(text), *grids], turned)
+    rope_of = rope("qwenimage", name, 10000, (16, 56, 56), True)
+    images, words = rope_of([[grid.extents for grid in grids]], max_txt_seq_len=text, device=torch.device("cpu"))
+    rotations = complex_(torch.cat([words, images]), [16, 56, 56])
+    return Drawn(QwenImage(layered=layered), [Text(text), *grids], rotations)
 
 
 def qwen_image_21(draw: random.Random) -> Drawn:
@@ -171,26 +171,26 @@ def qwen_image_21(draw: random.Random) -> Drawn:
         torch.tensor([int(np.prod(part.extents)) for part in document])
     )
     shapes = [part.extents for part in document if isinstance(part, Grid)]
-    turned = rope("qwenimage21", "QwenImage21Rope", 10000, (16, 56, 56))(shapes, mask, "cpu")
-    return Drawn("qwen-image-2.1", document, complex_(turned, [16, 56, 56]))
+    rotations = rope("qwenimage21", "QwenImage21Rope", 10000, (16, 56, 56))(shapes, mask, "cpu")
+    return Drawn("qwen-image-2.1", document, complex_(rotations, [16, 56, 56]))
 
 
 def lumina2(draw: random.Random) -> Drawn:
     (h, w), text = sizes(draw), draw.randint(1, 40)
-    turn = rope("lumina2", "Lumina2RotaryPosEmbed", 10000, (32, 32, 32), (300, 512, 512), 2)
-    turned = turn(latents(1, 1, 2 * h, 2 * w), torch.ones(1, text, dtype=torch.long))[3]
-    return Drawn("lumina2", [Text(text), Grid(h, w)], complex_(turned, [32, 32, 32]))
+    rope_of = rope("lumina2", "Lumina2RotaryPosEmbed", 10000, (32, 32, 32), (300, 512, 512), 2)
+    rotations = rope_of(latents(1, 1, 2 * h, 2 * w), torch.ones(1, text, dtype=torch.long))[3]
+    return Drawn("lumina2", [Text(text), Grid(h, w)], complex_(rotations, [32, 32, 32]))
 
 
 def z_image(draw: random.Random) -> Drawn:
     of = model("z_image").ZImageTransformer2DModel
     (h, w), f, text = sizes(draw), draw.randint(1, 3), draw.randint(1, 70)
-    asked = of.__new__(of)
+    transformer = of.__new__(of)
     image, words = latents(1, f, 2 * h, 2 * w), latents(text, 4)
-    found = of.patchify_and_embed(asked, [image], [words], 2, 1)
-    image_ids, text_ids = found[3][0], found[4][0][: -(-text // 32) * 32]  # of whose padding it has two
+    embedded = of.patchify_and_embed(transformer, [image], [words], 2, 1)
+    image_ids, text_ids = embedded[3][0], embedded[4][0][: -(-text // 32) * 32]  # the text is padded twice
     padding = [Text(1)] * (len(image_ids) > f * h * w)
-    assert not image_ids[f * h * w :].any()  # where ours are those of padding, too
+    assert not image_ids[f * h * w :].any()  # padding of the image is not compared
     document: list[Segment] = [Text(len(text_ids)), Grid(h, w, frames=f)]
     return Drawn(
         Lumina2(first=1), [*document, *padding], ids(text_ids, image_ids[: f * h * w]), slice(len(text_ids) + f * h * w)
@@ -229,42 +229,42 @@ WAN = [44, 42, 42]
 
 def wan(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
-    turn = rope("wan", "WanRotaryPosEmbed", 128, (1, 2, 2), 1024)
-    return Drawn("wan", [Grid(h, w, frames=f)], interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), WAN))
+    rope_of = rope("wan", "WanRotaryPosEmbed", 128, (1, 2, 2), 1024)
+    return Drawn("wan", [Grid(h, w, frames=f)], interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), WAN))
 
 
 def chronoedit(draw: random.Random) -> Drawn:
     (h, w), f = sizes(draw, 16), draw.choice([2, 2, 5])
-    turn = rope("chronoedit", "ChronoEditRotaryPosEmbed", 128, (1, 2, 2), 1024, 1e4, 8)
-    turned = interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), WAN)
-    return Drawn(Wan(skip_length=8), [Grid(h, w, frames=f)], turned)
+    rope_of = rope("chronoedit", "ChronoEditRotaryPosEmbed", 128, (1, 2, 2), 1024, 1e4, 8)
+    rotations = interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), WAN)
+    return Drawn(Wan(skip_length=8), [Grid(h, w, frames=f)], rotations)
 
 
 def wan_animate(draw: random.Random) -> Drawn:
-    """The reference of Wan-Animate 2: tables of one axis each, from where the config puts it."""
+    """Rotate the reference of Wan-Animate 2 by one table per axis, with the offsets of its config."""
     f, h, w = video(draw)
     rope_params = model("wan_animate_2").rope_params
     tables = [rope_params(512, dim, offset=offset) for dim, offset in zip(WAN, (1, 0, w), strict=True)]
     t, i, j = np.unravel_index(np.arange(f * h * w), (f, h, w))
-    turned = torch.cat([table[index] for table, index in zip(tables, (t, i, j), strict=True)], dim=1)
+    rotations = torch.cat([table[index] for table, index in zip(tables, (t, i, j), strict=True)], dim=1)
     grid = Grid(h, w, frames=f)
-    return Drawn(Wan(beside=True), [grid, grid], complex_(turned, WAN), slice(f * h * w, None))
+    return Drawn(Wan(beside=True), [grid, grid], complex_(rotations, WAN), slice(f * h * w, None))
 
 
 def anyflow_far(draw: random.Random) -> Drawn:
     total, (h, w) = draw.randint(2, 6), (2 * draw.randint(1, 6), 2 * draw.randint(1, 6))
     compressed, clean = draw.randint(1, total - 1), draw.choice([None, True])
-    turn = rope("anyflow_far", "AnyFlowCausalRotaryPosEmbed", 128, (1, 2, 2), (1, 4, 4), 1024)
+    rope_of = rope("anyflow_far", "AnyFlowCausalRotaryPosEmbed", 128, (1, 2, 2), (1, 4, 4), 1024)
     far = {
         "total_frames": total,
         "num_compressed_frames": compressed,
         "full_frame_shape": (h, w),
         "compressed_frame_shape": (h // 2, w // 2),
     }
-    turned = complex_(turn(far, torch.device("cpu"), clean)["query"], WAN)
+    rotations = complex_(rope_of(far, torch.device("cpu"), clean)["query"], WAN)
     full = Grid(h, w, frames=total - compressed)
     document = [Grid(h // 2, w // 2, frames=compressed), full, *[full] * bool(clean)]
-    return Drawn("anyflow-far", document, turned)
+    return Drawn("anyflow-far", document, rotations)
 
 
 def hunyuan_video(draw: random.Random) -> Drawn:
@@ -276,39 +276,39 @@ def hunyuan_video(draw: random.Random) -> Drawn:
             ("motif_video", "MotifVideoRotaryPosEmbed"),
         ]
     )
-    turn = rope(name, of, 2, 1, (16, 56, 56), 256.0)
-    turned = interleaved(turn(latents(1, 1, f, 2 * h, 2 * w)), [16, 56, 56], 256)
-    return Drawn("hunyuan-video", [Grid(h, w, frames=f)], turned)
+    rope_of = rope(name, of, 2, 1, (16, 56, 56), 256.0)
+    rotations = interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), [16, 56, 56], 256)
+    return Drawn("hunyuan-video", [Grid(h, w, frames=f)], rotations)
 
 
 def hunyuan_image(draw: random.Random) -> Drawn:
     h, w = sizes(draw)
-    turn = rope("hunyuanimage", "HunyuanImageRotaryPosEmbed", (1, 1), (64, 64), 256.0)
-    return Drawn("hunyuan-image", [Grid(h, w)], interleaved(turn(latents(1, 1, h, w)), [64, 64], 256))
+    rope_of = rope("hunyuanimage", "HunyuanImageRotaryPosEmbed", (1, 1), (64, 64), 256.0)
+    return Drawn("hunyuan-image", [Grid(h, w)], interleaved(rope_of(latents(1, 1, h, w)), [64, 64], 256))
 
 
 def glm_image(draw: random.Random) -> Drawn:
     h, w = sizes(draw)
-    turn = rope("glm_image", "GlmImageRotaryPosEmbed", 64, 2)
-    return Drawn("hunyuan-image", [Grid(h, w)], halves(turn(latents(1, 1, 2 * h, 2 * w)), [32, 32]))
+    rope_of = rope("glm_image", "GlmImageRotaryPosEmbed", 64, 2)
+    return Drawn("hunyuan-image", [Grid(h, w)], halves(rope_of(latents(1, 1, 2 * h, 2 * w)), [32, 32]))
 
 
 def cogvideox(draw: random.Random) -> Drawn:
     f, h, w = draw.randint(1, 4), *sizes(draw, 60)
     embeddings = import_module("diffusers.models.embeddings")
     crops = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid((h, w), 45, 30)
-    turned = embeddings.get_3d_rotary_pos_embed(64, crops, (h, w), f)
-    return Drawn("cogvideox", [Grid(h, w, frames=f)], interleaved(turned, [16, 24, 24]))
+    rotations = embeddings.get_3d_rotary_pos_embed(64, crops, (h, w), f)
+    return Drawn("cogvideox", [Grid(h, w, frames=f)], interleaved(rotations, [16, 24, 24]))
 
 
 def easyanimate(draw: random.Random) -> Drawn:
     f, h, w = draw.randint(1, 4), *sizes(draw, 60)
-    turned = rope("easyanimate", "EasyAnimateRotaryPosEmbed", 2, 64)(latents(1, 1, f, 2 * h, 2 * w))
-    return Drawn(CogVideoX(30, 45), [Grid(h, w, frames=f)], interleaved(turned, [16, 24, 24]))
+    rotations = rope("easyanimate", "EasyAnimateRotaryPosEmbed", 2, 64)(latents(1, 1, f, 2 * h, 2 * w))
+    return Drawn(CogVideoX(30, 45), [Grid(h, w, frames=f)], interleaved(rotations, [16, 24, 24]))
 
 
 def cogvideox_as_meant(draw: random.Random) -> Drawn:
-    """numpy's linspace without the endpoint, over diffusers' region."""
+    """Compute ids with ``np.linspace`` without the endpoint over the region of diffusers."""
     h, w = sizes(draw, 60)
     (top, left), (bottom, right) = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid(
         (h, w), 45, 30
@@ -325,15 +325,15 @@ def allegro(draw: random.Random) -> Drawn:
     index = torch.cartesian_prod(t.long(), i.long(), j.long()).reshape(-1, 3).T
     both = [torch.cat([axis[part][at] for axis, at in zip(axes, index, strict=True)], dim=1) for part in (0, 1)]
     cos, sin = (part.reshape(len(part), 3, 2, 16)[:, :, 0].reshape(len(part), 48).double().numpy() for part in both)
-    return Drawn("allegro", [Grid(h, w, frames=f)], Turned(cos, sin, [32, 32, 32]))
+    return Drawn("allegro", [Grid(h, w, frames=f)], Rotations(cos, sin, [32, 32, 32]))
 
 
 def ltx(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
-    fps, turn = draw.choice([24, 25, 30, 12.5]), rope("ltx", "LTXVideoRotaryPosEmbed", 64)
+    fps, rope_of = draw.choice([24, 25, 30, 12.5]), rope("ltx", "LTXVideoRotaryPosEmbed", 64)
     grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps))
     if draw.random() < 0.5:
-        places = turn._prepare_video_coords(1, f, h, w, (8 / fps, 32, 32), torch.device("cpu"))[0]
+        places = rope_of._prepare_video_coords(1, f, h, w, (8 / fps, 32, 32), torch.device("cpu"))[0]
         return Drawn(Ltx(causal_offset=8), [grid], ids(places * 2 - 1))
     of = pipeline("ltx.pipeline_ltx_condition").LTXConditionPipeline
     coords = of._scale_video_ids(of._prepare_video_ids(1, f, h, w), 32, 8)[0].double()
@@ -361,10 +361,10 @@ def ltx2(draw: random.Random) -> Drawn:
 def cosmos(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
     fps = draw.choice([None, 16, 24, 30])
-    turn = rope("cosmos", "CosmosRotaryPosEmbed", 96, (128, 240, 240), (1, 2, 2), 24, (1.0, 1.0, 1.0))
-    turned = halves(turn(latents(1, 1, f, 2 * h, 2 * w), fps), [32, 32, 32])
+    rope_of = rope("cosmos", "CosmosRotaryPosEmbed", 96, (128, 240, 240), (1, 2, 2), 24, (1.0, 1.0, 1.0))
+    rotations = halves(rope_of(latents(1, 1, f, 2 * h, 2 * w), fps), [32, 32, 32])
     seconds = None if fps is None else Fraction(1, fps)
-    return Drawn("cosmos", [Grid(h, w, frames=f, seconds_per_frame=seconds)], turned)
+    return Drawn("cosmos", [Grid(h, w, frames=f, seconds_per_frame=seconds)], rotations)
 
 
 def cosmos3(draw: random.Random) -> Drawn:
@@ -372,24 +372,24 @@ def cosmos3(draw: random.Random) -> Drawn:
     fps, sound = draw.choice([None, 16, 24, 30]), draw.randint(2, 9)
     words, following = of.get_3d_mrope_ids_text_tokens(text, 0)
     first = following + 15000
-    seen, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
-    heard, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
+    video_ids, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
+    sound_ids, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
     seconds = None if fps is None else Fraction(1, fps)
     grids = [
         Grid(h, w, frames=f, seconds_per_frame=seconds),
         Grid(1, 1, frames=sound, seconds_per_frame=Fraction(1, 25)),
     ]
-    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, seen.T, heard.T))
+    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T))
 
 
 def kandinsky(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
     places, dims = [torch.arange(n) for n in (f, h, w)], (16, 24, 24)
-    turned = rope("kandinsky", "Kandinsky5RoPE3D", dims)((1, f, h, w), places, (1.0, 1.0, 1.0))
+    rotations = rope("kandinsky", "Kandinsky5RoPE3D", dims)((1, f, h, w), places, (1.0, 1.0, 1.0))
     if draw.random() < 0.5:
-        turned = rope("kandinsky6", "Kandinsky6RoPE3D", dims)(places, (1.0, 1.0, 1.0))
-    pairs = turned.reshape(f * h * w, -1, 2, 2).double().numpy()
-    return Drawn("kandinsky", [Grid(h, w, frames=f)], Turned(pairs[..., 0, 0], pairs[..., 1, 0], dims))
+        rotations = rope("kandinsky6", "Kandinsky6RoPE3D", dims)(places, (1.0, 1.0, 1.0))
+    pairs = rotations.reshape(f * h * w, -1, 2, 2).double().numpy()
+    return Drawn("kandinsky", [Grid(h, w, frames=f)], Rotations(pairs[..., 0, 0], pairs[..., 1, 0], dims))
 
 
 def joyimage(draw: random.Random) -> Drawn:
@@ -401,8 +401,8 @@ def joyimage(draw: random.Random) -> Drawn:
         stop = (before + grid.frames, grid.height, grid.width)
         parts.append(of._get_rotary_pos_embed_for_range(SimpleNamespace(config=config), (before, 0, 0), stop))
         before += grid.frames
-    turned = [torch.cat(each) for each in zip(*parts, strict=True)]
-    return Drawn("joyimage", [*grids], interleaved(turned, dims, 256))
+    rotations = [torch.cat(each) for each in zip(*parts, strict=True)]
+    return Drawn("joyimage", [*grids], interleaved(rotations, dims, 256))
 
 
 def minimax_h3(draw: random.Random) -> Drawn:
@@ -419,36 +419,36 @@ OF_MODELS: list[Callable[[random.Random], Drawn]] = [
     qwen_image, qwen_image_21, lumina2, z_image, wan, chronoedit, wan_animate, anyflow_far, hunyuan_video,
     hunyuan_image, glm_image, easyanimate, allegro, ltx2, cosmos, kandinsky, joyimage,
 ]  # fmt: skip
-"""What follows from modules of models."""
+"""Layouts that need modules of models only."""
 
 OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
     flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx, cosmos3,
     minimax_h3,
 ]  # fmt: skip
-"""What follows from pipelines, too, which import much."""
+"""Layouts that also need pipelines, whose imports are slow."""
 
 
 def compare(drawn: Drawn) -> None:
     positions = placed(drawn.document, drawn.scheme)
     got = positions.dense().astype(np.float64)[:, drawn.tokens]
-    if not isinstance(drawn.ids, Turned):
+    if not isinstance(drawn.ids, Rotations):
         assert got.shape == drawn.ids.shape
-        # Theirs are computed in float32 where they are fractions.
+        # diffusers computes fractional ids in float32.
         bound = 0 if not positions.fractional else gamma(8) * (np.abs(got) + 2)
         assert (np.abs(got - drawn.ids) <= bound).all()
         return
     cos, sin, dims, theta = drawn.ids
-    ladders = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
-    angles = np.concatenate([axis[:, None] * ladder for axis, ladder in zip(got, ladders, strict=True)], axis=1)
+    frequencies = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
+    angles = np.concatenate([axis[:, None] * inv_freq for axis, inv_freq in zip(got, frequencies, strict=True)], axis=1)
     assert angles.shape == cos.shape
-    # Frequencies, ids that are fractions, and their product in float32; of means of rotations, a few more.
+    # Frequencies, fractional ids and their products are rounded to float32; means of rotations a few times more.
     bound = cos_sin(angles, FREQUENCY + 8)
     assert (np.abs(np.cos(angles) - cos) <= bound).all()
     assert (np.abs(np.sin(angles) - sin) <= bound).all()
 
 
 @pytest.mark.parametrize("layout", OF_MODELS, ids=lambda layout: layout.__name__)
-def test_ids_are_those_of_the_models_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
+def test_ids_equal_those_of_diffusers_models(layout: Callable[[random.Random], Drawn]) -> None:
     draw = random.Random(layout.__name__)
     for _ in range(4):
         compare(layout(draw))
@@ -456,7 +456,7 @@ def test_ids_are_those_of_the_models_of_diffusers(layout: Callable[[random.Rando
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OF_MODELS + OF_PIPELINES, ids=lambda layout: layout.__name__)
-def test_ids_of_many_sizes_are_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
+def test_ids_of_many_sizes_equal_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
     draw = random.Random(f"{layout.__name__}, slow")
     for _ in range(200):
         compare(layout(draw))

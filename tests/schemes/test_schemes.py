@@ -1,4 +1,4 @@
-"""Schemes: every one equals the oracle, and the numbers of the literature stand here as literals."""
+"""Schemes: ids of every scheme against the oracle, and literals from the literature."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STARTS = st.integers(-20, 10_000)
 @EVERY_CASE
 @settled
 @given(data=st.data())
-def test_a_batch_equals_the_oracle(case: Case, data: st.DataObject) -> None:
+def test_ids_of_a_batch_equal_the_oracle(case: Case, data: st.DataObject) -> None:
     batch = data.draw(batches(case))
     start: int | list[int] = data.draw(STARTS)
     if case.resumable and data.draw(st.booleans()):
@@ -59,11 +59,11 @@ CANONICAL: dict[str, tuple[list[tuple[int, ...]], int]] = {
     "mrope-canvas": (M_ROPE, 7),
     "xd-rope": ([(3, 0, 0, 0), (4, 1, 0, 0), (5, 2, 0, 0), (6, 0, 1, 0), (7, 1, 1, 0), (8, 2, 1, 0)], 9),
 }
-"""Of the schemes that are not in the golden file."""
+"""Ids of a 2×3 image after three text tokens, and of the text after it, for schemes that the golden file lacks."""
 
 
 @pytest.mark.parametrize("scheme", CANONICAL)
-def test_the_canonical_table(scheme: str) -> None:
+def test_ids_of_the_canonical_document(scheme: str) -> None:
     image, following = CANONICAL[scheme]
     positions = placed([Text(3), Grid(2, 3), Text(2)], scheme)
     ids = [tuple(column) for column in positions.dense().T.tolist()]
@@ -73,21 +73,21 @@ def test_the_canonical_table(scheme: str) -> None:
     assert positions.next_positions.tolist() == [following + 2]
 
 
-def test_rows_is_a_page_of_lines() -> None:
+def test_page_rows_places_text_and_images_on_lines() -> None:
     positions = placed([Text(3), Grid(2, 3), Text(1), Text(2), Grid(1, 2), Grid(1, 1), Text(1)], "rows", 1)
     page = [[(1, 1), (1, 2), (1, 3)], [(2, 1), (2, 2), (2, 3)], [(3, 1), (3, 2), (3, 3)]]
     page += [[(4, 1), (4, 2), (4, 3)], [(5, 1), (5, 2)], [(6, 1)], [(7, 1)]]
     assert exact(positions) == [position for line in page for position in line]
 
 
-def test_class_tokens_stand_at_the_start_of_patches_that_count_from_one() -> None:
+def test_class_tokens_are_at_the_start_when_patches_count_from_one() -> None:
     before = placed([Text(1), Text(1), Grid(2, 2), Grid(1, 2)], Grid2D("merged", 1, first=1))
     assert exact(before) == [(0, 0), (0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 1), (1, 2)]
     after = placed([Grid(1, 2), Text(1)], Grid2D(first=1), 4)
     assert exact(after) == [(5, 5), (5, 6), (4, 4)]
 
 
-def test_videos_in_seconds() -> None:
+def test_frame_ids_of_qwen2_5_depend_on_seconds() -> None:
     steps = placed([Grid(2, 2, frames=3, seconds_per_frame=25), Text(1)], "mrope-qwen2.5")
     assert steps.dense()[0].tolist() == [0] * 4 + [50] * 4 + [100] * 4 + [101]
     assert steps.dense()[1:, -1].tolist() == [101, 101]
@@ -99,14 +99,14 @@ def test_videos_in_seconds() -> None:
 
 
 def test_the_floor_of_seconds_is_exact() -> None:
-    """0.29 · 2 · 50 is 29, though the product of binary floats lies below it."""
+    """0.29 · 2 · 50 is 29, although the product of binary floats is below 29."""
     video = placed([Grid(1, 1, frames=101, seconds_per_frame=0.29)], get_scheme("mrope-qwen2.5"))
     assert video.dense()[0].tolist() == [29 * 2 * t // 100 for t in range(101)]
     exactly = placed([Grid(1, 1, frames=2, seconds_per_frame=Fraction(10**9 - 1, 10**9))], "mrope-qwen2.5")
     assert exactly.dense()[0].tolist() == [0, 1]
 
 
-def test_seconds_and_rates_cancel_before_they_grow() -> None:
+def test_common_factors_of_seconds_and_rates_cancel_before_limits_are_checked() -> None:
     seconds = Fraction(2**31 - 1, 2**31 - 2)
     video = placed([Grid(1, 1, frames=9, seconds_per_frame=seconds)], MRopeQwen25(tokens_per_second=1 / seconds))
     assert video.dense()[0].tolist() == list(range(9))
@@ -114,37 +114,35 @@ def test_seconds_and_rates_cancel_before_they_grow() -> None:
 
 @dataclass(frozen=True)
 class Diagonal(Scheme):
-    """A scheme of the reader's own: patches along the diagonal, one id per row."""
+    """A user-defined scheme: patches along the diagonal, one id per row."""
 
     name: ClassVar[str] = "diagonal"
     axes = 2
-    origin: int | None = None
 
     def advance(self, grids: Grids) -> npt.NDArray[np.int64]:
         return grids.height
 
     def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
-        steps: list[npt.NDArray[np.int64] | int] = [1, 1] if self.origin is None else [0, 0]
-        return Placement([cursor if self.origin is None else self.origin] * 2, step_row=steps)
+        return Placement([cursor] * 2, step_row=[1, 1])
 
 
-def test_a_scheme_of_ones_own() -> None:
+def test_a_user_defined_scheme_places_grids() -> None:
     positions = placed([Text(2), Grid(2, 3), Text(1)], Diagonal())
     assert positions.dense().tolist() == [[0, 1, 2, 2, 2, 3, 3, 3, 4]] * 2
     assert positions.scheme == "diagonal"
 
 
-def test_xd_rope_numbers_images_and_has_a_column_for_the_ends_of_rows() -> None:
+def test_xd_rope_numbers_images_and_has_a_column_for_row_separators() -> None:
     documents: list[Document] = [[Grid(1, 2, row_separator=True), Text(1), Grid(2, 1)], [Grid(1, 1)]]
     segments = SegmentTable.from_documents(documents)
     positions = place(segments, XDRope(axes=5, first_image=4), start=7)
-    places, columns, rows = [7, 8, 9, 10, 11, 12, 7], [0, 1, 2, 10, 0, 0, 0], [0, 0, 0, 10, 0, 1, 0]
-    assert positions.dense().tolist() == [places, places, columns, rows, [4, 4, 4, 10, 5, 5, 4]]
+    indices, columns, rows = [7, 8, 9, 10, 11, 12, 7], [0, 1, 2, 10, 0, 0, 0], [0, 0, 0, 10, 0, 1, 0]
+    assert positions.dense().tolist() == [indices, indices, columns, rows, [4, 4, 4, 10, 5, 5, 4]]
     assert positions.next_positions.tolist() == [13, 8]
 
 
-def test_xd_rope_over_the_batch_goes_on_after_the_last_image() -> None:
-    """Four documents of one token: the ids of the last are 0, 0, 0 and 3, so that the next is 4."""
+def test_xd_rope_over_the_batch_continues_after_the_number_of_the_last_image() -> None:
+    """Of four documents with one token each, the last has ids 0, 0, 0, 3, so its next position is 4."""
     segments = SegmentTable.from_documents([[Grid(1, 1)]] * 4)
     positions = place(segments, XDRope(counting="batch"))
     assert positions.dense().tolist() == [[0] * 4, [0] * 4, [0] * 4, [0, 1, 2, 3]]
@@ -153,7 +151,7 @@ def test_xd_rope_over_the_batch_goes_on_after_the_last_image() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_names_and_objects_are_the_same_schemes(name: str) -> None:
+def test_a_name_and_a_default_object_are_the_same_scheme(name: str) -> None:
     document: Document = [Text(3), Grid(2, 3), Text(2)] if SCHEMES[name].text else [Grid(2, 3)]
     by_name, by_object = placed(document, name), placed(document, SCHEMES[name]())
     np.testing.assert_array_equal(by_name.table, by_object.table)
@@ -165,14 +163,14 @@ def test_names_and_objects_are_the_same_schemes(name: str) -> None:
     ("scheme", "fractional"),
     [("rope-tie", False), ("rope-tie-fractional", True), ("rope-tie-v2", True), (RopeTieV2(rounding="floor"), False)],
 )
-def test_fractions_belong_to_the_scheme(scheme: str | Scheme, fractional: bool) -> None:
+def test_the_dtype_of_ids_depends_on_the_scheme(scheme: str | Scheme, fractional: bool) -> None:
     assert placed([Text(2)], scheme).fractional is fractional
     assert placed([Text(2)], scheme).dense().dtype == (np.float64 if fractional else np.int32)
 
 
 @dataclass(frozen=True)
 class Wide(Scheme):
-    """Every grid takes so many ids; a parameter without a default."""
+    """Every grid consumes ``width`` ids, a parameter without a default."""
 
     name: ClassVar[str] = "wide"
     axes = 2
@@ -198,7 +196,7 @@ class Wide(Scheme):
     ],
     ids=str,
 )
-def test_a_scheme_is_named_with_the_parameters_that_are_not_the_defaults(scheme: str | Scheme, label: str) -> None:
+def test_the_label_of_a_scheme_contains_its_non_default_parameters(scheme: str | Scheme, label: str) -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]])
     assert get_scheme(scheme).label == label
     assert place(segments, scheme).scheme == label

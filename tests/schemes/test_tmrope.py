@@ -1,4 +1,4 @@
-"""TMRoPE: video and audio on one clock, by hand and by a loop over tokens; verbs of tables with clips; refusals."""
+"""TMRoPE: ids of video and audio against literals and a loop over tokens; next positions; refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import exact, settled
+from oracle import exact, placed, settled
 
 from mmpos import (
     Grid,
@@ -35,13 +35,8 @@ THIRDS = Grid(1, 1, frames=3, seconds_per_frame=Fraction(2, 3))
 F = Fraction
 
 
-def placed(document: list[Segment], scheme: str | Scheme) -> PositionTable:
-    """One document, placed by the library."""
-    return place(SegmentTable.from_documents([document]), scheme)
-
-
 def times(positions: PositionTable) -> list[Any]:
-    """Ids on the first axis."""
+    """Return the ids on the first axis."""
     return [position[0] for position in exact(positions)]
 
 
@@ -52,7 +47,7 @@ def test_frames_of_two_thirds_of_a_second_at_13_ids_a_second() -> None:
     assert placed([THIRDS, Text(1)], "tmrope").dense()[0].tolist() == [0, 16, 33, 34]
 
 
-def test_a_clip_merged_token_by_token() -> None:
+def test_qwen3_interleaves_a_clip_by_token() -> None:
     clip = Clip(1, 2, frames=2, audio=4, seconds_per_frame=F(2, 13))  # frames at 0 and 2
     positions = placed([Text(1), clip, Text(1)], "tmrope-qwen3")
     #        t  [  [  v  v  a  a  v  v  a  a  ]  ]  t
@@ -64,7 +59,7 @@ def test_a_clip_merged_token_by_token() -> None:
     assert times(shared) == [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7]
 
 
-def test_a_clip_in_chunks() -> None:
+def test_qwen2_5_interleaves_a_clip_by_chunk() -> None:
     clip = Clip(1, 1, frames=3, audio=5, seconds_per_frame=1)  # frames at 0, 2 and 4; chunks of 4 ids
     scheme = TMRope(tokens_per_second=2)
     #                                     t  [  [  v  v  a  a  a  a  v  a  ]  ]  t
@@ -73,7 +68,7 @@ def test_a_clip_in_chunks() -> None:
     assert times(apart) == [0, 1, 2, 3, 5, 3, 4, 5, 6, 7, 7, 8, 9, 10]
 
 
-def test_text_goes_on_after_the_last_run_and_generation_after_the_highest_id() -> None:
+def test_text_continues_after_the_last_run_and_generation_after_the_highest_id() -> None:
     tall = Clip(9, 1, frames=1, audio=2)
     positions = placed([Text(1), tall, Text(1)], "tmrope")
     assert times(positions)[-4:] == [3, 4, 4, 5]  # audio at 2 and 3, though rows reach 10
@@ -81,7 +76,7 @@ def test_text_goes_on_after_the_last_run_and_generation_after_the_highest_id() -
     assert placed([Text(1), tall, Text(1)], TMRope(engine="serving")).next_positions.tolist() == [15]
 
 
-def test_a_document_that_ends_between_two_ids_has_no_next_position() -> None:
+def test_a_document_that_ends_at_a_fractional_id_has_no_next_position() -> None:
     segments = SegmentTable.from_documents([[THIRDS, Text(1)], [Text(2), Grid(1, 1, frames=2), Text(1)], [Text(3)]])
     positions = place(segments, "tmrope-qwen3", start=[0, 5, 1])
     assert positions.resumable.tolist() == [False, True, True]
@@ -103,7 +98,7 @@ SCHEMES: list[Scheme] = [
 
 
 def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any], Fraction, Fraction]:
-    """Ids of a clip's tokens, the cursor after it, and the id after the highest."""
+    """Return the ids of a clip's tokens, the cursor after it, and the highest id plus one."""
     seconds = F(1) if clip.seconds_per_frame is None else clip.seconds_per_frame
     shared = isinstance(scheme, TMRope) == (scheme.engine == "transformers")
     exactly = isinstance(scheme, TMRopeQwen3) and scheme.engine == "transformers"
@@ -126,15 +121,15 @@ def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any]
             runs += [[(F(n),) * 3 for n in part] for part in audio[c : c + 1]]
     else:
         merged: list[Any] = []
-        heard = seen = 0
-        while seen < len(raster) and heard < clip.audio:
-            if raster[seen][0] <= heard:
-                merged.append(raster[seen])
-                seen += 1
+        sound = patch = 0
+        while patch < len(raster) and sound < clip.audio:
+            if raster[patch][0] <= sound:
+                merged.append(raster[patch])
+                patch += 1
             else:
-                merged.append((F(heard),) * 3)
-                heard += 1
-        runs = [merged, raster[seen:] or [(F(k),) * 3 for k in range(heard, clip.audio)]]
+                merged.append((F(sound),) * 3)
+                sound += 1
+        runs = [merged, raster[patch:] or [(F(k),) * 3 for k in range(sound, clip.audio)]]
     counted = runs if scheme.engine == "serving" else runs[-1:]
     after = base + max(max(token) for run in counted for token in run) + 1
     ids += [tuple(base + number for number in token) for run in runs for token in run]
@@ -145,7 +140,7 @@ def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any]
 
 
 def chunks(times: list[Fraction], size: int) -> list[list[int]]:
-    """Cut tokens where their time reaches the next chunk, one chunk for a token."""
+    """Cut tokens where their time reaches the next chunk, opening at most one chunk per token."""
     parts: list[list[int]] = [[]]
     for n, time in enumerate(times):
         if time >= len(parts) * size:
@@ -163,7 +158,7 @@ def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tupl
             ids += placed_ids
             highest = max(highest, after)
         elif isinstance(part, Grid):
-            # The loop of a clip without its markers and its audio.
+            # The same as a clip without markers and audio.
             seconds = F(1) if part.seconds_per_frame is None else part.seconds_per_frame
             steps = [t * seconds * scheme.tokens_per_second for t in range(part.frames)]
             steps = steps if scheme.fractional else [F(floor(step)) for step in steps]
@@ -199,24 +194,24 @@ BATCHES = st.lists(st.lists(parts(), min_size=1, max_size=4), min_size=1, max_si
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
-def test_ids_of_clips_are_those_of_a_loop(scheme: Scheme) -> None:
+def test_ids_of_clips_equal_a_loop_over_tokens(scheme: Scheme) -> None:
     @settled
     @given(BATCHES, st.integers(-40, 40))
     def check(batch: list[list[Segment]], start: int) -> None:
         positions = place(SegmentTable.from_documents(batch), scheme, start)
         loops = [document_by_a_loop(document, scheme, start) for document in batch]
         assert exact(positions) == [token for ids, _ in loops for token in ids]
-        for (ids, following), resumable, (found, delta) in zip(
+        for (ids, following), resumable, (next_position, delta) in zip(
             loops, positions.resumable, positions.documents[2:].T.tolist(), strict=True
         ):
             assert resumable == (following.denominator == 1)
             if resumable:
-                assert (found, delta) == (following, following - start - len(ids))
+                assert (next_position, delta) == (following, following - start - len(ids))
 
     check()
 
 
-def test_a_clip_at_id_0_whose_markers_share_it_is_no_padding() -> None:
+def test_markers_that_share_id_0_are_not_padding() -> None:
     positions = placed([Clip(1, 1, frames=1, audio=1)], "tmrope")
     assert not positions.is_padding.any()
     assert times(positions) == [0, 0, 1, 1, 2, 2]
@@ -229,7 +224,7 @@ def test_a_clip_at_id_0_whose_markers_share_it_is_no_padding() -> None:
         (
             lambda: TMRope(seconds_per_chunk=F(1, 99)),
             InvalidInputError,
-            "TMRope.seconds_per_chunk: got 1/99, want one id",
+            "TMRope.seconds_per_chunk: got 1/99, want at least one audio token",
         ),
         (
             lambda: TMRope(seconds_per_chunk=-1),
@@ -254,12 +249,12 @@ def test_a_clip_at_id_0_whose_markers_share_it_is_no_padding() -> None:
         ),
     ],
 )
-def test_refusals(make: Callable[[], object], error: type[MmposError], words: str) -> None:
+def test_invalid_schemes_and_clips_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
 
 
-def test_documents_of_different_times_do_not_meet() -> None:
+def test_documents_with_different_times_need_no_common_denominator() -> None:
     documents: list[list[Segment]] = [
         [Grid(1, 1, frames=2, seconds_per_frame=F(1, p)), Text(1)] for p in (65537, 65539)
     ]

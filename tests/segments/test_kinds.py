@@ -1,4 +1,4 @@
-"""Audio, clips, thumbnails and tiles: segments of their own in the table, and text where a scheme places audio."""
+"""Audio, clips, thumbnails and tiles have their own segments; schemes place audio as text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CLIP_OF_3 = Clip(2, 2, frames=3, audio=5, seconds_per_frame=0.5)
 TILED = (Thumbnail(2, 3), Tile(1, 4, tokens_after=1), Tile(1, 4))
 
 
-def test_a_table_of_every_kind() -> None:
+def test_a_table_with_every_kind() -> None:
     segments = SegmentTable.from_documents([[Text(3), Audio(4), CLIP_OF_3], [*TILED, Grid(1, 1)]])
     assert fields(segments) == {
         "kind": [TEXT, AUDIO, CLIP, THUMBNAIL, TILE, TILE, GRID],
@@ -57,14 +57,14 @@ def test_a_table_of_every_kind() -> None:
         "row_separator": None,
         "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
-    # A clip: 12 patches, 5 tokens of audio, 4 markers. Thumbnail and tiles: patches, 2 markers, a token after one.
+    # A clip: 12 patches, 5 audio tokens, 4 markers. Thumbnail and tiles: patches, 2 markers, a token after one tile.
     assert segments.lengths.tolist() == [3, 4, 21, 8, 7, 6, 1]
     assert repr(segments) == (
         "SegmentTable(2 documents, 7 segments (1 grid, 1 audio run, 1 clip, 1 thumbnail, 2 tiles), 50 tokens)"
     )
 
 
-def test_arrays_and_spans_say_the_same_table() -> None:
+def test_arrays_and_spans_build_the_same_table() -> None:
     documents: list[list[Segment]] = [[Text(2), Audio(3), Text(1), CLIP_OF_3], [*TILED, Text(4)]]
     want = SegmentTable.from_documents(documents)
     arrays = {name: values for name, values in fields(want).items() if values is not None}
@@ -82,7 +82,7 @@ def test_arrays_and_spans_say_the_same_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: Audio(0), "Audio.length: got 0, want >= 1"),
         (lambda: Clip(2, 2, frames=3, audio=0), "Clip.audio: got 0, want >= 1"),
@@ -95,8 +95,8 @@ def test_arrays_and_spans_say_the_same_table() -> None:
         (lambda: CropMarkers(1, 2, 1, 4, 5), "CropMarkers.tile_start must differ from thumbnail_start, got 1"),
     ],
 )
-def test_parts_check_themselves(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(words)):
+def test_parts_check_themselves(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
         make()
 
 
@@ -106,7 +106,7 @@ def table(kind: int, extra: int | None, extents: tuple[int, int, int] = (1, 1, 2
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "message"),
     [
         (lambda: table(7, None), InvalidInputError, "kind[0]: got 7, want <= 6"),
         (lambda: table(CLIP, None), InvalidInputError, "extra_tokens[0]: got 0, want >= 1, the audio of a clip"),
@@ -161,8 +161,8 @@ def table(kind: int, extra: int | None, extents: tuple[int, int, int] = (1, 1, 2
         ),
     ],
 )
-def test_tables_of_kinds_are_checked(make: Callable[[], object], error: type[MmposError], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
+def test_tables_check_their_kinds(make: Callable[[], object], error: type[MmposError], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         make()
 
 
@@ -184,7 +184,7 @@ def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "scheme", "words"),
+    ("part", "scheme", "message"),
     [
         (Audio(2), "grid-2d", "documents[0][1]: got audio, want grids only in scheme 'grid-2d'"),
         (CLIP_OF_3, "rows", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'rows'"),
@@ -192,12 +192,12 @@ def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
         (TILED[0], "mrope", "documents[0][1]: got a thumbnail, want a grid between texts in scheme 'mrope'"),
     ],
 )
-def test_schemes_refuse_kinds_that_they_do_not_know(part: Segment, scheme: str, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(words)):
+def test_schemes_refuse_kinds_that_they_cannot_place(part: Segment, scheme: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
         place(SegmentTable.from_documents([[Grid(1, 1), part]]), scheme)
 
 
-def test_token_types_of_audio_and_tiles() -> None:
+def test_token_types_distinguish_audio_patches_and_markers() -> None:
     #         < 1 1 >     < 1 > / /        < 1 >
     want = [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 3, 3, 1, 1]
     picture: list[Segment] = [Thumbnail(1, 2), Tile(1, 1, tokens_after=2), Tile(1, 1)]
@@ -224,8 +224,8 @@ def test_padding_keeps_every_column() -> None:
     }
 
 
-def test_block_keys_tell_where_tokens_after_tiles_stand() -> None:
-    # The first seven tokens have the same ids, and one more behind them belongs to the second picture.
+def test_block_keys_depend_on_the_tokens_after_tiles() -> None:
+    # The first seven tokens have the same ids; in the second table the picture has one more token after them.
     one, other = (SegmentTable.from_documents([[Thumbnail(1, 1), Tile(1, 1, tokens_after=after)]]) for after in (1, 2))
     (first,), (second,) = (
         block_keys(table, place(table, "mrope-canvas"), 7, image_hashes=["a", "b"]) for table in (one, other)
@@ -234,7 +234,7 @@ def test_block_keys_tell_where_tokens_after_tiles_stand() -> None:
 
 
 @pytest.mark.parametrize("hashes", [None, ["a", "b", "c"]])
-def test_a_key_holds_the_audio_of_a_clip_and_of_nothing_else(hashes: list[str] | None) -> None:
+def test_a_key_hashes_the_audio_length_of_clips_only(hashes: list[str] | None) -> None:
     segments = SegmentTable.from_documents([[Audio(2), Clip(1, 1, frames=1, audio=1, seconds_per_frame=1), Grid(2, 3)]])
     positions = place(segments, "tmrope")
     shapes: list[tuple[int, ...]] = [(0, 1, 1, 2, AUDIO), (2, 1, 1, 1, CLIP, 1), (8, 1, 2, 3, 0)]
@@ -245,7 +245,7 @@ def test_a_key_holds_the_audio_of_a_clip_and_of_nothing_else(hashes: list[str] |
     assert block_keys(segments, positions, 14, image_hashes=hashes) == [[hashlib.sha256(root + block).digest()]]
 
 
-def test_block_keys_take_a_hash_for_all_that_has_content() -> None:
+def test_block_keys_take_a_hash_for_each_segment_with_content() -> None:
     segments = SegmentTable.from_documents([[Audio(4), CLIP_OF_3, Grid(1, 1), Text(2)]])
     positions = place(segments, "tmrope")
     with pytest.raises(InvalidInputError, match=r"^image_hashes: got 2, want 3, one per grid and audio run and clip$"):

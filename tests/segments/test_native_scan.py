@@ -1,4 +1,4 @@
-"""Token ids read in one pass in C become the tables that the way in Python makes, and what is refused has its words."""
+"""The C scan of token ids builds the same tables as the Python code, and Python words its errors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ KINDS = {
     "rows": Placeholders(IMAGE, VIDEO, rows=(ROW, LAST)),
     "framed": Placeholders(IMAGE, rows=(IMAGE, IMAGE)),
     "framed by one of two": Placeholders(IMAGE, VIDEO, rows=(VIDEO, VIDEO)),
-    "sound": Placeholders(IMAGE, VIDEO, AUDIO),
-    "sound alone": Placeholders(None, None, AUDIO),
-    "sound and rows": Placeholders(IMAGE, VIDEO, AUDIO, rows=(ROW, LAST)),
+    "audio": Placeholders(IMAGE, VIDEO, AUDIO),
+    "audio alone": Placeholders(None, None, AUDIO),
+    "audio and rows": Placeholders(IMAGE, VIDEO, AUDIO, rows=(ROW, LAST)),
     "crops": Placeholders(IMAGE, VIDEO, crops=MARKERS),
-    "crops with markers that are alike": Placeholders(IMAGE, crops=CropMarkers(3, 4, 5, 4, 4)),
+    "crops with equal markers": Placeholders(IMAGE, crops=CropMarkers(3, 4, 5, 4, 4)),
 }
 
 
 class Batch:
-    """Documents of random parts, and the grids before merging."""
+    """Documents of random parts, and their grids before merging."""
 
     def __init__(self, random: Random, kinds: Placeholders, merge: int, apart: bool) -> None:
         self.random, self.kinds, self.merge, self.apart = random, kinds, merge, apart
@@ -91,79 +91,82 @@ class Batch:
         return ids
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of from_input_ids, of any form."""
-        random, asked = self.random, {"placeholders": self.kinds, "spatial_merge_size": self.merge}
-        asked["frames_apart"] = self.apart
+        """Draw arguments of from_input_ids, in any form."""
+        random, arguments = self.random, {"placeholders": self.kinds, "spatial_merge_size": self.merge}
+        arguments["frames_apart"] = self.apart
         for name, token in (("image_grid_thw", self.kinds.image), ("video_grid_thw", self.kinds.video)):
             if token is not None and (self.grids[token] or random.random() < 0.3):
                 dtype = random.choice([np.int64, np.int64, np.int32])
-                asked[name] = np.array(self.grids[token], dtype).reshape(-1, 3)
+                arguments[name] = np.array(self.grids[token], dtype).reshape(-1, 3)
         if self.kinds.audio is not None and random.random() < 0.5:
-            asked["audio_lengths"] = self.audio
+            arguments["audio_lengths"] = self.audio
         if self.kinds.video is not None and random.random() < 0.3:
-            asked["seconds_per_frame"] = [random.choice([None, 0.5, 2]) for _ in self.grids[self.kinds.video]]
+            arguments["seconds_per_frame"] = [random.choice([None, 0.5, 2]) for _ in self.grids[self.kinds.video]]
         dtype = random.choice([np.int64, np.int64, np.int32])
         if random.random() < 0.5:
-            asked["input_ids"] = np.array([token for ids in self.documents for token in ids], dtype)
-            asked["cu_seqlens"] = np.cumsum([0, *map(len, self.documents)])
+            arguments["input_ids"] = np.array([token for ids in self.documents for token in ids], dtype)
+            arguments["cu_seqlens"] = np.cumsum([0, *map(len, self.documents)])
         else:
-            self.pad(asked, dtype)
-        return asked
+            self.pad(arguments, dtype)
+        return arguments
 
-    def pad(self, asked: dict[str, Any], dtype: Any) -> None:
+    def pad(self, arguments: dict[str, Any], dtype: Any) -> None:
         width = max(map(len, self.documents)) + self.random.randint(0, 2)
         filler = self.random.choice([0, IMAGE, AUDIO])
         ids, mask = np.full((len(self.documents), width), filler, dtype), np.zeros((len(self.documents), width), dtype)
         for row, document in enumerate(self.documents):
             left = self.random.choice([0, width - len(document)])
             ids[row, left : left + len(document)], mask[row, left : left + len(document)] = document, 1
-        asked["input_ids"], asked["attention_mask"] = ids, mask.astype(self.random.choice([dtype, np.bool_, np.uint8]))
+        arguments["input_ids"], arguments["attention_mask"] = (
+            ids,
+            mask.astype(self.random.choice([dtype, np.bool_, np.uint8])),
+        )
 
 
-def damage(random: Random, asked: dict[str, Any]) -> None:
-    """Change one number."""
-    name = random.choice([name for name, value in asked.items() if isinstance(value, np.ndarray) and value.size])
-    array = asked[name] = asked[name].copy()
+def damage(random: Random, arguments: dict[str, Any]) -> None:
+    """Change one number in one array."""
+    name = random.choice([name for name, value in arguments.items() if isinstance(value, np.ndarray) and value.size])
+    array = arguments[name] = arguments[name].copy()
     array.flat[random.randrange(array.size)] = random.choice([0, 1, 2, 3, 4, 6, 7, *range(8, 13)])
 
 
-def outcome(asked: dict[str, Any]) -> Any:
+def outcome(arguments: dict[str, Any]) -> Any:
     try:
-        return fields(SegmentTable.from_input_ids(**asked))
+        return fields(SegmentTable.from_input_ids(**arguments))
     except MmposError as error:
         return type(error), str(error)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_one_pass_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    random, answered = Random(name), 0
+def test_the_scan_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, scans = Random(name), 0
     scan: Callable[..., Any] = tables.scan
 
-    def counted(*arguments: Any, **more: Any) -> Any:
-        nonlocal answered
-        made = scan(*arguments, **more)
-        answered += made is not None
-        return made
+    def counting(*arguments: Any, **more: Any) -> Any:
+        nonlocal scans
+        result = scan(*arguments, **more)
+        scans += result is not None
+        return result
 
-    monkeypatch.setattr(tables, "scan", counted)
-    core, sound = native.core, 0
+    monkeypatch.setattr(tables, "scan", counting)
+    core, valid = native.core, 0
     for _ in range(300):
-        asked = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3).arguments()
+        arguments = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3).arguments()
         for _ in range(random.choice([0, 0, 1, 2])):
-            damage(random, asked)
-        got, before = outcome(asked), answered
+            damage(random, arguments)
+        got, before = outcome(arguments), scans
         monkeypatch.setattr(native, "core", None)
-        want = outcome(asked)
+        want = outcome(arguments)
         monkeypatch.setattr(native, "core", core)
-        assert got == want, asked
-        assert answered == before
-        sound += isinstance(want, dict)
-    assert answered >= sound * 0.9 - 300 * (name == "sound and rows"), (answered, sound)
+        assert got == want, arguments
+        assert scans == before
+        valid += isinstance(want, dict)
+    assert scans >= valid * 0.9 - 300 * (name == "audio and rows"), (scans, valid)
 
 
-def test_any_numbers_are_read_inside_their_arrays() -> None:
-    """And give tables that are sound, or nothing."""
-    random, absent, made = Random("numbers"), -(2**63), 0
+def test_the_scan_of_arbitrary_numbers_never_reads_out_of_bounds() -> None:
+    """Every result is a valid table, or nothing."""
+    random, absent, tables_built = Random("numbers"), -(2**63), 0
     wide = [0, 1, 2, 3, 4, -1, 7, 100, 2**31 - 1, 2**31, 2**62, -(2**63), 2**63 - 1]
 
     def numbers(*shape: int, dtype: Any = np.int64, most: int = 4) -> Any:
@@ -193,9 +196,9 @@ def test_any_numbers_are_read_inside_their_arrays() -> None:
             random.choice([None, None, numbers(*shape, dtype=dtype)]),
         )
         if answer is not None:
-            made += 1
+            tables_built += 1
             kind, extents, offsets, separator, extra, _ = answer
             arrays = np.frombuffer(kind, np.uint8), native.int64(extents).reshape(3, -1), native.int64(offsets)
             marks = None if separator is None else np.frombuffer(separator, np.bool_)
             SegmentTable(*arrays, None, marks, None if extra is None else native.int64(extra))
-    assert made > 20
+    assert tables_built > 20

@@ -1,4 +1,4 @@
-"""from_input_ids: what a tokeniser's output says, against documents written by hand."""
+"""from_input_ids against documents written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONVERSIONS: list[Callable[..., Any]] = [list, np.asarray, torch.tensor, np.atle
 
 
 class Tokens(NamedTuple):
-    """One tokenised document: its ids, the grids before merging, and the segments they stand for."""
+    """One tokenised document: its ids, its grids before merging, and its segments."""
 
     ids: list[int]
     images: list[list[int]]
@@ -39,67 +39,67 @@ class Tokens(NamedTuple):
 
 @st.composite
 def tokens(draw: st.DrawFn, merge: int, apart: bool) -> Tokens:
-    """Return a document of words, images and videos; grids may touch, frames apart have a timestamp between."""
-    made = Tokens([], [], [], [], [])
+    """Draw a document of words, images and videos; grids may be adjacent, separate frames follow a timestamp."""
+    tokenized = Tokens([], [], [], [], [])
     for kind in draw(st.lists(st.sampled_from(["text", "image", "video"]), min_size=1, max_size=5)):
         if kind == "text":
-            write(made, Text(draw(st.integers(1, 4))), draw(st.integers(0, 7)))
+            write(tokenized, Text(draw(st.integers(1, 4))), draw(st.integers(0, 7)))
             continue
         frames, height, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
         raw = [frames, height * merge, width * merge]
         if kind == "image":
-            made.images.append(raw)
-            write(made, Grid(height, width, frames=frames), IMAGE)
+            tokenized.images.append(raw)
+            write(tokenized, Grid(height, width, frames=frames), IMAGE)
             continue
         seconds = draw(st.fractions(Fraction(1, 4), 3, max_denominator=4))
-        made.videos.append(raw)
-        made.seconds.append(seconds)
+        tokenized.videos.append(raw)
+        tokenized.seconds.append(seconds)
         for _ in range(frames if apart else 1):
             if apart:
-                write(made, Text(2), 1)
-            write(made, Grid(height, width, frames=1 if apart else frames, seconds_per_frame=seconds), VIDEO)
-    return made
+                write(tokenized, Text(2), 1)
+            write(tokenized, Grid(height, width, frames=1 if apart else frames, seconds_per_frame=seconds), VIDEO)
+    return tokenized
 
 
-def write(made: Tokens, part: Text | Grid, token_id: int) -> None:
-    """Append a part and its tokens; text after text is one run."""
+def write(tokenized: Tokens, part: Text | Grid, token_id: int) -> None:
+    """Append a part and its tokens; adjacent texts are merged."""
     if isinstance(part, Text):
-        made.ids.extend([token_id] * part.length)
-        if made.document and isinstance(made.document[-1], Text):
-            part = Text(made.document.pop().extents[2] + part.length)
+        tokenized.ids.extend([token_id] * part.length)
+        if tokenized.document and isinstance(tokenized.document[-1], Text):
+            part = Text(tokenized.document.pop().extents[2] + part.length)
     else:
-        made.ids.extend([token_id] * (part.frames * part.height * part.width))
-    made.document.append(part)
+        tokenized.ids.extend([token_id] * (part.frames * part.height * part.width))
+    tokenized.document.append(part)
 
 
 def arguments(batch: list[Tokens], merge: int, apart: bool) -> dict[str, Any]:
-    """Return the arguments of from_input_ids besides the ids."""
+    """Return the arguments of from_input_ids, without the ids."""
     return {
-        "image_grid_thw": [grid for made in batch for grid in made.images] or None,
-        "video_grid_thw": [grid for made in batch for grid in made.videos] or None,
+        "image_grid_thw": [grid for tokenized in batch for grid in tokenized.images] or None,
+        "video_grid_thw": [grid for tokenized in batch for grid in tokenized.videos] or None,
         "placeholders": PATCHES,
         "spatial_merge_size": merge,
-        "seconds_per_frame": [time for made in batch for time in made.seconds],
+        "seconds_per_frame": [time for tokenized in batch for time in tokenized.seconds],
         "frames_apart": apart,
     }
 
 
 @settled
 @given(st.data(), st.sampled_from([1, 2]), st.booleans())
-def test_packed_documents(data: st.DataObject, merge: int, apart: bool) -> None:
+def test_packed_documents_become_segments(data: st.DataObject, merge: int, apart: bool) -> None:
     batch = data.draw(st.lists(tokens(merge, apart), min_size=1, max_size=3))
-    ids = [token for made in batch for token in made.ids]
-    cu_seqlens = np.cumsum([0, *(len(made.ids) for made in batch)])
+    ids = [token for tokenized in batch for token in tokenized.ids]
+    cu_seqlens = np.cumsum([0, *(len(tokenized.ids) for tokenized in batch)])
     convert = data.draw(st.sampled_from(CONVERSIONS))
     segments = SegmentTable.from_input_ids(convert(ids), cu_seqlens=cu_seqlens, **arguments(batch, merge, apart))
-    assert fields(segments) == fields(SegmentTable.from_documents([made.document for made in batch]))
+    assert fields(segments) == fields(SegmentTable.from_documents([tokenized.document for tokenized in batch]))
 
 
 @settled
 @given(st.data(), st.sampled_from([1, 2]), st.booleans())
-def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
+def test_padded_batches_become_segments(data: st.DataObject, merge: int, apart: bool) -> None:
     batch = data.draw(st.lists(tokens(merge, apart), min_size=1, max_size=3))
-    width = max(len(made.ids) for made in batch) + data.draw(st.integers(0, 2))
+    width = max(len(tokenized.ids) for tokenized in batch) + data.draw(st.integers(0, 2))
     filler = data.draw(st.sampled_from([0, IMAGE, VIDEO]))
     ids = np.full((len(batch), width), filler)
     mask = np.zeros_like(ids)
@@ -107,12 +107,12 @@ def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
     extents: list[tuple[int, ...]] = []
     seconds: list[Fraction | None] = []
     offsets = [0]
-    for row, made in enumerate(batch):
-        missing = width - len(made.ids)
-        left = data.draw(st.sampled_from([0, missing, missing // 2]))
-        ids[row, left : left + len(made.ids)] = made.ids
-        mask[row, left : left + len(made.ids)] = 1
-        for pad, part in [(left, None), *((0, part) for part in made.document), (missing - left, None)]:
+    for row, tokenized in enumerate(batch):
+        gap = width - len(tokenized.ids)
+        left = data.draw(st.sampled_from([0, gap, gap // 2]))
+        ids[row, left : left + len(tokenized.ids)] = tokenized.ids
+        mask[row, left : left + len(tokenized.ids)] = 1
+        for pad, part in [(left, None), *((0, part) for part in tokenized.document), (gap - left, None)]:
             if part is not None or pad:
                 kind.append(PAD if part is None else int(isinstance(part, Grid)))
                 extents.append((1, 1, pad) if part is None else part.extents)
@@ -132,7 +132,7 @@ def test_padded_batches(data: st.DataObject, merge: int, apart: bool) -> None:
     )
     assert fields(got) == fields(want)
     ours = place(got, "mrope-qwen2.5", 3)
-    alone = place(SegmentTable.from_documents([made.document for made in batch]), "mrope-qwen2.5", 3)
+    alone = place(SegmentTable.from_documents([tokenized.document for tokenized in batch]), "mrope-qwen2.5", 3)
     dense = ours.dense().reshape(3, *mask.shape)
     np.testing.assert_array_equal(dense[:, mask == 1], alone.dense())
     np.testing.assert_array_equal(dense[:, mask == 0], 0)
@@ -172,13 +172,13 @@ def test_placeholders_may_be_negative(image: int, video: int) -> None:
         (np.zeros((0, 4), int), None),
     ],
 )
-def test_zero_documents(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
+def test_zero_documents_are_accepted(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
     options = {"attention_mask": input_ids} if options is None else options
     segments = SegmentTable.from_input_ids(input_ids, Placeholders(image=IMAGE), **options)
     assert fields(segments) == fields(SegmentTable.from_documents([]))
 
 
-def test_nothing_of_the_caller_is_written() -> None:
+def test_the_callers_arrays_are_not_written() -> None:
     ids, mask, thw = np.array([[0, 1, IMAGE]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
     copies = ids.copy(), mask.copy(), thw.copy()
     SegmentTable.from_input_ids(ids, Placeholders(image=IMAGE), thw, attention_mask=mask)
@@ -188,13 +188,13 @@ def test_nothing_of_the_caller_is_written() -> None:
 
 
 def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options: Any) -> str:
-    """Return the message of the error."""
+    """Return the error message of a refused call."""
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_input_ids(input_ids, placeholders, *grids, **options)
     return str(error.value)
 
 
-def test_the_first_grid_that_does_not_fit_is_named() -> None:
+def test_the_first_grid_without_matching_placeholders_is_named() -> None:
     ids = [1, IMAGE, IMAGE, 2, 3, IMAGE, IMAGE, IMAGE]
     grids = [[1, 1, 2], [1, 2, 2]]
     assert refused([*ids, 4], grids, cu_seqlens=[0, 4, 9]) == (
@@ -205,7 +205,7 @@ def test_the_first_grid_that_does_not_fit_is_named() -> None:
     )
 
 
-def test_a_run_does_not_go_on_in_the_next_document() -> None:
+def test_a_run_ends_with_its_document() -> None:
     assert refused([1, IMAGE, IMAGE, 1], [[1, 1, 2]], cu_seqlens=[0, 2, 4]) == (
         "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
     )
@@ -214,7 +214,7 @@ def test_a_run_does_not_go_on_in_the_next_document() -> None:
     )
 
 
-def test_another_merge_size_is_proposed_where_it_fits() -> None:
+def test_a_merge_size_that_fits_is_proposed() -> None:
     assert refused([1, *[IMAGE] * 4], [[1, 4, 4]]) == (
         "image_grid_thw[0]: got a run of 4 placeholders at document 0, token 1, want 16 for 1x4x4 after merging"
         " (fits with spatial_merge_size=2)"
@@ -226,14 +226,14 @@ def test_another_merge_size_is_proposed_where_it_fits() -> None:
 
 
 def test_a_hint_never_hides_the_error() -> None:
-    """Without merging this grid is beyond the limit of a segment, which is no reason to speak of it."""
+    """Without merging, this grid exceeds the limit of a segment, which must not replace the message."""
     side = 2**16
     assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
         "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging"
     )
 
 
-def test_missing_and_surplus_grids() -> None:
+def test_missing_and_surplus_grids_are_refused() -> None:
     assert refused([1, IMAGE, 2, IMAGE], [[1, 1, 1]]) == (
         "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on"
     )
@@ -248,14 +248,14 @@ def test_missing_and_surplus_grids() -> None:
     )
 
 
-def test_frames_apart_without_text_between_still_fit() -> None:
+def test_adjacent_frames_without_text_in_between_are_accepted() -> None:
     segments = SegmentTable.from_input_ids(
         [VIDEO] * 4, Placeholders(image=IMAGE, video=VIDEO), None, [[2, 1, 2]], frames_apart=True
     )
     assert fields(segments) == fields(SegmentTable.from_documents([[Grid(1, 2), Grid(1, 2)]]))
 
 
-def test_a_video_of_absurd_length_costs_no_memory() -> None:
+def test_a_video_of_absurd_length_allocates_no_memory() -> None:
     assert refused([1, VIDEO, 2], None, [[2**31 - 1, 1, 1]], frames_apart=True) == (
         "video_grid_thw: got 2147483647 frames, want at most 1, the placeholders"
     )
@@ -271,7 +271,7 @@ def test_a_video_of_absurd_length_costs_no_memory() -> None:
         ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want 0 and 1 of shape (2, 3)"),
     ],
 )
-def test_masks_that_do_not_fit(mask: Any, message: str) -> None:
+def test_invalid_masks_are_refused(mask: Any, message: str) -> None:
     assert refused([[1, 1, 1], [1, 1, 1]], attention_mask=mask) == message
 
 
@@ -285,7 +285,7 @@ def test_masks_that_do_not_fit(mask: Any, message: str) -> None:
         ([0.0, 3.0], "cu_seqlens: got dtype float64, want integers"),
     ],
 )
-def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
+def test_invalid_cu_seqlens_are_refused(cu_seqlens: Any, message: str) -> None:
     assert refused([1, 2, 3], cu_seqlens=cu_seqlens) == message
 
 
@@ -321,11 +321,11 @@ def test_cu_seqlens_that_do_not_fit(cu_seqlens: Any, message: str) -> None:
         (np.zeros((2, 0), int), {}, "input_ids: got shape (2, 0), want at least one token in each document"),
     ],
 )
-def test_other_input_that_does_not_fit(input_ids: Any, options: dict[str, Any], message: str) -> None:
+def test_other_invalid_input_is_refused(input_ids: Any, options: dict[str, Any], message: str) -> None:
     assert refused(input_ids, **options) == message
 
 
-def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
+def test_a_grid_beyond_the_limit_is_named_by_its_argument() -> None:
     with pytest.raises(LimitExceededError) as error:
         SegmentTable.from_input_ids([IMAGE], Placeholders(image=IMAGE), [[2**10, 2**11, 2**10]])
     assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"
@@ -359,7 +359,7 @@ def test_a_grid_beyond_the_limit_is_named_as_the_caller_named_it() -> None:
         ({"crops": MARKERS, "audio": 1}, "crops cannot be combined with rows or audio"),
     ],
 )
-def test_ids_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_conflicting_placeholder_ids_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         Placeholders(**fields)
     assert str(caught.value) == f"Placeholders.{message}"
@@ -371,8 +371,8 @@ FRAMED = Placeholders(IMAGE, rows=(IMAGE, IMAGE))
 
 
 @pytest.mark.usefixtures("way")
-def test_rows_may_end_in_one_more_placeholder_and_images_begin_and_end_in_one() -> None:
-    """Two rows of two and a half-framed image: runs of 2·3 + 2 and of 1·2 placeholders, in two documents."""
+def test_rows_may_end_in_an_extra_placeholder_and_images_be_framed_by_two() -> None:
+    """Two rows of two in a frame, and a single patch without: runs of 2·3 + 2 and of 1·2 placeholders."""
     ids = [1, *[IMAGE] * 8, 2, 0, 0], [0, 0, *[IMAGE] * 2, 3, *[IMAGE] * 7]
     segments = SegmentTable.from_input_ids(
         ids,
@@ -402,7 +402,7 @@ def test_rows_may_end_in_one_more_placeholder_and_images_begin_and_end_in_one() 
         ),
     ],
 )
-def test_runs_that_are_no_image_with_ends_of_rows_are_refused(grids: Any, message: str) -> None:
+def test_runs_of_wrong_length_with_row_ends_are_refused(grids: Any, message: str) -> None:
     assert refused([1, *[IMAGE] * 4, 2, *[IMAGE] * 3], grids, placeholders=FRAMED) == message
 
 
@@ -411,7 +411,7 @@ def test_runs_that_are_no_image_with_ends_of_rows_are_refused(grids: Any, messag
 ALL = Placeholders(IMAGE, VIDEO, AUDIO)
 
 
-def test_audio_and_clips_and_silent_videos() -> None:
+def test_audio_clips_and_silent_videos_become_segments() -> None:
     sound, clip = [1, *[AUDIO] * 3, 2], [1, 1, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, 2, 2]
     ids = [5, *sound, 1, IMAGE, IMAGE, 2, *clip, 5, 1, VIDEO, VIDEO, 2]
     segments = SegmentTable.from_input_ids(
@@ -422,14 +422,14 @@ def test_audio_and_clips_and_silent_videos() -> None:
     assert fields(segments) == fields(SegmentTable.from_documents([want]))
 
 
-def test_audio_is_text_where_its_id_is_not_given() -> None:
+def test_audio_is_text_without_its_placeholder_id() -> None:
     ids = [5, AUDIO, AUDIO, 5]
     assert fields(SegmentTable.from_input_ids(ids, Placeholders())) == fields(SegmentTable.from_documents([[Text(4)]]))
     want = SegmentTable.from_documents([[Text(1), Audio(2), Text(1)]])
     assert fields(SegmentTable.from_input_ids(ids, ALL, audio_lengths=np.array([2]))) == fields(want)
 
 
-def test_audio_ends_with_its_document_and_not_in_padding() -> None:
+def test_audio_runs_end_with_the_document_and_skip_padding() -> None:
     packed = SegmentTable.from_input_ids([AUDIO, AUDIO, AUDIO, 5, AUDIO], ALL, cu_seqlens=[0, 2, 5])
     assert fields(packed) == fields(SegmentTable.from_documents([[Audio(2)], [Audio(1), Text(1), Audio(1)]]))
     ids, mask = [[5, AUDIO, 5, 5], [AUDIO, AUDIO, 5, 5]], [[1] * 4, [0, 1, 1, 1]]
@@ -461,16 +461,16 @@ def test_audio_ends_with_its_document_and_not_in_padding() -> None:
         ),
     ],
 )
-def test_audio_that_does_not_fit_is_named(ids: list[int], options: dict[str, Any], message: str) -> None:
+def test_invalid_audio_is_refused(ids: list[int], options: dict[str, Any], message: str) -> None:
     assert refused(ids, **{"placeholders": ALL, **options}) == message
 
 
-# Thumbnails and tiles, found by the tokens around them.
+# Thumbnails and tiles, recognised by the tokens around them.
 
 CROPS = Placeholders(IMAGE, VIDEO, crops=MARKERS)
 
 
-def test_pictures_hold_their_markers_and_those_behind_them() -> None:
+def test_crops_include_their_markers_and_the_newlines_after_them() -> None:
     tile, frame = [SLICE, IMAGE, LAST], [BEGIN, VIDEO, END, NEWLINE]
     ids = [0, BEGIN, IMAGE, IMAGE, END, *tile, *tile, NEWLINE, *tile, *tile, NEWLINE, 0, *frame, *frame, END]
     row: list[Segment] = [Tile(1, 1), Tile(1, 1, tokens_after=1)]
@@ -480,7 +480,7 @@ def test_pictures_hold_their_markers_and_those_behind_them() -> None:
     assert fields(got) == fields(SegmentTable.from_documents([want]))
 
 
-def test_markers_of_the_next_document_and_of_padding_are_not_behind_a_picture() -> None:
+def test_crops_exclude_newlines_of_the_next_document_and_of_padding() -> None:
     ids = [BEGIN, IMAGE, END, NEWLINE]
     packed = SegmentTable.from_input_ids([*ids, 0], CROPS, [[1, 1, 1]], cu_seqlens=[0, 3, 5])
     assert fields(packed) == fields(SegmentTable.from_documents([[Thumbnail(1, 1)], [Text(2)]]))
@@ -506,11 +506,11 @@ def test_markers_of_the_next_document_and_of_padding_are_not_behind_a_picture() 
         ),
     ],
 )
-def test_pictures_without_their_markers_are_refused(ids: list[int], message: str) -> None:
+def test_crops_without_their_markers_are_refused(ids: list[int], message: str) -> None:
     assert refused(ids, [[1, 1, 1]], placeholders=CROPS) == f"placeholders.crops: {message}"
 
 
-def test_crops_with_one_marker_between_them_are_refused_by_its_token() -> None:
+def test_a_single_marker_between_two_crops_is_refused() -> None:
     alike = Placeholders(IMAGE, crops=CropMarkers(BEGIN, END, END, END, NEWLINE))
     ids = [BEGIN, IMAGE, END, END, IMAGE, END]
     assert SegmentTable.from_input_ids(ids, alike, [[1, 1, 1]] * 2).lengths.tolist() == [3, 3]

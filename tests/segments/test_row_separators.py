@@ -1,4 +1,4 @@
-"""Row separators: a token after the patches of every row, from the builder to batches, masks and shards."""
+"""Row separators: a token after the patches of every row, in sequences, batches, masks and shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def example(*pieces: tuple[Any, bool], builder: SequenceBuilder = BUILDER, **opt
     return Preprocess(lambda record, location: document, builder, **options)({}, Location("s", 0))
 
 
-def test_a_row_marker_stands_after_the_patches_of_every_row() -> None:
+def test_the_builder_puts_a_row_marker_after_every_row() -> None:
     """L = 1, K = 13: rows 5, 9 and columns 4, 7, 10 and 13 of the separators."""
     sequence = BUILDER.build(["a", Grid(2, 3), "b"])
     assert sequence.input_ids.tolist() == [97, BEGIN, *[PATCH] * 3, ROW, *[PATCH] * 3, ROW, END, 98]
@@ -58,33 +58,33 @@ def test_a_row_marker_stands_after_the_patches_of_every_row() -> None:
     assert sequence.segments.row_separator.tolist() == [False, True, False]
 
 
-def test_photographs_and_videos_have_them_too_and_as_many_patches_as_without() -> None:
+def test_row_markers_do_not_change_the_patches_of_photographs_and_videos() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
     images = ImageProcessor("pillow", patch_size=4, min_pixels=64)
     parts = [photo, Video([photo[:8], photo], times=[0, 1], timestamp="t")]
-    plain, separated = (replace(one, images=images).build(parts) for one in (SequenceBuilder(), BUILDER))
+    plain, separated = (replace(builder, images=images).build(parts) for builder in (SequenceBuilder(), BUILDER))
     np.testing.assert_array_equal(separated.patches, plain.patches)
     np.testing.assert_array_equal(separated.grid_thw, plain.grid_thw)
     np.testing.assert_array_equal(separated.input_ids[separated.input_ids != ROW], plain.input_ids)
-    at_patches = [exact(one.positions.keep(one.token_type_ids == 1)) for one in (plain, separated)]
+    at_patches = [exact(sequence.positions.keep(sequence.token_type_ids == 1)) for sequence in (plain, separated)]
     assert at_patches[0] == at_patches[1]
 
 
-def test_schemes_without_them_refuse() -> None:
+def test_schemes_without_row_separators_refuse_them() -> None:
     with pytest.raises(UnsupportedError, match=r"^documents\[0\]\[1\]: got a grid with row separators, want none in"):
         replace(BUILDER, scheme="mrope").build([Grid(2, 2)])
 
 
-def test_a_grid_with_row_separators_wants_a_marker_for_them() -> None:
+def test_a_grid_with_row_separators_requires_a_row_marker() -> None:
     grid = Grid(2, 2, row_separator=True)
     assert BUILDER.build([grid]).input_ids.tolist() == BUILDER.build([Grid(2, 2)]).input_ids.tolist()
-    with pytest.raises(UnsupportedError) as refused:
+    with pytest.raises(UnsupportedError) as caught:
         SequenceBuilder().build(["a", grid])
     message = "parts[1]: got a grid with row separators, want one without, or a builder with Markers(row=…)"
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
-def test_separators_of_any_table() -> None:
+def test_separator_tokens_are_listed_for_every_table() -> None:
     video = Grid(2, 1, frames=2, row_separator=True)
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 2), video], [Grid(1, 2, row_separator=True)]])
     assert separator_tokens(segments).tolist() == [4, 6, 8, 10, 13]
@@ -96,9 +96,7 @@ def test_separators_of_any_table() -> None:
     ("kind", "grid", "extra", "tokens"),
     [(GRID, [2, 2, 1], 0, 8), (AUDIO, [1, 1, 3], 0, 3), (CLIP, [2, 2, 1], 2, 10), (THUMBNAIL, [1, 2, 3], 1, 9)],
 )
-def test_of_spans_the_rows_of_grids_alone_end_in_separators(
-    kind: int, grid: list[int], extra: int, tokens: int
-) -> None:
+def test_only_grids_of_spans_get_row_separators(kind: int, grid: list[int], extra: int, tokens: int) -> None:
     """A clip has two markers before and two after its 4 patches and 2 audio tokens, a thumbnail one on each side."""
     table = SegmentTable.from_spans([14], [1], [grid], row_separator=True, kind=[kind], extra_tokens=[extra])
     assert table.lengths.tolist() == [1, tokens, 13 - tokens]
@@ -106,7 +104,7 @@ def test_of_spans_the_rows_of_grids_alone_end_in_separators(
     assert separators == ([False, True, False] if kind == GRID else None)
 
 
-def test_separators_are_labels_only_as_markers_are() -> None:
+def test_separators_have_labels_only_with_train_markers() -> None:
     parts = (("a", True), (Grid(2, 1), True), (Grid(1, 1), False))
     assert example(*parts).labels.tolist() == [97] + [-100] * 10
     with_markers = example(*parts, train_markers=True).labels.tolist()
@@ -137,20 +135,20 @@ MARKED = Markers(row="[IMG_BREAK]", audio="[A]", audio_begin="<a", audio_end="a>
 SPOKEN = SequenceBuilder(ByteTokenizer((*NAMES, "<a", "[A]", "a>")), markers=MARKED)
 
 
-def test_a_slice_with_audio_has_separators_in_grids_alone() -> None:
-    """[IMG] P P BREAK [/IMG] a b <a A A A a> c d"""
+def test_a_slice_with_audio_has_separators_only_in_grids() -> None:
+    # [IMG] P P BREAK [/IMG] a b <a A A A a> c d
     whole = example((Grid(1, 2), True), ("ab", True), (Audio(3), True), ("cd", True), builder=SPOKEN)
     assert whole.slice(0, 14).sequence.segments.lengths.tolist() == [1, 3, 4, 3, 3]
     rest = whole.slice(6, 14).sequence.segments
     assert (rest.lengths.tolist(), rest.row_separator) == ([2, 3, 3], None)
     packer = Packer(8, split_text=True)
     packs = [*packer.add(whole), *packer.flush()]
-    examples = [each for pack in packs for each in pack.examples]
-    assert [each.sequence.segments.num_tokens for each in examples] == [each.num_tokens for each in examples]
-    assert sum(each.num_tokens for each in examples) == 14
+    examples = [piece for pack in packs for piece in pack.examples]
+    assert [piece.sequence.segments.num_tokens for piece in examples] == [piece.num_tokens for piece in examples]
+    assert sum(piece.num_tokens for piece in examples) == 14
 
 
-def test_a_batch_knows_patches_from_separators() -> None:
+def test_a_batch_distinguishes_patches_from_separators() -> None:
     batch = PackedCollator(multiple_of=4)([FIRST, SECOND])
     assert batch.input_ids.tolist()[:12] == [97, 98, BEGIN, PATCH, PATCH, ROW, PATCH, PATCH, ROW, END, 99, 0]
     assert batch.image_spans.tolist() == [[3, 5], [6, 8], [13, 16]]
@@ -161,7 +159,9 @@ def test_a_batch_knows_patches_from_separators() -> None:
     assert rows.tolist() == list(range(7))
 
 
-some = st.lists(st.lists(st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4))
+some_documents = st.lists(
+    st.lists(st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4)
+)
 
 
 def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
@@ -170,17 +170,17 @@ def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
 
 
 @settings(settled, max_examples=8)
-@given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from(["left", "right"]))
+@given(some_documents.filter(lambda documents: 0 < len(documents) <= 3), st.sampled_from(["left", "right"]))
 def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
     packed, padded = PackedCollator()(examples), PaddedCollator(side=side)(examples)
-    lengths = [one.num_tokens for one in examples]
+    lengths = [whole.num_tokens for whole in examples]
     for batch, sizes in ((packed, lengths), (padded, [max(lengths)] * len(lengths))):
         begins = np.cumsum(sizes) - sizes + (np.subtract(sizes, lengths) if side == "left" else 0)
         spans = [
-            (begin + first, begin + stop - 1)  # the separator of the last row is as [/IMG]
-            for begin, one in zip(begins.tolist(), examples, strict=True)
-            for first, stop in one.sequence.image_spans.tolist()
+            (begin + first, begin + stop - 1)  # the last separator is masked like [/IMG]
+            for begin, whole in zip(begins.tolist(), examples, strict=True)
+            for first, stop in whole.sequence.image_spans.tolist()
         ]
         want = by_loops(lengths, sizes, side, spans)
         mask = dense(batch.mask_mod(bidirectional_images=True), batch)
@@ -188,12 +188,12 @@ def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "
             assert torch.equal(mask[0], want)
         else:
             rows = len(lengths)
-            for row, each in enumerate(want.reshape(rows, sizes[0], rows, sizes[0])):
-                assert torch.equal(mask[row], each[:, row])
+            for row, part in enumerate(want.reshape(rows, sizes[0], rows, sizes[0])):
+                assert torch.equal(mask[row], part[:, row])
 
 
 @settings(settled, max_examples=10)
-@given(some.filter(lambda given: 0 < len(given) <= 3), st.sampled_from([1, 2, 3]))
+@given(some_documents.filter(lambda documents: 0 < len(documents) <= 3), st.sampled_from([1, 2, 3]))
 def test_shards_place_every_feature_once(documents: Any, world_size: int) -> None:
     batch = PackedCollator(multiple_of=2 * world_size)(examples_of(documents))
     ids = torch.arange(batch.input_ids.numel())
@@ -215,7 +215,7 @@ PIXTRAL = SequenceBuilder(
 IMG, BREAK, LAST = 256, 257, 258
 
 
-def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own() -> None:
+def test_pixtral_images_have_no_margins_and_end_in_another_token() -> None:
     sequence = PIXTRAL.build(["a", Grid(2, 3), Grid(1, 1), "b"])
     image = [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, LAST]
     assert sequence.input_ids.tolist() == [97, *image, IMG, LAST, 98]
@@ -234,7 +234,7 @@ def test_rows_as_pixtral_writes_them_have_nothing_around_and_an_end_of_their_own
         (Markers(patch=None), r"markers\.patch: got None, want a token with a single id in the tokenizer"),  # type: ignore[arg-type]
     ],
 )
-def test_markers_that_do_not_fit_each_other_are_refused(markers: Markers, message: str) -> None:
+def test_conflicting_markers_are_refused(markers: Markers, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
         SequenceBuilder(markers=markers)
 
@@ -244,21 +244,19 @@ rows = st.sampled_from([(None, None), (257, None), (257, 258)])
 parts = st.lists(st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5)
 
 
-def built(builder: SequenceBuilder, document: list[int | tuple[int, int]]) -> Any:
+def build(builder: SequenceBuilder, document: list[int | tuple[int, int]]) -> Any:
     return builder.build([[7] * part if isinstance(part, int) else Grid(*part) for part in document])
 
 
 @settings(settled, max_examples=60)
 @given(around, rows, st.lists(parts, min_size=1, max_size=3), st.sampled_from([1, 2]), st.sampled_from("plr"))
-def test_the_segments_of_rows_are_found_in_their_ids_again(
-    ends: Any, separators: Any, documents: Any, merge: int, way: str
-) -> None:
-    """Packed, or padded on the left or right: whatever the markers, the table is that of the builder."""
+def test_rows_are_read_back_from_their_ids(ends: Any, separators: Any, documents: Any, merge: int, way: str) -> None:
+    """Rows are packed, or padded on the left or right; with any markers the table equals the builder's."""
     (begin, end), (row, last_row) = ends, separators
     builder = SequenceBuilder(scheme="flatten", markers=Markers(begin, end, 256, row, last_row))
-    sequences = [built(builder, document) for document in documents]
-    ids, lengths = [one.input_ids for one in sequences], [one.input_ids.size for one in sequences]
-    grids = np.concatenate([one.grid_thw for one in sequences]) * [1, merge, merge]
+    sequences = [build(builder, document) for document in documents]
+    ids, lengths = [sequence.input_ids for sequence in sequences], [sequence.input_ids.size for sequence in sequences]
+    grids = np.concatenate([sequence.grid_thw for sequence in sequences]) * [1, merge, merge]
     placeholders = Placeholders(256, rows=None if row is None else (row, last_row or row))
     options: dict[str, Any] = {"placeholders": placeholders, "image_grid_thw": grids, "spatial_merge_size": merge}
     if way == "p":
@@ -272,8 +270,8 @@ def test_the_segments_of_rows_are_found_in_their_ids_again(
         )
         table = SegmentTable.from_input_ids(padded, attention_mask=mask, **options)
     is_padding = table.kind == 2
-    assert table.kind[~is_padding].tolist() == [kind for one in sequences for kind in one.segments.kind]
-    want = np.concatenate([one.segments.extents for one in sequences], axis=1)
+    assert table.kind[~is_padding].tolist() == [kind for sequence in sequences for kind in sequence.segments.kind]
+    want = np.concatenate([sequence.segments.extents for sequence in sequences], axis=1)
     np.testing.assert_array_equal(table.extents[:, ~is_padding], want)
     separated = table.kind == 1 if row is not None else np.zeros(table.kind.size, np.bool_)
     assert (np.zeros_like(separated) if table.row_separator is None else table.row_separator).tolist() == list(
@@ -338,26 +336,26 @@ INCLUDED = "ends of rows included"
         ),
     ],
 )
-def test_rows_that_do_not_fit_are_named(ids: list[int], grids: Any, message: str) -> None:
+def test_wrong_rows_are_refused(ids: list[int], grids: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         SegmentTable.from_input_ids(ids, Placeholders(8, rows=(5, 6)), grids)
     assert str(caught.value) == f"image_grid_thw{message}"
 
 
-def test_rows_do_not_go_on_in_another_document() -> None:
+def test_rows_end_with_their_document() -> None:
     placeholders = Placeholders(8, rows=(5, 5))
     with pytest.raises(InvalidInputError, match="got a run of 2 placeholders at document 0, token 0, want 4 for 1x2x1"):
         SegmentTable.from_input_ids([8, 5, 8, 5], placeholders, [[1, 2, 1]], cu_seqlens=[0, 2, 4])
 
 
-def test_rows_read_without_their_token_say_what_to_pass() -> None:
+def test_rows_without_row_tokens_suggest_placeholders_rows() -> None:
     with pytest.raises(
         InvalidInputError, match=r"want 4 for 1x2x2 after merging; where a token .* name it in placeholders.rows$"
     ):
         SegmentTable.from_input_ids([8, 8, 5, 8, 8, 6], Placeholders(image=8), [[1, 2, 2]])
 
 
-def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> None:
+def test_images_without_markers_have_no_labels_and_may_be_cut_and_packed() -> None:
     whole = example(("ab", True), (Grid(1, 2), True), (Grid(1, 1), False), ("cd", True), builder=PIXTRAL)
     assert whole.labels.tolist() == [97, 98, *[-100] * 5, 99, 100]
     trained = example((Grid(1, 2), True), builder=PIXTRAL, train_markers=True)
@@ -370,7 +368,7 @@ def test_images_without_markers_are_trained_on_cut_and_packed_without_them() -> 
         whole.slice(3, 9)
     packer = Packer(5, split_text=True, overlong="truncate")
     packs = [*packer.add(whole), *packer.flush()]
-    assert sorted(one.sequence.input_ids.tolist() for pack in packs for one in pack.examples) == [
+    assert sorted(piece.sequence.input_ids.tolist() for pack in packs for piece in pack.examples) == [
         [97, 98, IMG, IMG, LAST],
         [IMG, LAST, 99, 100],
     ]

@@ -1,4 +1,4 @@
-"""SegmentTable: documents, arrays and spans say the same table."""
+"""SegmentTable: documents, arrays and spans build the same table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmpos.segments.table import GRID, PAD, TEXT
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 
 
-def test_a_table_of_documents() -> None:
+def test_a_table_from_documents() -> None:
     video = Grid(2, 2, frames=3, seconds_per_frame=0.5)
     segments = SegmentTable.from_documents([[Text(3), Grid(1, 4), video], [Grid(2, 3, row_separator=True)]])
     assert fields(segments) == {
@@ -36,7 +36,7 @@ def test_a_table_of_documents() -> None:
     assert repr(segments) == "SegmentTable(2 documents, 4 segments (3 grids), 27 tokens)"
 
 
-def test_zero_documents() -> None:
+def test_zero_documents_are_accepted() -> None:
     nothing = {"kind": [], "extents": [[], [], []], "segment_offsets": [0]}
     nothing |= {"seconds_per_frame": None, "row_separator": None, "extra_tokens": None}
     assert fields(SegmentTable.from_documents([])) == nothing
@@ -44,7 +44,7 @@ def test_zero_documents() -> None:
     assert fields(SegmentTable.from_arrays([], [], [0])) == nothing
 
 
-def test_a_grid_is_named_by_frames_height_width() -> None:
+def test_grid_from_thw_takes_frames_height_width() -> None:
     grid = Grid.from_thw(np.array([3, 1, 2]), row_separator=True)
     assert grid == Grid(1, 2, frames=3, row_separator=True)
     assert grid.extents == (3, 1, 2)
@@ -52,7 +52,7 @@ def test_a_grid_is_named_by_frames_height_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "want"),
+    ("seconds", "want"),
     [
         (0.1, Fraction(1, 10)),
         (1 / 3, Fraction(1, 3)),
@@ -61,12 +61,12 @@ def test_a_grid_is_named_by_frames_height_width() -> None:
         (Fraction(7, 9), None),
     ],
 )
-def test_floats_become_the_nearest_simple_fraction(given_: float | Fraction, want: Fraction | None) -> None:
-    assert Grid(1, 1, seconds_per_frame=given_).seconds_per_frame == (given_ if want is None else want)
+def test_floats_become_the_nearest_simple_fraction(seconds: float | Fraction, want: Fraction | None) -> None:
+    assert Grid(1, 1, seconds_per_frame=seconds).seconds_per_frame == (seconds if want is None else want)
 
 
 def merged(document: Document) -> Document:
-    """Adjacent runs of text as one, as spans cannot tell them apart."""
+    """Merge adjacent runs of text, since spans cannot distinguish them."""
     parts: Document = []
     for part in document:
         if parts and isinstance(part, Text) and isinstance(parts[-1], Text):
@@ -78,14 +78,14 @@ def merged(document: Document) -> Document:
 
 @settled
 @given(batches(ANYTHING), st.booleans(), st.sampled_from([list, np.asarray, torch.tensor]))
-def test_spans_and_arrays_say_the_same_as_documents(
+def test_spans_and_arrays_build_the_same_table_as_documents(
     batch: list[Document], separator: bool, kind: Callable[..., Any]
 ) -> None:
     lengths, offsets, grid_thw, owner, seconds = [], [], [], [], []
-    written: list[Document] = []
+    separated: list[Document] = []
     for d, document in enumerate(batch):
         length = 0
-        written.append([])
+        separated.append([])
         for part in document:
             if isinstance(part, Grid):
                 part = Grid.from_thw(part.extents, row_separator=separator, seconds_per_frame=part.seconds_per_frame)
@@ -96,9 +96,9 @@ def test_spans_and_arrays_say_the_same_as_documents(
                 length += part.frames * part.height * (part.width + separator)
             else:
                 length += part.length
-            written[-1].append(part)
+            separated[-1].append(part)
         lengths.append(length)
-    want = SegmentTable.from_documents([merged(document) for document in written])
+    want = SegmentTable.from_documents([merged(document) for document in separated])
     documents = kind(owner) if owner else []
     spans = SegmentTable.from_spans(
         lengths,
@@ -122,14 +122,14 @@ def test_spans_and_arrays_say_the_same_as_documents(
     assert fields(arrays) == fields(want)
 
 
-def test_one_document_needs_no_documents_of_its_spans() -> None:
+def test_spans_of_one_document_need_no_document_indices() -> None:
     segments = SegmentTable.from_spans([12], [0, 8], [[1, 2, 3], [2, 1, 1]])
     assert fields(segments) == fields(
         SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
     )
 
 
-def test_padding_has_no_ids_and_moves_none() -> None:
+def test_padding_has_id_zero_and_shifts_no_other_ids() -> None:
     segments = SegmentTable.from_arrays([PAD, TEXT, GRID, PAD], [[1] * 4, [1, 1, 2, 1], [2, 1, 2, 3]], [0, 4])
     positions = place(segments, "mrope", 5)
     assert positions.dense()[1].tolist() == [0, 0, 5, 6, 6, 7, 7, 0, 0, 0]
@@ -167,7 +167,7 @@ def test_padding_has_no_ids_and_moves_none() -> None:
         ),
     ],
 )
-def test_spans_that_do_not_fit(
+def test_invalid_spans_are_refused(
     lengths: object, offsets: object, grid_thw: object, documents: object, message: str
 ) -> None:
     with pytest.raises(InvalidInputError) as error:
@@ -184,13 +184,13 @@ def test_spans_that_do_not_fit(
         (1.5, "seconds_per_frame: got 1.5, want a list of seconds"),
     ],
 )
-def test_seconds_of_spans_that_do_not_fit(seconds: list[float], message: str) -> None:
+def test_invalid_seconds_of_spans_are_refused(seconds: list[float], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_spans([5], [0], [[1, 1, 1]], seconds_per_frame=seconds)
     assert str(error.value) == message
 
 
-def test_arrays_of_the_caller_stay_as_they_were() -> None:
+def test_the_callers_arrays_stay_unchanged_and_writable() -> None:
     kind, extents, offsets = np.array([0, 1], np.uint8), np.array([[1, 1], [1, 2], [3, 2]]), np.array([0, 2])
     before = kind.copy(), extents.copy(), offsets.copy()
     segments = SegmentTable(kind, extents, offsets)

@@ -27,11 +27,11 @@ from mmpos.schemes import TMRopeQwen3
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 
 
-def test_a_clip_is_one_part_in_the_order_of_the_scheme() -> None:
+def test_a_clip_is_one_part_in_the_token_order_of_the_scheme() -> None:
     sequence = BUILDER.build(["a", CLIP, "b"])
     assert sequence.input_ids.tolist() == [97, *CLIP_IDS, 98]
     assert sequence.token_type_ids.tolist() == [0, *CLIP_TYPES, 0]
-    # Both markers before the clip share an id, as those after it do; frame 1 stands at 2 + 2 in time.
+    # The two markers before the clip share an id, as do the two after it; frame 1 has time 2 + 2.
     assert sequence.positions.dense().tolist() == [
         [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 5, 6],
         [0, 1, 1, 2, 2, 2, 3, 2, 2, 4, 5, 5, 6],
@@ -44,8 +44,8 @@ def test_a_clip_is_one_part_in_the_order_of_the_scheme() -> None:
     assert (sequence.audio_spans.tolist(), sequence.image_hashes, sequence.patches) == ([], (None,), None)
 
 
-def test_another_scheme_has_another_order() -> None:
-    # Token by token: a frame stands before the first audio token that is not earlier.
+def test_another_scheme_has_another_token_order() -> None:
+    # A frame precedes the first audio token that is not earlier.
     builder = replace(BUILDER, scheme=TMRopeQwen3(tokens_per_second=1))
     sequence = builder.build([Clip(1, 1, frames=3, audio=4, seconds_per_frame=1)])
     assert sequence.token_type_ids.tolist() == [0, 0, 1, 3, 1, 3, 1, 3, 3, 0, 0]
@@ -54,7 +54,7 @@ def test_another_scheme_has_another_order() -> None:
     ]
 
 
-def test_audio_stands_between_its_markers() -> None:
+def test_audio_is_enclosed_by_its_markers() -> None:
     sequence = BUILDER.build([Audio(2), "a", Grid(1, 1), Audio(1)])
     want = [AUDIO_BEGIN, AUDIO, AUDIO, AUDIO_END, 97, BEGIN, IMAGE, END, AUDIO_BEGIN, AUDIO, AUDIO_END]
     assert sequence.input_ids.tolist() == want
@@ -68,7 +68,7 @@ def test_audio_stands_between_its_markers() -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(None, None), ("<a", None), (None, "a>")])
-def test_audio_may_stand_without_markers(begin: str | None, end: str | None) -> None:
+def test_audio_markers_are_optional(begin: str | None, end: str | None) -> None:
     builder = replace(BUILDER, scheme="rope-tie", markers=replace(MARKERS, audio_begin=begin, audio_end=end))
     sequence = builder.build(["a", Audio(2), "b"])
     before, after = [AUDIO_BEGIN] * (begin is not None), [AUDIO_END] * (end is not None)
@@ -77,7 +77,7 @@ def test_audio_may_stand_without_markers(begin: str | None, end: str | None) -> 
     assert sequence.marked_spans.tolist() == [[1, sequence.input_ids.size - 1]]
 
 
-def test_videos_of_one_grid_have_the_placeholder_of_videos() -> None:
+def test_videos_of_one_grid_use_the_video_placeholder() -> None:
     parts = [Grid(1, 1, frames=2), Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
     sequence = BUILDER.build(parts)
     assert sequence.input_ids.tolist() == [BEGIN, VIDEO, VIDEO, END, *(BEGIN, IMAGE, END) * 2]
@@ -86,7 +86,7 @@ def test_videos_of_one_grid_have_the_placeholder_of_videos() -> None:
     assert plain.build([Grid(1, 1, frames=2)]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
 
 
-def test_images_beside_a_clip_keep_their_row_separators() -> None:
+def test_images_next_to_audio_keep_their_row_separators() -> None:
     names = ("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[ROW]")
     builder = SequenceBuilder(ByteTokenizer(names), scheme="flatten", markers=replace(MARKERS, row="[ROW]"))
     sequence = builder.build([Grid(2, 1), Audio(1)])
@@ -108,7 +108,7 @@ def test_images_beside_a_clip_keep_their_row_separators() -> None:
         (MARKERS, [VIDEO], InvalidInputError, f"got the video marker's id {VIDEO}, want images as parts"),
     ],
 )
-def test_parts_that_do_not_fit_the_markers_are_refused(
+def test_parts_without_their_markers_are_refused(
     markers: Markers, part: object, kind: type[Exception], error: str
 ) -> None:
     builder = SequenceBuilder(
@@ -120,7 +120,7 @@ def test_parts_that_do_not_fit_the_markers_are_refused(
 
 
 @pytest.mark.parametrize("name", ["audio_begin", "audio_end"])
-def test_markers_around_audio_need_one_for_audio(name: str) -> None:
+def test_markers_around_audio_require_an_audio_placeholder(name: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^markers\.{name} requires markers\.audio$"):
         SequenceBuilder(markers=Markers(**{name: 9}))
 
@@ -131,7 +131,7 @@ def test_schemes_without_clips_refuse_them() -> None:
 
 
 @pytest.mark.parametrize("part", [Thumbnail(1, 2), Tile(1, 2)])
-def test_thumbnails_and_tiles_are_refused_with_the_remedy(part: object) -> None:
+def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
         BUILDER.build(["a", part])
     assert str(caught.value) == (
@@ -140,7 +140,7 @@ def test_thumbnails_and_tiles_are_refused_with_the_remedy(part: object) -> None:
     )
 
 
-def test_text_that_spells_a_marker_of_audio_stays_text() -> None:
+def test_text_that_spells_an_audio_marker_stays_text() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     names = {"[UNK]": 0, "[IMG]": 1, "[/IMG]": 2, "[PATCH]": 3, "[A]": 4, "[": 5, "A]": 6}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]"))
@@ -149,13 +149,13 @@ def test_text_that_spells_a_marker_of_audio_stays_text() -> None:
     assert sequence.input_ids.tolist() == [5, 6, 4]
 
 
-def test_a_clip_as_a_frame_of_a_video_is_refused() -> None:
+def test_clips_and_audio_as_frames_of_a_video_are_refused() -> None:
     for part in (CLIP, Audio(1)):
         with pytest.raises(InvalidInputError, match=rf"Video\.frames\[0\]: got {type(part).__name__}, want an image"):
             Video([part], times=[0])
 
 
-def test_keys_of_blocks_include_audio() -> None:
+def test_block_keys_include_audio_hashes() -> None:
     sequence = replace(BUILDER.build(["ab", Audio(2), CLIP]), image_hashes=("clip",))
     keys = sequence.block_keys(4, audio_hashes=["bark"])
     (want,) = block_keys(
@@ -170,19 +170,19 @@ def test_keys_of_blocks_include_audio() -> None:
             sequence.block_keys(4, audio_hashes=hashes)
 
 
-def refused(error: type[MmposError], message: str, segments: SegmentTable, scheme: str = "tmrope") -> None:
+def assert_refused(error: type[MmposError], message: str, segments: SegmentTable, scheme: str = "tmrope") -> None:
     positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), scheme)
     with pytest.raises(error, match=message):
         positions.token_types(segments)
 
 
-def test_types_of_other_documents_are_refused() -> None:
-    refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
+def test_token_types_of_other_documents_are_refused() -> None:
+    assert_refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
     other = SegmentTable.from_documents([[Text(1), Clip(1, 1, frames=2, audio=5)]])
-    refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
+    assert_refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
 
 
-def test_types_of_several_documents() -> None:
+def test_token_types_of_several_documents_are_listed() -> None:
     segments = SegmentTable.from_documents([[CLIP, Text(1)], [Grid(1, 2), CLIP]])
     types = place(segments, BUILDER.scheme, start=np.array([0, 7])).token_types(segments)
     assert types.tolist() == [*CLIP_TYPES, 0, 1, 1, *CLIP_TYPES]

@@ -48,7 +48,7 @@ def test_text_and_a_grid_become_one_sequence() -> None:
     assert sequence.positions.next_positions.tolist() == [10]
 
 
-def test_requests_beyond_a_limit_are_refused_before_they_take_memory() -> None:
+def test_requests_beyond_a_limit_are_refused_without_allocating_memory() -> None:
     builder = SequenceBuilder(scheme="flatten", start=2**31 - 9)
     tracemalloc.start()
     with pytest.raises(LimitExceededError, match="want ids within int32"):
@@ -57,7 +57,7 @@ def test_requests_beyond_a_limit_are_refused_before_they_take_memory() -> None:
     tracemalloc.stop()
 
 
-def test_every_part_knows_its_tokens() -> None:
+def test_part_offsets_delimit_the_tokens_of_every_part() -> None:
     sequence = SequenceBuilder().build(["ab", Grid(1, 2), "", [7], Grid(1, 1)])
     assert sequence.part_offsets.tolist() == [0, 2, 6, 6, 7, 10]
     assert sequence.input_ids[2:6].tolist() == [256, 258, 258, 257]
@@ -81,7 +81,7 @@ def test_a_photo_gives_the_patches_and_the_hash_of_the_processor() -> None:
     assert sequence.image_hashes == (alone.content_hash,)
 
 
-def test_every_kind_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
+def test_every_type_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
     photo = pixels(16, 24)
     encoded = io.BytesIO()
     Image.fromarray(photo).save(encoded, "PNG")
@@ -90,8 +90,8 @@ def test_every_kind_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     want = builder.build(["x", photo, "y"])
     data = encoded.getvalue()
-    kinds = [Image.fromarray(photo), torch.from_numpy(photo).permute(2, 0, 1), data, memoryview(data), path]
-    for image in kinds:
+    images = [Image.fromarray(photo), torch.from_numpy(photo).permute(2, 0, 1), data, memoryview(data), path]
+    for image in images:
         got = builder.build(["x", image, "y"])
         assert (got.input_ids == want.input_ids).all()
         assert got.patches is not None
@@ -102,7 +102,7 @@ def test_every_kind_of_image_gives_the_same_sequence(tmp_path: Path) -> None:
     assert (sized.patches, sized.image_hashes) == (None, (None,))
 
 
-def test_patches_of_several_images_follow_each_other() -> None:
+def test_patches_of_several_images_are_concatenated() -> None:
     sequence = SequenceBuilder(images=PROCESSOR).build([pixels(16, 16, 1), "x", pixels(8, 16, 2)])
     assert sequence.patches is not None
     assert sequence.patches.shape == (4 * (2 * 2) + 4 * (1 * 2), 4, 4, 3)
@@ -111,7 +111,7 @@ def test_patches_of_several_images_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("ids", [[5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6])])
-def test_token_ids_are_taken_as_they_are(ids: Any) -> None:
+def test_token_ids_are_used_unchanged(ids: Any) -> None:
     assert SequenceBuilder().build([ids, "a"]).input_ids.tolist() == [5, 6, 97]
 
 
@@ -128,7 +128,7 @@ def test_a_marker_spelled_in_user_text_stays_text(text: str) -> None:
         assert builder.tokenizer.decode(sequence.input_ids.tolist()) == text
 
 
-def test_text_that_cannot_be_kept_apart_from_a_marker_is_refused() -> None:
+def test_text_that_encodes_to_a_marker_is_refused() -> None:
     builder = SequenceBuilder(Plain(), markers=Markers(begin="[X]", end=ord("e"), patch=ord("p")))
     assert builder.build(["ab"]).input_ids.tolist() == [97, 98]
     with pytest.raises(InvalidInputError, match=r"parts\[1\]: got text that encodes to marker id 101, want plain text"):
@@ -144,7 +144,7 @@ def test_a_marker_that_overlaps_itself_in_text_stays_text(marker: str, text: str
     assert not any(marker in piece for piece in pieces)
 
 
-def test_a_text_that_spells_markers_without_end_is_refused_early() -> None:
+def test_a_text_that_spells_too_many_markers_is_refused_early() -> None:
     builder = SequenceBuilder(trained_bpe())
     with pytest.raises(LimitExceededError, match=r"parts\[0\]: got text that spells markers more than 10000 times"):
         builder.build(["[IMG]" * 100_000])
@@ -152,7 +152,7 @@ def test_a_text_that_spells_markers_without_end_is_refused_early() -> None:
 
 
 class OwnSpecialTokens(Plain):
-    """Never encodes to a special token, and knows their ids."""
+    """A tokenizer that never encodes text to a special token but knows the ids of special tokens."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -161,7 +161,7 @@ class OwnSpecialTokens(Plain):
         return {"[IMG]": 1, "[/IMG]": 2, "[PATCH]": 3}.get(token)
 
 
-def test_a_tokenizer_that_knows_its_special_tokens_is_asked() -> None:
+def test_a_tokenizer_provides_the_ids_of_its_special_tokens() -> None:
     builder = SequenceBuilder(OwnSpecialTokens())
     assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
     assert dataclasses.replace(builder, start=5).build(["a"]).positions.dense().tolist() == [[5], [5]]
@@ -191,18 +191,18 @@ def test_markers_may_be_ids() -> None:
         (Markers(end=-1), r"markers.end: got -1, want >= 0"),
     ],
 )
-def test_markers_that_are_no_single_ids_are_refused(markers: Markers, message: str) -> None:
+def test_markers_that_are_not_single_ids_are_refused(markers: Markers, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         SequenceBuilder(markers=markers)
 
 
-def test_scheme_start_and_strictness_reach_the_positions() -> None:
+def test_scheme_and_start_determine_the_positions() -> None:
     builder = SequenceBuilder(scheme="rope-tie-v2", start=10)
     assert builder.build(["a", Grid(1, 2)]).positions.dense()[1].tolist() == [10, 11, 12, 13, 14]
 
 
 def photographs(count: int) -> list[Any]:
-    """Files, arrays and Pillow images in turn, of several sizes."""
+    """Return files, arrays and Pillow images in turn, of several sizes."""
     images = []
     for i in range(count):
         image, file = Image.fromarray(pixels(16 + 8 * (i % 3), 24, seed=i)), io.BytesIO()
@@ -225,24 +225,24 @@ def test_a_batch_is_the_same_with_any_number_of_threads(threads: int | None) -> 
         np.testing.assert_array_equal(got.positions.table, want.positions.table)
 
 
-def test_files_and_arrays_are_decoded_in_threads_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[bool, int] = {True: 0, False: 0}
+def test_only_files_and_arrays_are_processed_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[bool, int] = {True: 0, False: 0}
     process = ImageProcessor.process
 
-    def watched(self: ImageProcessor, image: Any) -> Any:
-        seen[threading.current_thread() is threading.main_thread()] += 1
+    def recording(self: ImageProcessor, image: Any) -> Any:
+        calls[threading.current_thread() is threading.main_thread()] += 1
         return process(self, image)
 
-    monkeypatch.setattr(ImageProcessor, "process", watched)
+    monkeypatch.setattr(ImageProcessor, "process", recording)
     builder = SequenceBuilder(images=PROCESSOR)
     builder.build_batch([photographs(6), ["a", ImageSize(16, 16)]], threads=2)
-    assert seen == {False: 4, True: 3}  # Pillow images and sizes
+    assert calls == {False: 4, True: 3}  # Pillow images and sizes are processed in the main thread
     builder.build_batch([photographs(6)], threads=1)
-    assert seen == {False: 4, True: 9}
+    assert calls == {False: 4, True: 9}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_first_document_with_a_fault_is_named_whatever_fails_behind_it(threads: int) -> None:
+def test_the_first_broken_document_is_named_even_if_later_ones_fail_first(threads: int) -> None:
     good = photographs(1)[0]
     builder = SequenceBuilder(images=PROCESSOR)
     for documents, message in (
@@ -255,7 +255,7 @@ def test_the_first_document_with_a_fault_is_named_whatever_fails_behind_it(threa
             builder.build_batch(documents, threads=threads)
 
 
-def test_no_threads_are_refused() -> None:
+def test_zero_threads_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="threads: got 0, want >= 1"):
         SequenceBuilder().build_batch([], threads=0)
 
@@ -284,7 +284,7 @@ def test_no_threads_are_refused() -> None:
         ),
     ],
 )
-def test_bad_parts_are_named(parts: Any, message: str) -> None:
+def test_invalid_parts_are_named(parts: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         SequenceBuilder(images=PROCESSOR).build(parts)
 
@@ -294,7 +294,7 @@ def test_an_image_without_a_processor_is_refused() -> None:
         SequenceBuilder().build([b""])
 
 
-def test_errors_of_a_batch_name_document_and_part_and_keep_their_type() -> None:
+def test_errors_of_a_batch_name_the_document_and_part_and_keep_their_type() -> None:
     small = ImageProcessor(backend="pillow", max_source_pixels=100)
     with pytest.raises(LimitExceededError, match=r"documents\[1\]\.parts\[2\]: image: "):
         SequenceBuilder(images=small).build_batch([["a"], ["b", "c", pixels(30, 30)]])
@@ -317,7 +317,7 @@ LISTS: list[tuple[list[Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("ids", "error"), LISTS)
-def test_a_list_of_token_ids_is_taken_or_refused(way: str, ids: list[Any], error: str | None) -> None:
+def test_a_list_of_token_ids_is_accepted_or_refused(way: str, ids: list[Any], error: str | None) -> None:
     if error is None:
         assert SequenceBuilder().build([ids, [9]]).input_ids.tolist() == [*ids, 9]
         return

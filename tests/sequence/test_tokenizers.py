@@ -1,4 +1,4 @@
-"""Tokenizers: the byte-level default and the adapters."""
+"""Tokenizers: the byte-level default and the adapters of other libraries."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def trained_bpe() -> Any:
 
 
 class Plain:
-    """Encodes every character as its code point, and [X] as one id."""
+    """A tokenizer that encodes every character as its code point, and [X] as one id."""
 
     def encode(self, text: str) -> list[int]:
         return [7] if text == "[X]" else [ord(c) for c in text]
@@ -35,7 +35,7 @@ class Plain:
         return "".join("[X]" if i == 7 else chr(i) for i in ids)
 
 
-def test_bytes_are_ids_and_special_tokens_follow() -> None:
+def test_bytes_are_ids_and_special_tokens_follow_them() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("aé[IMG]") == [97, 195, 169, 91, 73, 77, 71, 93]
     assert [tokenizer.token_to_id(t) for t in ("[IMG]", "[/IMG]", "[PATCH]", "[X]")] == [256, 257, 258, None]
@@ -69,7 +69,7 @@ def test_a_transformers_object_encodes_without_additions() -> None:
 
 
 def words() -> Any:
-    """Six words and the special tokens of images, in the order of their ids."""
+    """Build a tokenizer of six words and the special tokens of images, with ids in this order."""
     names = ["an", "old", "dog", "of", "my", "town", "[IMG]", "[/IMG]", "[PATCH]", "<pad>"]
     tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -88,7 +88,7 @@ def limited(tokenizer: Any, limits: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("library", ["tokenizers", "transformers"])
 @pytest.mark.parametrize("limits", LIMITS)
-def test_truncation_and_padding_of_a_tokenizer_are_not_those_of_parts(library: str, limits: dict[str, Any]) -> None:
+def test_truncation_and_padding_of_a_tokenizer_do_not_apply_to_parts(library: str, limits: dict[str, Any]) -> None:
     inner = backend = limited(words(), limits)
     if library == "transformers":
         inner = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
@@ -98,11 +98,11 @@ def test_truncation_and_padding_of_a_tokenizer_are_not_those_of_parts(library: s
     builder = SequenceBuilder(inner)
     for _ in range(2):
         assert builder.build(parts).input_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 8, 7, 4, 2]
-    assert [backend.truncation, backend.padding] == settings  # the caller's tokenizer stays as it is
+    assert [backend.truncation, backend.padding] == settings  # the caller's tokenizer is unchanged
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_a_tokenizer_may_be_limited_after_it_was_given(limits: dict[str, Any]) -> None:
+def test_a_tokenizer_may_be_limited_after_adaptation(limits: dict[str, Any]) -> None:
     inner = words()
     tokenizer = adapt(inner)
     assert tokenizer.encode("an old dog") == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_a_tokenizer_may_be_limited_after_it_was_given(limits: dict[str, Any]) -
     assert tokenizer.encode("of my town") == [3, 4, 5]
 
 
-def test_a_call_of_transformers_that_cuts_and_pads_changes_no_part() -> None:
+def test_a_truncating_and_padding_call_of_transformers_changes_no_part() -> None:
     kind: Any = pytest.importorskip("transformers").PreTrainedTokenizerFast
     inner = kind(tokenizer_object=words(), pad_token="<pad>")
     tokenizer = adapt(inner)
@@ -121,7 +121,7 @@ def test_a_call_of_transformers_that_cuts_and_pads_changes_no_part() -> None:
 def test_a_limited_tokenizer_that_cannot_be_copied_is_refused() -> None:
     class Spaces:
         def pre_tokenize(self, text: Any) -> None:
-            text.split(lambda _, each: each.split(" ", "removed"))
+            text.split(lambda _, piece: piece.split(" ", "removed"))
 
     inner = words()
     inner.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Spaces())
@@ -132,7 +132,7 @@ def test_a_limited_tokenizer_that_cannot_be_copied_is_refused() -> None:
         tokenizer.encode("an old dog")
 
 
-def test_any_object_with_encode_and_decode_will_do() -> None:
+def test_any_object_with_encode_and_decode_is_accepted() -> None:
     tokenizer = adapt(Plain())
     assert (tokenizer.encode("ab"), tokenizer.decode([97, 98])) == ([97, 98], "ab")
     assert (tokenizer.token_to_id("[X]"), tokenizer.token_to_id("[Y]")) == (7, None)

@@ -1,4 +1,4 @@
-"""Videos: frames with times become text, image, text, image …, and what comes later changes nothing before it."""
+"""Videos: frames with times become text, image, text, image …, and later frames do not change earlier tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
 
 
-def test_a_video_is_its_frames_each_after_its_time() -> None:
+def test_a_video_becomes_frames_each_after_its_timestamp() -> None:
     video = Video([Grid(1, 2), Grid(1, 1)], times=[0, 0.5], timestamp="{seconds:.1f}s")
     sequence = SequenceBuilder().build(["a", video, "b"])
     assert sequence.input_ids.tolist() == [97, *b"0.0s", 256, 258, 258, 257, *b"0.5s", 256, 258, 257, 98]
@@ -47,7 +47,7 @@ def test_a_video_is_its_frames_each_after_its_time() -> None:
     assert sequence.positions.dense().tolist() == [rows, cols]
 
 
-def test_a_video_equals_its_parts() -> None:
+def test_a_video_equals_the_list_of_its_frames() -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     sequence = builder.build(["a", Video(PIXELS, seconds_per_frame=Fraction(1, 3)), PIXELS[0]])
     plain = ["<0.0 seconds>", PIXELS[0], "<0.3 seconds>", PIXELS[1], "<0.7 seconds>", PIXELS[2]]
@@ -59,7 +59,7 @@ def test_a_video_equals_its_parts() -> None:
     assert sequence.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
 
 
-def test_frames_are_any_images() -> None:
+def test_frames_may_be_any_images() -> None:
     tensor = torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
     builder = SequenceBuilder(images=PROCESSOR)
     want = builder.build([Video(PIXELS, times=range(3))])
@@ -73,7 +73,7 @@ def test_frames_are_any_images() -> None:
 @settings(settled, max_examples=5)
 @given(data=st.data())
 @pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
-def test_one_more_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
+def test_another_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
     sides = st.integers(1, 4)
     frames = data.draw(st.lists(st.builds(Grid, sides, sides), min_size=2, max_size=4))
     seconds = data.draw(st.lists(st.fractions(0, 9, max_denominator=9), min_size=len(frames), max_size=len(frames)))
@@ -87,7 +87,7 @@ def test_one_more_frame_changes_nothing_before_it(case: Case, data: st.DataObjec
 
 
 @pytest.mark.parametrize("scheme", [RopeTie(axes=3), RopeTieFractional(axes=3), RopeTieLcm(axes=3), RopeTieV2(axes=3)])
-def test_one_more_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
+def test_another_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
     three, four = (exact(placed([Text(1), Grid(2, 3, frames=frames)], scheme)) for frames in (3, 4))
     assert all(before != after for before, after in zip(three[1:], four[1:], strict=False))
 
@@ -97,8 +97,8 @@ def test_one_more_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme:
     [
         (3, "<{seconds:.1f} seconds>", "<3.0 seconds>"),
         (Fraction(1, 3), "{seconds:.3f}", "0.333"),
-        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves to even, though the binary float 0.05 lies above
-        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # … and 0.15 below
+        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves round to even, although the float 0.05 is larger
+        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # … and the float 0.15 is smaller
         (0.15, "{seconds:.1f}", "0.2"),
         (Fraction(5, 4), "{seconds:.1f}", "1.2"),
         (0.1 + 0.2, "{seconds:.9f}", "0.300000000"),
@@ -108,20 +108,20 @@ def test_one_more_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme:
         (75, lambda time: f"{time // 60}:{int(time % 60):02}", "1:15"),
     ],
 )
-def test_a_timestamp_is_written_from_the_exact_time(seconds: Any, timestamp: Any, text: str) -> None:
+def test_a_timestamp_is_formatted_from_the_exact_time(seconds: Any, timestamp: Any, text: str) -> None:
     assert Video([Grid(1, 1)], times=[seconds], timestamp=timestamp).timestamps == (text,)
 
 
 @settled
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 12))
-def test_the_digits_of_a_timestamp_are_within_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
+def test_digits_of_a_timestamp_are_correct_to_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
     time = Fraction(numerator, denominator)
     (text,) = timestamps("timestamp", f"{{seconds:.{decimals}f}}", [time])
     assert abs(Fraction(text) - time) <= Fraction(1, 2 * 10**decimals)
     assert len(text.partition(".")[2]) == decimals
 
 
-def test_frames_at_a_rate_are_at_exact_times() -> None:
+def test_frames_at_a_rate_have_exact_times() -> None:
     ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
     assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
     assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)
@@ -140,7 +140,7 @@ def test_times_late_in_a_long_video_keep_their_microseconds() -> None:
     assert early.timestamps == ("0.00",)
 
 
-def test_a_video_shows_its_times_and_pickles() -> None:
+def test_a_video_has_a_repr_and_can_be_pickled() -> None:
     video = Video([Grid(1, 1), Grid(1, 2)], seconds_per_frame=2)
     again = pickle.loads(pickle.dumps(video))
     assert repr(video) == repr(again) == "Video(2 frames, '<0.0 seconds>' to '<2.0 seconds>')"
@@ -216,19 +216,19 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_values_that_are_not_a_video_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
+def test_invalid_videos_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
         call()
-    assert str(refused.value) == message
+    assert str(caught.value) == message
 
 
-def test_a_time_without_end_is_beyond_a_limit() -> None:
+def test_a_time_beyond_the_limit_is_refused() -> None:
     with pytest.raises(LimitExceededError, match=r"^Video\.times\[0\]: got 2147483648, want <= 2147483647 seconds$"):
         Video([GRID], times=[2**31])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_frame_that_is_broken_is_named(threads: int) -> None:
+def test_a_broken_frame_is_named(threads: int) -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     parts = ["a", Video([PIXELS[0], b"broken", PIXELS[1]], times=[0, 1, 2])]
     with pytest.raises(InvalidInputError, match=r"^parts\[1\]\.frames\[1\]: image: got a file"):
@@ -239,7 +239,7 @@ def test_the_frame_that_is_broken_is_named(threads: int) -> None:
         builder.build([Video([GRID] * 2, times=[0, 1], timestamp=lambda time: "\ud800" if time else "")])
 
 
-def test_the_text_of_a_video_is_trained_on_if_its_piece_is() -> None:
+def test_the_timestamps_of_a_video_have_labels_if_its_piece_is_trained_on() -> None:
     def labels(train: bool) -> list[int]:
         video = Video([GRID], times=[0], timestamp="t")
         document = Document("r", (Piece("a"), Piece(video, train), Piece("b")))

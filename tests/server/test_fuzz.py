@@ -37,10 +37,10 @@ def test_forbidden_values_are_named() -> None:
         ("2 tracebacks in the log, first this",): verdict(tracebacks=["this", "that"]),
         ("the server has died",): verdict(alive=False),
         ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
-        ("103.0 MiB in the end, want <= 102.0", "6 descriptors in the end, want <= 5"): verdict(
+        ("103.0 MiB at the end, want <= 102.0", "6 descriptors at the end, want <= 5"): verdict(
             after={"MiB": 103.0, "descriptors": 6, "threads": 15}
         ),
-        ("16 threads in the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
+        ("16 threads at the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
     }
     assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
 
@@ -50,10 +50,10 @@ def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: py
     environment = without_torch(tmp_path)
     said: list[str] = []
     verdict_ = asyncio.run(
-        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, say=said.append)
+        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=said.append)
     )
     with capsys.disabled():
-        print("", *said, verdict_.told(), sep="\n")
+        print("", *said, verdict_.report(), sep="\n")
     assert replace(verdict_, after=verdict_.before).faults(float("inf"), 0.0) == []
     assert len(said) >= 2
     assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from open_inference import TritonClient, ask, config, given
+from open_inference import TritonClient, ask, config, input_tensor
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from mmpos import Grid, SegmentTable, place
@@ -236,7 +236,7 @@ def test_models_match_their_metadata(client: TritonClient, model: str, version: 
             axes = 3 if version == "halves" else 2
             value = VALUES.get(tensor.name, np.zeros((axes, 2), np.float64 if tensor.datatype == "FP64" else np.int32))
             value = {"lengths": [2], "offsets": [0]}.get(tensor.name, value) if version == "flat" else value
-            inputs.append(given(tensor.name, value, tensor.datatype))
+            inputs.append(input_tensor(tensor.name, value, tensor.datatype))
     result = client.infer(model, inputs, version, parameters=parameters).get_response()
     assert [(output.name, output.datatype) for output in result.outputs] == [
         (output.name, output.datatype) for output in described.outputs
@@ -252,15 +252,15 @@ def test_models_match_their_metadata(client: TritonClient, model: str, version: 
 def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonClient) -> None:
     image = {"lengths": [6], "offsets": [0], "grid_thw": [[1, 2, 3]]}
     for version, scheme in (("", "rope-tie"), ("default", "rope-tie"), ("flat", "grid-2d")):
-        response = client.infer("positions", [given(name, values) for name, values in image.items()], version)
+        response = client.infer("positions", [input_tensor(name, values) for name, values in image.items()], version)
         ids = place(SegmentTable.from_documents([[Grid(2, 3)]]), scheme).dense()
         assert response.as_numpy("position_ids").tolist() == ids.tolist()
         assert response.get_response().model_version == (version or "default")
 
 
 def test_the_id_of_a_request_comes_back(client: TritonClient) -> None:
-    assert client.infer("positions", [given("lengths", [1])], request_id="a b").get_response().id == "a b"
-    assert client.infer("positions", [given("lengths", [1])]).get_response().id == ""
+    assert client.infer("positions", [input_tensor("lengths", [1])], request_id="a b").get_response().id == "a b"
+    assert client.infer("positions", [input_tensor("lengths", [1])]).get_response().id == ""
 
 
 def test_only_wanted_outputs_come_in_the_order_of_the_request(client: TritonClient) -> None:
@@ -273,7 +273,7 @@ def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str)
         client.start_stream(lambda result, error: answers.put((result, error)))
         for i in range(8):
             bad = i == 3
-            inputs = [given("lengths", [0 if bad else i + 1])]
+            inputs = [input_tensor("lengths", [0 if bad else i + 1])]
             client.async_stream_infer("positions", inputs, request_id=str(i), enable_empty_final_response=i == 5)
         results = [answers.get(timeout=60) for _ in range(8)]
         client.stop_stream()
@@ -314,11 +314,11 @@ def test_statistics_count_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
             },
         )
         for _ in range(2):
-            client.infer("positions", [given("lengths", [3, 200_000])], "halves")
+            client.infer("positions", [input_tensor("lengths", [3, 200_000])], "halves")
         with pytest.raises(triton.InferenceServerException):
-            client.infer("positions", [given("lengths", [0])], "halves")
+            client.infer("positions", [input_tensor("lengths", [0])], "halves")
         with pytest.raises(triton.InferenceServerException):
-            client.infer("positions", [given("nothing", [0])], "halves")
+            client.infer("positions", [input_tensor("nothing", [0])], "halves")
         numbers = statistics("positions", "halves")
         assert (numbers.inference_count, numbers.execution_count) == (4, 2)
         assert numbers.last_inference == 1_234_500
@@ -327,7 +327,7 @@ def test_statistics_count_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [part.count for part in (times.success, times.fail, *parts)] == [2] * 6
         assert all(part.ns > 0 for part in parts)
         assert times.success.ns >= sum(part.ns for part in parts) > 0 < times.fail.ns
-        client.infer("sequences", [given("parts", [b"a"])])
+        client.infer("sequences", [input_tensor("parts", [b"a"])])
         assert statistics("sequences", "default").inference_count == 1
         everything = client.get_inference_statistics().model_stats
         assert [(entry.name, entry.version) for entry in everything] == [

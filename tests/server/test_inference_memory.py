@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shm
-from open_inference import TritonClient, ask, config, given, refusal
+from open_inference import TritonClient, ask, config, input_tensor, refusal
 from tritonclient.utils import serialize_byte_tensor
 
 from mmpos import SegmentTable, place
@@ -74,7 +74,7 @@ def test_inputs_and_outputs_lie_in_regions(client: TritonClient, region: MakeReg
     out = region("out", 256)
     inputs = [
         held("lengths", "INT64", [1], "in", 8),
-        given("offsets", NUMBERS["offsets"]),
+        input_tensor("offsets", NUMBERS["offsets"]),
         held("grid_thw", "INT64", [1, 3], "in", 24, offset=16),
     ]
     outputs = [
@@ -115,7 +115,7 @@ def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: Ma
     assert response.as_numpy("input_ids").tolist() == list(b"abc")
     q = np.random.default_rng(3).standard_normal((2, 1, 16)).astype(np.float32)
     handle = region("q", 256, [q])
-    ids = given("position_ids", np.array([[0, 1], [0, 1]]))
+    ids = input_tensor("position_ids", np.array([[0, 1], [0, 1]]))
     client.infer("rotate", [held("q", "FP32", [2, 1, 16], "q", 128), ids], outputs=[kept("q", "q", 128)])
     wanted = ask(client, "rotate", {"q": q, "position_ids": np.array([[0, 1], [0, 1]])})["q"]
     np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
@@ -188,7 +188,7 @@ def test_bytes_in_shared_memory_have_a_limit(client: TritonClient, region: MakeR
 def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, region: MakeRegion) -> None:
     handle = region("out", 256, [np.full(64, 7, np.int32)])
     outputs = [kept("cu_seqlens", "out", 8), kept("position_ids", "out", 80, 16)]
-    inputs = [given(name, values) for name, values in NUMBERS.items()]
+    inputs = [input_tensor(name, values) for name, values in NUMBERS.items()]
     message = "position_ids: got shared_memory_byte_size 80, want >= 88"
     assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
     assert shm.get_contents_as_numpy(handle, np.int32, [64]).tolist() == [7] * 64

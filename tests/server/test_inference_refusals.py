@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from grpc_calls import ending
-from open_inference import Infer, TritonClient, ask, config, given, refusal
+from open_inference import Infer, TritonClient, ask, config, input_tensor, refusal
 from refusals import is_sentence
 
 from mmpos import SCHEMES, LimitExceededError, SegmentTable, Text, place
@@ -219,7 +219,7 @@ def test_unknown_names_are_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     asks: list[Callable[[str, str], object]] = [
-        lambda name, version: client.infer(name, [given("lengths", [1])], version),
+        lambda name, version: client.infer(name, [input_tensor("lengths", [1])], version),
         client.get_model_metadata,
         client.get_model_config,
         client.get_inference_statistics,
@@ -254,7 +254,7 @@ def test_unknown_parameters_and_outputs_are_unsupported(client: TritonClient) ->
         "outputs[0].name: got 'k', want one of q for this request",
     )
     output = triton.InferRequestedOutput("deltas", class_count=1)
-    assert refusal(lambda: client.infer("positions", [given("lengths", [1])], outputs=[output])) == (
+    assert refusal(lambda: client.infer("positions", [input_tensor("lengths", [1])], outputs=[output])) == (
         "UNIMPLEMENTED",
         "outputs[0].parameters: got 'classification', want shared_memory_region or shared_memory_byte_size or "
         "shared_memory_offset",
@@ -425,7 +425,7 @@ def odd_requests() -> Iterator[pb.ModelInferRequest]:
     inputs: dict[str, dict[str, object]] = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
     quoted = json.dumps(HERE)
     for (model, name), values in RIGHT.items():
-        tensors = [given(name, values) for name, values in inputs[model].items()]
+        tensors = [input_tensor(name, values) for name, values in inputs[model].items()]
         for template in (json.dumps(changed) for value in values for changed in replaced(value)):
             for odd in ODD:
                 made = pb.ModelInferRequest(model_name=model)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from message_strategies import for_each, messages, places
-from mutations import broken
+from mutations import mutate
 
 from mmpos import Grid, SegmentTable, Text
 from mmpos.client import Decode, Dense, PositionsQuery
@@ -239,7 +239,7 @@ def test_broken_bytes_have_the_answer_that_messages_give(both: Both) -> None:
     small = [raw for raw in pieces if len(raw) < 500]
     chance, seen = random.Random(31), {True: 0, False: 0}
     for turn in range(4000):
-        raw = broken(chance.choice(small), chance, small)
+        raw = mutate(chance.choice(small), chance, small)
         if turn % 2:  # one byte of what is plain, which often stays so
             changed = bytearray(chance.choice([sent for sent in PLAIN.values() if len(sent) < 500]))
             changed[chance.randrange(len(changed))] = chance.choice([0, 1, 2, 3, 5, 9, 100, 255])

@@ -15,7 +15,7 @@ import pytest
 from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import Connection, closed_at_once, message
-from serving import CHECK, LARGE, PLACE, READY, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, asked, query
+from serving import CHECK, LARGE, PLACE, READY, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
 from waiting import eventually
 
 from mmpos_server import listening
@@ -32,9 +32,9 @@ def test_a_path_that_is_no_utf8_ends_no_server(serve: Serve) -> None:
     address = serve().address
     with Connection(address) as connection:
         paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
-        assert [asked(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 4
-        assert asked(connection, b"", REQUEST) == "CANCELLED"  # of which Python is told nothing
-        assert asked(connection, PLACE, REQUEST) == "OK"
+        assert [status_of(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 4
+        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # of which Python is told nothing
+        assert status_of(connection, PLACE, REQUEST) == "OK"
 
 
 def test_broken_bytes_and_none_are_the_callers_mistake(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,8 +42,8 @@ def test_broken_bytes_and_none_are_the_callers_mistake(serve: Serve, caplog: pyt
     with Connection(serve(options={"logs": logs}).address) as connection:
         for path in (CHECK, WATCH, *REFLECTIONS, PLACE, STREAM):
             for raw in (b"\xff\xff", b"\xff" * 3000):
-                assert asked(connection, path, message(raw)) == "INVALID_ARGUMENT", path
-        assert [asked(connection, path, b"") for path in (PLACE, CHECK)] == ["INVALID_ARGUMENT"] * 2
+                assert status_of(connection, path, message(raw)) == "INVALID_ARGUMENT", path
+        assert [status_of(connection, path, b"") for path in (PLACE, CHECK)] == ["INVALID_ARGUMENT"] * 2
     assert {line["event"] for line in logs.lines()} <= {"request", "stream"}
     assert caplog.records == []
 
@@ -60,8 +60,8 @@ def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for _ in range(3):
-            assert asked(connection, PLACE, REQUEST, (b"authorization", b"Bearer secret\xff")) == "OK"
-            assert asked(connection, b"/secret\xff", REQUEST, (b"secret", b"secret\xff")) == "UNIMPLEMENTED"
+            assert status_of(connection, PLACE, REQUEST, (b"authorization", b"Bearer secret\xff")) == "OK"
+            assert status_of(connection, b"/secret\xff", REQUEST, (b"secret", b"secret\xff")) == "UNIMPLEMENTED"
     out, err = capfd.readouterr()
     assert "secret" not in f"{out}{err}{logs.lines()}"
 
@@ -108,7 +108,7 @@ def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(serve: Serv
             code, error = connection.ended(stream)
             assert code == ("DEADLINE_EXCEEDED" if path == STREAM else "CANCELLED"), path
             assert path != STREAM or b"request: only part of it arrived in time" in error
-        assert asked(connection, PLACE, REQUEST) == "OK"
+        assert status_of(connection, PLACE, REQUEST) == "OK"
     assert eventually(lambda: not server.taken() and server.metric("in_flight") == 0)
     time.sleep(0.1)  # the line of a call comes last
     written = logs.lines()
@@ -121,7 +121,7 @@ def test_a_server_that_stops_waits_for_no_half_request() -> None:
         connection = Connection(address)
         stream = connection.call(PLACE)
         connection.send(stream, message(b"half", 1000), end=False)
-        assert asked(connection, CHECK, message(b"")) == "OK"
+        assert status_of(connection, CHECK, message(b"")) == "OK"
         # To stop takes no grace, or this test is ten minutes long: the client does not even answer the goodbye.
     with connection:
         assert connection.ended(stream)[0] in ("CANCELLED", "UNAVAILABLE")
@@ -143,7 +143,7 @@ def test_half_requests_hold_no_more_than_the_share_of_their_client(
         code, error = connection.ended(connection.call(path))
         assert code == "RESOURCE_EXHAUSTED"
         assert f"clients.max_share of {gate} of '127.0.0.1': got {share} taken of {share}".encode() in error
-        assert asked(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
+        assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
 
 
@@ -295,15 +295,15 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> Non
 def test_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
     address = serve(connections={"max_connections": 3}).address
     with Connection(address) as first, Connection(address) as second, Connection(address) as third:
-        assert [asked(each, PLACE, REQUEST) for each in (first, second, third)] == ["OK"] * 3
+        assert [status_of(each, PLACE, REQUEST) for each in (first, second, third)] == ["OK"] * 3
         assert closed_at_once(address)
-        assert asked(first, PLACE, REQUEST) == "OK"
+        assert status_of(first, PLACE, REQUEST) == "OK"
 
 
 def test_a_connection_without_calls_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "IDLE_SECONDS", 0.2)
     with Connection(serve().address) as connection:
-        assert asked(connection, PLACE, REQUEST) == "OK"
+        assert status_of(connection, PLACE, REQUEST) == "OK"
         assert connection.closed()
 
 

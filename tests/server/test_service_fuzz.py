@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis.strategies import SearchStrategy
 from message_strategies import INFER, LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
-from mutations import broken
+from mutations import mutate
 from refusals import is_sentence
 from shared_objects import Objects, shared
 from victim import STATUSES, Answer, Victim
@@ -156,11 +156,11 @@ def test_text_that_is_not_utf_8_is_refused(server: Victim) -> None:
 # Bytes.
 
 
-def mutate(server: Victim, method: str, number: int) -> None:
+def check_mutations(server: Victim, method: str, number: int) -> None:
     chance = random.Random(method)
     raw, statuses = corpus(method, 40), set()
     for _ in range(number):
-        sent = broken(chance.choice(raw), chance, raw)
+        sent = mutate(chance.choice(raw), chance, raw)
         answer = server.call(method, sent)
         try:
             check(method, answer)
@@ -175,13 +175,13 @@ MUTABLE = [INFER, *(method for method in REQUESTS if method != "InfoService/GetI
 
 @pytest.mark.parametrize("method", MUTABLE)
 def test_bytes_that_were_messages(server: Victim, method: str) -> None:
-    mutate(server, method, 200)
+    check_mutations(server, method, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", MUTABLE)
 def test_tens_of_thousands_of_messages(server: Victim, method: str, request: pytest.FixtureRequest) -> None:
-    mutate(server, method, int(request.config.getoption("--mutations")) // len(MUTABLE))
+    check_mutations(server, method, int(request.config.getoption("--mutations")) // len(MUTABLE))
 
 
 @pytest.mark.parametrize("method", [*REQUESTS, INFER])

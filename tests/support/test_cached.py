@@ -1,4 +1,4 @@
-"""cached_property: one value per instance, also of frozen dataclasses, and no lock for a forked child to wait for."""
+"""cached_property: one value per instance, also of frozen dataclasses, without a lock that can block a forked child."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mmpos.support.cached import cached_property
 
-WAIT = 60  # seconds, after which a child that hangs is killed
+WAIT = 60  # seconds before a blocked child is killed
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Frozen:
 
     @cached_property
     def value(self) -> list[int]:
-        """Return a list of its own."""
+        """Return a new list."""
         if self.started is not None and self.release is not None:
             self.started.set()
             self.release.wait(WAIT)
@@ -33,12 +33,12 @@ def test_a_value_is_computed_once_for_each_instance() -> None:
     assert assert_type(one.value, list[int]) is one.value
     assert one.value is not other.value
     assert vars(one)["value"] is one.value
-    assert Frozen.value.__doc__ == "Return a list of its own."
+    assert Frozen.value.__doc__ == "Return a new list."
     with pytest.raises(FrozenInstanceError):
         one.value = [1]
 
 
-def test_threads_that_compute_a_value_at_once_get_the_same_object() -> None:
+def test_threads_that_compute_a_value_concurrently_get_the_same_object() -> None:
     shared = Frozen(threading.Event(), threading.Event())
     assert shared.started is not None
     assert shared.release is not None
@@ -55,7 +55,7 @@ def test_threads_that_compute_a_value_at_once_get_the_same_object() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the situation under test
-def test_a_child_forked_while_a_thread_computes_a_value_computes_its_own() -> None:
+def test_a_child_forked_during_a_computation_computes_its_own_value() -> None:
     busy = Frozen(threading.Event(), threading.Event())
     assert busy.started is not None
     assert busy.release is not None

@@ -1,6 +1,6 @@
-"""The files of a release: what they hold, and how they run and are typed where nothing else is installed.
+"""The files of a release: their contents, and their use in environments where nothing else is installed.
 
-The tests build a source archive and a wheel. `make dist` lets them judge its own: pytest --release FOLDER.
+The tests build a source archive and a wheel. `make dist` passes its own files instead: pytest --release FOLDER.
 """
 
 import os
@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dist")]
 
 
 def run(*command: str | Path, cwd: Path, code: int = 0, env: Mapping[str, str] = os.environ) -> str:
-    """Run a program that ends with this code, and give its output."""
+    """Run a program, check its exit code, and return its output."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout or done.stderr
 
 
 def tracked(folder: str = ".") -> set[str]:
-    """Return the files that git knows of, relative to the folder."""
+    """Return the files tracked by git, relative to the folder."""
     return set(run("git", "ls-files", cwd=ROOT / folder).splitlines())
 
 
@@ -66,7 +66,7 @@ def test_the_release_is_a_source_archive_and_wheels_for_every_python(release: Pa
     assert [match and match[1] for match in named] in ([platform.machine()], ["aarch64", "x86_64"])
 
 
-def test_wheels_hold_the_three_packages_and_the_extension(release: Path) -> None:
+def test_wheels_contain_the_three_packages_and_the_extension(release: Path) -> None:
     packages = {f"mmpos/{name}" for name in tracked("mmpos")} | tracked("server")
     packages |= {name for name in tracked("benchmarks") if name.startswith("mmpos_bench/")}
     written = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt"]
@@ -78,7 +78,7 @@ def test_wheels_hold_the_three_packages_and_the_extension(release: Path) -> None
         assert names == packages | {"mmpos/_native.abi3.so"} | about
 
 
-def test_the_source_archive_holds_all_that_git_tracks(release: Path) -> None:
+def test_the_source_archive_contains_all_tracked_files(release: Path) -> None:
     with tarfile.open(release / f"{NAME}.tar.gz") as archive:
         names = {member.name for member in archive if member.isfile()}
     written = {"PKG-INFO", "setup.cfg"}
@@ -92,14 +92,14 @@ Command = list[str | Path]
 
 @dataclass(frozen=True)
 class Bare:
-    """An environment with nothing in it, and a folder to work in that is nobody's.
+    """An empty environment, and a working folder outside the tree.
 
     Args:
-        here: the folder.
-        python: the interpreter.
-        program: the program mmpos, once it is installed.
-        install: what installs the requirements that follow.
-        variables: the environment variables of all of them.
+        here: the working folder.
+        python: command of the interpreter.
+        program: command of mmpos, once it is installed.
+        install: command that installs the requirements after it.
+        variables: environment variables of all commands.
     """
 
     here: Path
@@ -126,7 +126,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def bare_environment(here: Path, *, compiler: bool = True) -> Bare:
-    """One for the Python that runs the tests."""
+    """Create an environment for the Python that runs the tests."""
     run(UV, "venv", "--python", sys.executable, "../environment", cwd=here)
     programs = here.parent / "environment/bin"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -137,7 +137,7 @@ def bare_environment(here: Path, *, compiler: bool = True) -> Bare:
 
 
 def bare_arm64(here: Path) -> Bare:
-    """One for a Python of ARM64, in an emulator."""
+    """Create an environment for an ARM64 Python in an emulator."""
     site, binary = here.parent / "site", (ARM64 / "python").resolve()
     python: Command = ["qemu-aarch64", "-L", ARM64, binary]
     target = f"--python-version={binary.name.removeprefix('python')} --python-platform=aarch64-manylinux_2_28".split()
@@ -155,16 +155,16 @@ assert_type(place(SegmentTable.from_documents([[Text(3)]])), PositionTable)
 """
 
 
-def draw(bare: Bare) -> None:
-    """The demo prints and draws what it does here."""
-    said = bare.mmpos("demo", "-o", "demo.png")
+def check_demo(bare: Bare) -> None:
+    """Check that the demo prints and draws the same as here."""
+    output = bare.mmpos("demo", "-o", "demo.png")
     assert [path.name for path in bare.here.iterdir()] == ["demo.png"]
     with Image.open(bare.here / "demo.png") as picture:
         picture.verify()
-    assert said == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=bare.here)
+    assert output == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=bare.here)
 
 
-def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(release: Path, here: Path) -> None:
+def test_the_wheel_runs_and_names_the_pip_command_of_a_missing_package(release: Path, here: Path) -> None:
     bare = bare_environment(here)
     (wheel,) = release.glob(f"*{platform.machine()}.whl")
     bare.run(*bare.install, wheel)
@@ -174,8 +174,8 @@ def test_the_wheel_runs_and_names_the_command_that_installs_what_it_lacks(releas
     assert hint == f"mmpos: error: the command line: typer is not installed, want {pip_install('cli')}\n"
     pip, install, *wanted = shlex.split(pip_install("cli"))
     assert (pip, install) == ("pip", "install")
-    bare.run(*bare.install, *wanted)  # keeps what is installed
-    draw(bare)
+    bare.run(*bare.install, *wanted)  # keeps installed packages
+    check_demo(bare)
     (bare.here / "typed.py").write_text(TYPED)
     checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
     bare.run(*checker, "--ignore-missing-imports", "typed.py")
@@ -189,7 +189,7 @@ def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -
     bare.run(*bare.install, f"multimodal-positions[cli] @ {wheel.as_uri()}", "pytest", "hypothesis")
     info = bare.info()
     assert (info["extension"], info["machine"]) == ("built", "Linux aarch64")
-    draw(bare)
+    check_demo(bare)
     tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/images/test_native_patches.py"]
     assert " passed" in run(
         *bare.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT, env=bare.variables
@@ -198,6 +198,6 @@ def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -
 
 def test_the_source_archive_without_a_compiler_uses_numpy(release: Path, here: Path) -> None:
     bare = bare_environment(here, compiler=False)
-    built_again = ["--refresh-package", "multimodal-positions"]  # uv keeps the wheels that it builds
+    built_again = ["--refresh-package", "multimodal-positions"]  # uv caches the wheels that it builds
     bare.run(*bare.install, *built_again, release / f"{NAME}.tar.gz")
     assert bare.info()["extension"] == "not built, numpy is used"

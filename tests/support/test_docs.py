@@ -1,4 +1,4 @@
-"""Every example in the documents runs and prints what the document says."""
+"""Every example in the documents runs and prints the output in the document."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Yield a server behind the address that the documents name."""
+    """Start a server; its address replaces the address in the documents."""
     with running() as address:
         yield address
 
@@ -46,9 +46,8 @@ def test_a_python_block_prints_the_text_block_after_it(
     code: str, output: str | None, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = io.StringIO()
-    monkeypatch.chdir(
-        ROOT if re.search("examples/|mmpos/photos/", code) else tmp_path
-    )  # anywhere, but for those that run one of ours
+    # Examples that use files of the tree need its root.
+    monkeypatch.chdir(ROOT if re.search("examples/|mmpos/photos/", code) else tmp_path)
     code = _served(code, request)
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "example", "exec"), {"__name__": "example"})
@@ -70,12 +69,12 @@ def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() ->
 
 
 @pytest.mark.slow
-def test_the_program_that_times_readings_of_a_million_tokens_reads_them_right(
+def test_the_program_that_times_probe_readings_of_a_million_tokens_is_correct(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (ROOT / "docs/probe.md").read_text()
     (code,) = (match[3] for match in BLOCK.finditer(page) if "process_time" in match[3])
-    exec(compile(code, "example", "exec"), {})  # which asserts the ids, and prints the time
+    exec(compile(code, "example", "exec"), {})  # the program asserts the ids and prints the time
     lines = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert lines == ["1,000,000 tokens, axes=1", "1,000,000 tokens, axes=3"]
 
@@ -97,12 +96,12 @@ def test_console_lines_succeed_and_print_the_text_block_after_them(
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_to_files_and_headings(path: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(path: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
         target, _, heading = link.partition("#")
         page = path.parent / target if target else path
         assert page.exists(), link
-        generated = page.resolve().parent == ROOT / "docs/reference/api"  # whose anchors the site's build checks
+        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the build of the site checks its anchors
         assert not heading or generated or heading in headings(page), link
 
 
@@ -116,21 +115,21 @@ def test_names_and_paths_in_the_text_of_a_page_exist(path: Path) -> None:
 
 
 def headings(page: Path) -> list[str]:
-    """Return the anchors that a page of Markdown has, one per heading."""
+    """Return the anchors of the headings of a Markdown page."""
     titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_and_links_every_page_outside_the_site() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.encode()) <= 8_000
     linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)", readme)}
-    assert len(re.findall(r"^\| \*\*", readme, re.MULTILINE)) == 5  # the doors
+    assert len(re.findall(r"^\| \*\*", readme, re.MULTILINE)) == 5  # the rows of ways in
     outside = {page for page in PAGES if ROOT / "docs" not in page.parents and page.name != "README.md"}
     assert (outside | {ROOT / "docs/index.md"}) - linked == set()
 
 
-def test_the_site_leads_to_every_page_and_pages_are_short_and_link_to_each_other_alone() -> None:
+def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_inside() -> None:
     folder = ROOT / "docs"
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")}
@@ -151,18 +150,18 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 
 def _served(code: str, request: pytest.FixtureRequest) -> str:
-    """Return the example with the address of a server that is there, if it names one."""
+    """Replace the address in an example by the address of a running server."""
     return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code
 
 
-def test_the_tests_that_the_page_of_differences_names_exist() -> None:
+def test_tests_named_on_the_differences_page_exist() -> None:
     named = set(
         re.findall(r"`(test_\w+)`", "".join(page.read_text() for page in (ROOT / "docs").glob("differences*.md")))
     )
-    there = {
+    existing = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
     assert len(named) > 10
-    assert named - there == set()
+    assert named - existing == set()

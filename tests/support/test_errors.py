@@ -1,4 +1,4 @@
-"""Bad input: every refusal is an error of mmpos that says what, got and want."""
+"""Bad input: every refusal is an error of mmpos that names the argument, the value and the expectation."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ READ_ONLY.flags.writeable = False
 
 
 def label(value: object) -> str:
-    """Return the name of a test: the message."""
+    """Return the id of a test: the start of the message."""
     return value[:60] if isinstance(value, str) else "call"
 
 
 def refused(error: type[Exception], call: Callable[[], object]) -> str:
-    """Return the message of the error, which is exactly of this type."""
+    """Return the message of an error of exactly this type."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
     return str(caught.value)
 
 
-def test_the_tree_of_exceptions() -> None:
+def test_the_exceptions_have_documented_base_classes() -> None:
     assert InvalidInputError.__mro__[1:3] == (MmposError, ValueError)
     assert UnsupportedError.__mro__[1:5] == (MmposError, NotImplementedError, RuntimeError, ValueError)
     assert LimitExceededError.__mro__[1:3] == (MmposError, ValueError)
-    assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # no fault of what was asked
+    assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # not the fault of the request
 
 
 CHECKS: list[Refusal] = [
@@ -93,10 +93,10 @@ CHECKS: list[Refusal] = [
     (lambda: checks.per_document("d", [0], 2, minimum=0), "d: got shape (1,), want (2,)"),
     (lambda: checks.per_document("d", [0, -1], 2, minimum=0), "d[1]: got -1, want >= 0"),
 ]
-"""How every argument of a kind is checked; below, that each is."""
+"""Checks of each kind of argument; the lists below test that every argument is checked."""
 
 
-def test_ragged_lists_are_no_arrays() -> None:
+def test_ragged_lists_are_refused_as_arrays() -> None:
     message = refused(InvalidInputError, lambda: checks.int_array("a", [[1], [1, 2]], (None,)))
     assert message.startswith("a: got list, want an array of numbers on the host")
 
@@ -318,7 +318,7 @@ VIEWS: list[Refusal] = [
 @pytest.mark.parametrize(
     ("call", "message"), [*CHECKS, *PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
 )
-def test_invalid_input(call: Callable[[], object], message: str) -> None:
+def test_invalid_input_is_refused(call: Callable[[], object], message: str) -> None:
     assert refused(InvalidInputError, call) == message
 
 
@@ -405,7 +405,7 @@ LIMITS: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), LIMITS, ids=label)
-def test_limits(call: Callable[[], object], message: str) -> None:
+def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
     assert refused(LimitExceededError, call) == message
 
 
@@ -420,11 +420,11 @@ UNSUPPORTED: list[Refusal] = [
     ),
     (
         lambda: placed([Text(2), Grid(3, 2)], Grid2D(first=1)),
-        "grid-2d: got a text of 2 tokens, want class tokens, each Text(1)",
+        "grid-2d: got text of 2 tokens, want class tokens, each a Text(1)",
     ),
     (
         lambda: placed([Grid(3, 2)], Grid2D(order="merged", spatial_merge_size=2)),
-        "grid-2d: got a grid whose sides spatial_merge_size=2 does not divide, want whole blocks",
+        "grid-2d: got a grid whose sides are not divisible by spatial_merge_size=2, want whole blocks",
     ),
     (lambda: place(SEGMENTS, "rows", [0, 1]), "start: got one per document, want one integer: rows cannot be resumed"),
     (
@@ -445,7 +445,7 @@ def test_undefined_results_of_a_scheme_are_unsupported(call: Callable[[], object
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().frames])
-def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
+def test_frames_are_refused_by_schemes_without_a_frame_axis(name: str) -> None:
     segments = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 2, frames=2)]])
     if not SCHEMES[name].text:
         return
@@ -454,7 +454,7 @@ def test_frames_where_there_is_no_axis_for_them(name: str) -> None:
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
 
 
-def test_which_schemes_take_frames_and_separators() -> None:
+def test_schemes_declare_support_of_frames_and_separators() -> None:
     flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope", "flux", "flux2", "flux3"}
     flat |= {"qwen-image-2.1", "longcat-image", "ovis-image", "ideogram4", "hunyuan-image", "bagel"}
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
@@ -463,28 +463,28 @@ def test_which_schemes_take_frames_and_separators() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().row_separators])
-def test_row_separators_where_there_is_no_place_for_them(name: str) -> None:
+def test_row_separators_are_refused_by_schemes_without_them(name: str) -> None:
     segments = from_documents([[Grid(1, 1), Grid(1, 2, row_separator=True)]])
     message = f"documents[0][1]: got a grid with row separators, want none in scheme '{name}'"
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
 
 
-TOUCHING = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 1), Grid(2, 2)]])
+ADJACENT = from_documents([[Grid(1, 1)], [Grid(1, 1), Text(1), Grid(1, 1), Grid(2, 2)]])
 TIES = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]
 
 
 @pytest.mark.parametrize("name", TIES)
-def test_grids_that_touch_are_refused_in_the_tie_family(name: str) -> None:
+def test_adjacent_grids_are_refused_in_the_tie_family(name: str) -> None:
     message = (
         f"documents[1][3]: got a grid right after a grid, want text between them in {name} "
         "(markers such as [IMG] and [/IMG] do), or strict=False"
     )
-    assert refused(InvalidInputError, lambda: place(TOUCHING, name)) == message
-    assert place(TOUCHING, name, strict=False).num_tokens == 8
+    assert refused(InvalidInputError, lambda: place(ADJACENT, name)) == message
+    assert place(ADJACENT, name, strict=False).num_tokens == 8
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name not in TIES])
-def test_grids_may_touch_in_every_other_scheme(name: str) -> None:
+def test_adjacent_grids_are_accepted_by_every_other_scheme(name: str) -> None:
     segments = from_documents([[Grid(1, 1), Grid(2, 2)]])
     assert place(segments, name).num_tokens == 5
     assert "documents[0][1]: got a grid right after" in refused(
@@ -511,5 +511,5 @@ def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
         "Protocol message Foo has no field x",
     ],
 )
-def test_errors_of_python_are_no_refusals(message: str) -> None:
+def test_errors_of_python_are_not_accepted_as_refusals(message: str) -> None:
     assert not is_sentence(message)

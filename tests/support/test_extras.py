@@ -1,4 +1,4 @@
-"""The name under which mmpos is distributed: in pip commands, errors and pages, and beside others with its import."""
+"""The distribution name of mmpos: in pip commands, errors and pages, and next to others with the same import name."""
 
 import re
 import runpy
@@ -22,7 +22,7 @@ SOURCES = [*(ROOT / "mmpos").rglob("*.py"), *(ROOT / "server").rglob("*.py")]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks/README.md"]
 
 
-def test_a_missing_package_is_an_error_with_its_name_and_the_pip_command() -> None:
+def test_a_missing_package_raises_an_error_with_its_name_and_the_pip_command() -> None:
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         import_module("no_such_package")
     assert str(raised.value) == 'ducks: no_such_package is not installed, want pip install "multimodal-positions[pond]"'
@@ -33,31 +33,31 @@ def test_a_missing_package_is_an_error_with_its_name_and_the_pip_command() -> No
 @pytest.mark.parametrize(
     "error",
     [
-        ImportError("libcudart.so: no such file", name="torch"),  # there, but broken
-        ModuleNotFoundError("could not import", name=None),  # in the words of the package
-        ModuleNotFoundError("No module named 'mmpos.nothing'", name="mmpos.nothing"),  # a mistake of ours
+        ImportError("libcudart.so: no such file", name="torch"),  # installed, but broken
+        ModuleNotFoundError("could not import", name=None),  # raised by the package itself
+        ModuleNotFoundError("No module named 'mmpos.nothing'", name="mmpos.nothing"),  # our own mistake
         ModuleNotFoundError("No module named 'mmpos_server.nothing'", name="mmpos_server.nothing"),
     ],
     ids=str,
 )
-def test_other_errors_of_an_import_stay_as_they_are(error: ImportError) -> None:
+def test_other_import_errors_are_not_changed(error: ImportError) -> None:
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         raise error
     assert raised.value is error
 
 
-def test_lazy_names_are_imported_when_asked_for() -> None:
+def test_lazy_names_are_imported_on_access() -> None:
     get, names = lazy_names("mmpos.sequence", {"video": "video", "Video": "video", "Duck": "pond"}, extra="hf")
     assert get("video") is import_module("mmpos.sequence.video")
     assert get("Video") is mmpos.Video
     assert {"video", "Video", "Duck", "SequenceBuilder"} <= set(names())
     with pytest.raises(AttributeError, match=r"^module 'mmpos.sequence' has no attribute 'Goose'$"):
         get("Goose")
-    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):  # a mistake of ours is no missing package
+    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):  # our own mistake is not a missing package
         get("Duck")
 
 
-def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lazy_name_becomes_an_attribute_of_its_package_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(mmpos), "fingerprint", raising=False)
     listed = dir(mmpos)
     first = mmpos.fingerprint
@@ -70,16 +70,16 @@ def test_a_lazy_name_is_an_attribute_of_its_package_from_the_first_use_on(monkey
 @pytest.mark.parametrize(
     ("example", "module", "packages"), [("verl_rollouts", "verl", "verl tensordict"), ("probe_vllm", "vllm", "vllm")]
 )
-def test_an_example_says_in_one_line_what_it_needs(
+def test_an_example_names_its_missing_package_in_one_line(
     monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it takes seconds, and is not used before
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # its import takes seconds, and it is not used here
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
         runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 
-def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
+def test_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
     hinting = "\n".join(text for text in texts.values() if "mmpos.support.extras" in text)
@@ -87,7 +87,7 @@ def test_one_place_words_pip_commands_and_every_extra_has_one() -> None:
     assert set(named) == set(PROJECT["optional-dependencies"])
 
 
-def test_the_page_on_installing_lists_every_extra() -> None:
+def test_the_install_page_lists_every_extra() -> None:
     table = (ROOT / "docs/install.md").read_text().partition("| extra | gives |")[2].partition("\n\n")[0]
     listed = [extra for row in table.splitlines()[2:] for extra in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
@@ -103,7 +103,7 @@ def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path)
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
 
 
-def test_all_files_that_repeat_the_version_have_that_of_the_project() -> None:
+def test_all_files_with_a_version_have_the_version_of_the_project() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
@@ -117,13 +117,13 @@ def test_all_files_that_repeat_the_version_have_that_of_the_project() -> None:
     assert copies == [PROJECT["version"]] * 4
 
 
-def test_release_notes_are_the_topmost_section_of_the_changelog() -> None:
+def test_release_notes_are_the_first_section_of_the_changelog() -> None:
     done = subprocess.run(["make", "-s", "release-notes"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout in (ROOT / "CHANGELOG.md").read_text()
     assert [line for line in done.stdout.splitlines() if line.startswith("## ")] == done.stdout.splitlines()[:1]
 
 
-def test_another_distribution_with_the_same_import_is_a_warning(
+def test_another_distribution_with_the_same_import_name_raises_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with warnings.catch_warnings():
@@ -134,17 +134,17 @@ def test_another_distribution_with_the_same_import_is_a_warning(
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: mmpos\nVersion: 0.2.3\n")
     (other / "top_level.txt").write_text("mmpos\n")
     monkeypatch.syspath_prepend(tmp_path)
-    said = (
+    message = (
         "import mmpos: got it from mmpos, multimodal-positions, want multimodal-positions alone: "
         "pip uninstall mmpos multimodal-positions, then install multimodal-positions again"
     )
-    with pytest.warns(UserWarning, match=f"^{re.escape(said)}$"):
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         assert mmpos.info() == alone
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert main(["info"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == f"mmpos: warning: {said}\n"
+    assert captured.err == f"mmpos: warning: {message}\n"
     assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]
 
 

@@ -1,4 +1,4 @@
-"""Files that we write: wholly or not at all, and the system's words with the path where it cannot be done."""
+"""Files are written completely or not at all, and errors of the system name the path."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ IDS = place(SegmentTable.from_documents([[Text(5000)]]))
         lambda url: BatchDataset([], get_example, Batcher(1), quarantine=url),
     ],
 )
-def test_a_url_in_place_of_a_path_is_refused_before_any_work(use: Callable[[str], object]) -> None:
+def test_a_url_instead_of_a_path_is_refused_before_any_work(use: Callable[[str], object]) -> None:
     with pytest.raises(InvalidInputError, match=r": got 's3://bucket/x\.png', want a path on this machine, not a URL$"):
         use("s3://bucket/x.png")
 
 
-def test_a_folder_may_have_the_name_of_a_scheme() -> None:
+def test_a_folder_may_be_named_like_a_url_scheme() -> None:
     assert [local_path("", path) for path in ("./s3:/x", "a:/x", "/x/s3://y")] == [
         Path(path) for path in ("s3:/x", "a:/x", "/x/s3:/y")
     ]
 
 
-def test_a_file_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with whole_file(path) as file:
         file.write(b"first")
         assert not path.exists()
     with pytest.raises(TypeError), whole_file(path) as file:
         file.writelines([b"second", "no bytes"])  # type: ignore[list-item]
-    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"x": "first"}
+    assert {written.name: written.read_text() for written in tmp_path.iterdir()} == {"x": "first"}
     write_text(path, "zweite Ähre")
     assert path.read_bytes() == "zweite Ähre".encode()
 
@@ -78,7 +78,7 @@ def write_ready(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("room", [0, 4096])
-def test_a_full_disk_leaves_what_was_there_and_is_said_with_the_path(
+def test_a_full_disk_keeps_the_old_file_and_raises_an_error_with_the_path(
     tmp_path: Path, full_disk: FullDisk, name: str, write: Callable[[Path], None], room: int
 ) -> None:
     path = tmp_path / name
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_said_with_the_path(
     ("arguments", "name"),
     [(["positions", "5000"], "a.npy"), (["plot", "ids", "5000"], "a.png"), (["plot", "growth"], "a.svg")],
 )
-def test_a_command_says_in_one_line_that_it_cannot_write(
+def test_a_command_reports_in_one_line_that_it_cannot_write(
     tmp_path: Path,
     full_disk: FullDisk,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,13 +104,13 @@ def test_a_command_says_in_one_line_that_it_cannot_write(
     name: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for path, words in ((name, "File too large"), (f"none/{name}", "No such file or directory")):
+    for path, reason in ((name, "File too large"), (f"none/{name}", "No such file or directory")):
         with full_disk(1000):
             assert main([*arguments, "-o", path]) == 1
         captured = capsys.readouterr()
         assert captured.out == ""
         assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err)
-        assert words in captured.err
+        assert reason in captured.err
         assert path in captured.err
     assert list(tmp_path.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_a_path_that_cannot_be_a_file_is_named(tmp_path: Path, path: str, error:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_links_and_permissions_stay(tmp_path: Path) -> None:
+def test_links_and_permissions_are_kept(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "a"
     target.touch(mode=0o600)
@@ -152,7 +152,7 @@ def test_links_and_permissions_stay(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "folder" / "b").stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode)
 
 
-def test_a_pipe_and_a_device_are_written_to_as_they_are(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_written_directly(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -165,7 +165,7 @@ def test_a_pipe_and_a_device_are_written_to_as_they_are(tmp_path: Path) -> None:
             write_text("/dev/full", "a")
 
 
-def test_libraries_get_no_descriptor_to_write_to_on_their_own(tmp_path: Path) -> None:
+def test_libraries_get_no_file_descriptor_to_bypass_the_file_object(tmp_path: Path) -> None:
     with whole_file(tmp_path / "a.npy") as file:
         np.save(file, np.arange(5))
         with pytest.raises(OSError, match="fileno"):

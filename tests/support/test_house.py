@@ -1,4 +1,4 @@
-"""The house as CONTRIBUTING.md draws it: what its rules and README say of the code, counted."""
+"""The rules of CONTRIBUTING.md, and the counts in it and in README.md, compared with the code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Return every file that is written by hand, by its name as a module."""
-    found = {}
+    """Parse every hand-written file, by module name."""
+    trees = {}
     for home, package in ((".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")):
         for path in sorted((ROOT / home / package).rglob("*.py")):
             if "_pb2" not in path.name:
                 name = ".".join(path.relative_to(ROOT / home).with_suffix("").parts)
-                found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+                trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -48,25 +48,25 @@ def test_no_two_classes_share_a_name() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(module)
-    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
-"""Names of Python that its documentation has, although they begin so."""
+"""Documented names of Python that begin with an underscore."""
 
 ALLOWED = {
-    "mmpos.integrations.hf.patching": {"anatomy.base._forward_pre_hooks"},  # a hook that is there is not added again
-    "mmpos.rotary.device": {"torch._C"},  # whether a mode of torch sees operators: no public function tells
-    # Without a level nothing has a tangent: to unpack q and k takes 2 of 9 µs.
+    "mmpos.integrations.hf.patching": {"anatomy.base._forward_pre_hooks"},  # a hook is not added twice
+    "mmpos.rotary.device": {"torch._C"},  # no public function reports whether a mode of torch sees operators
+    # Without a dual level no tensor has a tangent, and unpacking q and k would take 2 of 9 µs.
     "mmpos.rotary.memory": {"torch._C", "_len_torch_dispatch_stack", "_current_level"},
-    "mmpos.rotary.operators": {"torch._ops"},  # the type of an operator, for annotations
-    "mmpos_bench.cuda": {"torch.cuda._sleep"},  # a stream that is busy for a known time
+    "mmpos.rotary.operators": {"torch._ops"},  # the type of operators, for annotations
+    "mmpos_bench.cuda": {"torch.cuda._sleep"},  # keeps a stream busy for a known time
 }
-"""Names of other projects that rule 8 of CONTRIBUTING.md would refuse, with the reason, by file."""
+"""Exceptions to rule 8 of CONTRIBUTING.md, by module, each with its reason."""
 
 
-def strange(tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """Yield the underscored modules and names of other projects that a file uses."""
+def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield the underscored modules and names of other projects in a file."""
 
     def private(name: object) -> bool:
         text = str(name)
@@ -84,7 +84,7 @@ def strange(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from filter(private, named)
 
 
-def test_names_of_other_projects_are_those_of_their_documentation() -> None:
+def test_only_documented_names_of_other_projects_are_used() -> None:
     own = {name.rpartition(".")[2] for name, _ in functions()}
     for module, tree in modules().items():
         own.add(module.rpartition(".")[2])
@@ -93,31 +93,31 @@ def test_names_of_other_projects_are_those_of_their_documentation() -> None:
                 own.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 own.add(node.id if isinstance(node, ast.Name) else node.attr)
-    used = {module: {*strange(tree, own)} for module, tree in modules().items()}
-    used = {module: found for module, found in used.items() if found}
+    used = {module: {*private_names(tree, own)} for module, tree in modules().items()}
+    used = {module: names for module, names in used.items() if names}
     assert used.keys() == ALLOWED.keys(), used
-    for module, found in used.items():
-        assert all(any(name in each for name in ALLOWED[module]) for each in found), found
+    for module, names in used.items():
+        assert all(any(allowed in name for allowed in ALLOWED[module]) for name in names), names
     rooms = ("mmpos_server", "mmpos.client", "mmpos.rpc")
     texts = {module: ast.unparse(tree) for module, tree in modules().items() if module.startswith(rooms)}
     assert {module for module, text in texts.items() if re.search(r"grpc\._|cygrpc", text)} == set()
-    wrong = strange(ast.parse("import grpc._x\nfrom asyncio import _y\na.b._z\ngetattr(a, '_w')"), set())
+    wrong = private_names(ast.parse("import grpc._x\nfrom asyncio import _y\na.b._z\ngetattr(a, '_w')"), set())
     assert sorted(wrong) == ["_w", "a.b._z", "asyncio._y", "grpc._x"]
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    # The pages of names, __init__.py, are no part of one: they import for others.
+def test_imports_have_no_cycles() -> None:
+    # __init__.py files are excluded, since they only import names for users.
     files = {name: tree for name, tree in modules().items() if not name.startswith("mmpos_server.")}
     imported: dict[str, set[str]] = defaultdict(set)
     for module, tree in files.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
-                names = {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
                 imported[module] |= names & files.keys()
     assert list(TopologicalSorter(imported).static_order())
 
 
-def test_the_picture_of_the_house_has_every_room_and_no_other() -> None:
+def test_the_tree_in_contributing_lists_exactly_the_packages() -> None:
     (picture,) = re.findall(r"```text\nmmpos/\n(.*?)```", PAGES["CONTRIBUTING.md"], re.DOTALL)
     left = " ".join(re.findall(r"^  (\S.*?)   ", picture, re.MULTILINE))
     rooms = {path.parent.name for path in (ROOT / "mmpos").glob("*/__init__.py")}
@@ -126,20 +126,20 @@ def test_the_picture_of_the_house_has_every_room_and_no_other() -> None:
     assert f"the {WORDS[len(rooms)]} rooms of the package" in PAGES["README.md"]
 
 
-def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
+def test_the_layers_in_contributing_equal_the_checked_ones() -> None:
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert contract["type"] == "layers"
     assert "```text\n" + "\n".join(contract["layers"]) + "\n```" in PAGES["CONTRIBUTING.md"]
 
 
-def test_triton_is_named_by_the_kernels_alone() -> None:
+def test_only_the_kernels_import_triton() -> None:
     named = [
         module for module, tree in modules().items() if re.search(r"\bimport triton\b|from triton\b", ast.unparse(tree))
     ]
     assert {module.rpartition(".")[0] for module in named if module.startswith("mmpos.")} == {"mmpos.rotary.kernel"}
 
 
-def test_the_schemes_are_as_many_as_the_pages_say() -> None:
+def test_the_readme_counts_the_schemes() -> None:
     assert len(mmpos.SCHEMES) == 43
     assert "RoPE-Tie, M-RoPE and forty-one\nother schemes" in PAGES["README.md"]
     assert "the source of all forty-three" in PAGES["README.md"]
@@ -149,7 +149,7 @@ PHRASES = tomllib.loads((ROOT / "tests/support/phrases.toml").read_text(encoding
 
 
 def objections(path: str, text: str) -> Iterator[str]:
-    """Yield what a file writes against the words of phrases.toml, with the number of its line."""
+    """Yield every violation of phrases.toml in a file, with its line number."""
     for phrase in PHRASES["phrases"]:
         for match in re.finditer(phrase.replace(" ", r"\s+(?:(?:#:?|//|\*|\") )?"), text):
             yield f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"
@@ -158,7 +158,7 @@ def objections(path: str, text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             words = (ast.get_docstring(node) or "").split("\n")[0]
-            free = node.name.startswith("test_") or any("property" in ast.unparse(each) for each in node.decorator_list)
+            free = node.name.startswith("test_") or any("property" in ast.unparse(name) for name in node.decorator_list)
             if re.match(PHRASES["beginnings"], words) and not free:
                 yield f"{path}:{node.lineno}: {words}"
             if node.name.startswith("test_") and any(word in node.name for word in PHRASES["test_names"]):
@@ -170,7 +170,7 @@ def objections(path: str, text: str) -> Iterator[str]:
 
 
 def test_files_use_plain_english() -> None:
-    """Read every room but those that wait, which are named one by one until none is left."""
+    """All folders are checked except those listed as waiting in phrases.toml."""
     rooms = ("mmpos", "server", "benchmarks", "csrc", "proto/mmpos", "deploy", "docs", "tests", "examples")
     kinds = {".py", ".c", ".h", ".proto", ".md", ".toml", ".yaml"}
     files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds]

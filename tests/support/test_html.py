@@ -1,4 +1,4 @@
-"""HTML for notebooks and reports: what it says, and that nothing of a user becomes markup."""
+"""HTML for notebooks and reports: its contents, and the escaping of user text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SEGMENTS = SegmentTable.from_documents([[Text(2)], [Text(3), Grid(2, 3), Text(2)
 
 
 def test_a_table_shows_its_segments_with_their_ids() -> None:
-    shown = place(SEGMENTS)._repr_html_()
-    cells = re.findall("<td>(.*?)</td>", shown)
+    html = place(SEGMENTS)._repr_html_()
+    cells = re.findall("<td>(.*?)</td>", html)
     assert cells[5:15] == ["2 to 4", "1", "text", "0, 0", "2, 2", "5 to 10", "1", "grid, 2×3", "6, 5", "10, 11"]
 
 
-def test_a_long_table_says_how_many_segments_it_hides() -> None:
+def test_a_long_table_shows_the_number_of_hidden_segments() -> None:
     many = SegmentTable.from_documents([[Text(1)]] * 23)
     assert "<p>3 more segments</p>" in place(many)._repr_html_()
 
@@ -33,9 +33,9 @@ def test_a_long_table_says_how_many_segments_it_hides() -> None:
 def test_a_diagnosis_shows_its_sentences_and_a_map() -> None:
     ids = place(SEGMENTS).dense()
     ids[:, 6:8] += 1
-    shown = diagnose(ids, SEGMENTS)._repr_html_()
-    assert "2 of 13 tokens differ" in shown
-    assert re.findall("<title>(.*?)</title>", shown) == [
+    html = diagnose(ids, SEGMENTS)._repr_html_()
+    assert "2 of 13 tokens differ" in html
+    assert re.findall("<title>(.*?)</title>", html) == [
         "tokens 0 to 1: right", "tokens 0 to 3: right", "tokens 4 to 5: wrong", "tokens 6 to 10: right",
     ]  # fmt: skip
     assert diagnose(place(SEGMENTS).dense(), SEGMENTS)._repr_html_() == (
@@ -43,15 +43,15 @@ def test_a_diagnosis_shows_its_sentences_and_a_map() -> None:
     )
 
 
-def test_a_matrix_is_a_table() -> None:
-    shown = measure(["rope-tie", "mrope"])._repr_html_()
-    assert shown.startswith("<table>")
-    assert "<td>mrope</td>" in shown
+def test_a_matrix_is_shown_as_a_table() -> None:
+    html = measure(["rope-tie", "mrope"])._repr_html_()
+    assert html.startswith("<table>")
+    assert "<td>mrope</td>" in html
 
 
-def test_a_map_draws_eventful_documents_first() -> None:
-    drawn = token_map(np.repeat([0, 1, 0], 2), [0, 2, 4, 6], ("right", "wrong"), most=1)
-    svg, more = drawn.split("</svg>")
+def test_a_map_draws_documents_with_differences_first() -> None:
+    html = token_map(np.repeat([0, 1, 0], 2), [0, 2, 4, 6], ("right", "wrong"), most=1)
+    svg, more = html.split("</svg>")
     (name, *_) = ElementTree.fromstring(f"{svg}</svg>").iter("{http://www.w3.org/2000/svg}text")
     assert name.text == "documents[1]"
     assert more == "<p>2 more documents are not drawn.</p>"
@@ -61,7 +61,7 @@ def test_titles_are_escaped() -> None:
     assert "<script>" not in page("<script>", "")
 
 
-def test_a_report_of_a_check_is_a_whole_page(tmp_path: Path) -> None:
+def test_a_check_report_is_a_complete_page(tmp_path: Path) -> None:
     ids = tmp_path / "ids.npy"
     np.save(ids, place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]]), "mrope").dense())
     arguments = ["check", str(ids), "--spec", "3,2x3", "-s", "mrope", "--html"]

@@ -1,4 +1,4 @@
-"""Pruned tokens: what is kept has the ids it had, and what is generated goes on where it would have gone on."""
+"""Pruned tokens: kept tokens keep their ids, and generated tokens continue at the position after the whole prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kept_tokens_keep_their_ids_and_documents(positions: PositionTable, data
         assert delta == (NO_POSITION if before == NO_POSITION else before + lost)
 
 
-def test_everything_and_nothing_may_be_kept() -> None:
+def test_all_or_no_tokens_may_be_kept() -> None:
     positions = place(BATCH, "mrope")
     whole, none = positions.keep([True] * 10), positions.keep(torch.zeros(10, dtype=torch.bool))
     np.testing.assert_array_equal(whole.table, positions.table)
@@ -66,14 +66,14 @@ def test_a_scheme_without_next_positions_has_none_after_pruning() -> None:
         _ = kept.deltas
 
 
-def test_a_strided_mask_is_read_right() -> None:
+def test_a_strided_mask_is_read_correctly() -> None:
     positions = place(BATCH)
     mask = np.zeros((10, 2), bool)
     mask[3:5, 0] = True
     assert exact(positions.keep(mask[:, 0])) == exact(positions)[3:5]
 
 
-def test_rotations_of_pruned_tokens_are_the_rows_of_the_dense_ones() -> None:
+def test_rotations_of_pruned_tokens_are_rows_of_the_full_rotation() -> None:
     video = Video([Grid(3, 4)] * 2, seconds_per_frame=1)
     sequence = SequenceBuilder(scheme="rope-tie-v2").build(["what moves?", video, "answer"])
     random = np.random.default_rng(0)
@@ -99,6 +99,6 @@ def test_rotations_of_pruned_tokens_are_the_rows_of_the_dense_ones() -> None:
         (None, r"object \(\)"),
     ],
 )
-def test_values_that_are_not_a_mask_are_refused(mask: Any, got: str) -> None:
+def test_invalid_masks_are_refused(mask: Any, got: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^mask: got {got}, want bool \(10,\), one per token$"):
         place(BATCH).keep(mask)

@@ -1,6 +1,6 @@
-"""The pipeline's peak of memory, the result included: so many bytes per token, and per pixel after resizing.
+"""Peak memory of the pipeline, result included, in bytes per token and per pixel after resizing.
 
-numpy's arrays and Python's objects are counted; what torch and the decoders take is not.
+The memory of numpy arrays and Python objects counts; the memory of torch and of decoders does not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mmpos.images import ImageProcessor
 
 TOKENS = 100_000
 PIXELS = np.zeros((448, 448, 3), np.uint8)
-FIXED = 64 * 1024  # bytes that depend on nothing
+FIXED = 64 * 1024  # bytes independent of the input
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Most bytes that were held at once, in a call that is not the first."""
+    """Measure the peak memory of a second call."""
     call()
     tracemalloc.start()
     try:
@@ -35,25 +35,27 @@ def peak(call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("parts", [["a" * TOKENS], [[1] * TOKENS], [np.ones(TOKENS, np.int64)]])
 def test_a_text_takes_17_bytes_per_token(way: str, parts: Any) -> None:
-    # The token ids, once as a list, or an array of those that came, and once in the sequence; and their types.
+    # The token ids exist twice, as the list or array of the part and in the sequence, and their types once.
     assert peak(lambda: SequenceBuilder().build(parts)) <= 17 * TOKENS + FIXED
 
 
 @pytest.mark.parametrize(("scheme", "per_token"), [("rope-tie", 8), ("mrope", 12), ("rope-tie-fractional", 16)])
-def test_ids_take_what_they_are(way: str, scheme: str, per_token: int) -> None:
+def test_dense_ids_need_only_their_own_memory(way: str, scheme: str, per_token: int) -> None:
     segments = SegmentTable.from_documents([[Text(TOKENS // 2), Grid(TOKENS // 500, 250)]])
     positions = place(segments, scheme)
     assert positions.dense().nbytes == per_token * TOKENS
-    assert peak(positions.dense) <= per_token * TOKENS + {"C": FIXED, "numpy": 8 * FIXED}[way]  # of a block
+    assert (
+        peak(positions.dense) <= per_token * TOKENS + {"C": FIXED, "numpy": 8 * FIXED}[way]
+    )  # numpy expands block by block
 
 
-def test_a_table_takes_nothing_per_token(way: str) -> None:
+def test_a_table_needs_no_memory_per_token(way: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(length), Grid(length, length)] for length in (1, 1000)]
     few, many = (peak(lambda d=d: place(SegmentTable.from_documents([d]))) for d in documents)  # type: ignore[misc]
     assert abs(many - few) < 1024
 
 
-def test_the_bytes_of_a_table_per_segment(way: str) -> None:
+def test_a_table_needs_few_bytes_per_segment(way: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(10), Grid(3, 3)]] * 1000
     per_segment = {"C": 300, "numpy": 500}[way]
     assert peak(lambda: place(SegmentTable.from_documents(documents))) <= per_segment * 2000 + FIXED
@@ -62,7 +64,7 @@ def test_the_bytes_of_a_table_per_segment(way: str) -> None:
 @pytest.mark.parametrize(
     ("collate", "per_token"), [(PackedCollator(), 23), (PackedCollator(multiple_of=7), 23), (PaddedCollator(), 31)]
 )
-def test_a_batch_takes_its_rows_and_those_of_one_document(collate: Any, per_token: int) -> None:
+def test_collation_needs_memory_for_the_batch_and_one_document(collate: Any, per_token: int) -> None:
     sequences = SequenceBuilder().build_batch([[np.arange(3000) % 200, Grid(40, 25)] for _ in range(25)])
     examples = [Example("", sequence, sequence.input_ids) for sequence in sequences]
     tokens = sum(example.num_tokens for example in examples)
@@ -72,20 +74,20 @@ def test_a_batch_takes_its_rows_and_those_of_one_document(collate: Any, per_toke
 @pytest.mark.parametrize(
     ("dtype", "frames", "per_pixel"), [("uint8", None, 3), ("float32", None, 12), ("uint8", 1, 12), ("uint8", 2, 24)]
 )
-def test_patches_take_what_they_are(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
+def test_patches_need_only_their_own_memory(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
     processor = ImageProcessor("pillow", order="merged", dtype=dtype)
-    # numpy makes planes from patches of bytes, in two steps.
-    on_the_way = {"C": 0, "numpy": 27 if frames else 0}[way] * PIXELS.size // 3
+    # numpy converts patches of bytes to planes in two steps.
+    temporary = {"C": 0, "numpy": 27 if frames else 0}[way] * PIXELS.size // 3
     processed = processor.process(PIXELS, temporal_patch_size=frames)
     assert processed.patches is not None
     assert processed.patches.nbytes == per_pixel * PIXELS.size // 3
-    most = processed.patches.nbytes + on_the_way + FIXED
+    most = processed.patches.nbytes + temporary + FIXED
     assert peak(lambda: processor.process(PIXELS, temporal_patch_size=frames)) <= most
 
 
-def test_one_image_is_not_copied_into_its_sequence_and_several_are_once(way: str) -> None:
+def test_one_image_is_not_copied_into_its_sequence_and_several_are_copied_once(way: str) -> None:
     builder = SequenceBuilder(images=ImageProcessor("pillow"))
-    tokens = 2000  # bytes of all that is no pixel
+    tokens = 2000  # bytes of everything except pixels
     one, two, three = (peak(lambda n=n: builder.build([PIXELS] * n)) for n in (1, 2, 3))  # type: ignore[misc]
     assert one <= PIXELS.size + 32 * tokens + FIXED
     assert two <= 4 * PIXELS.size + 64 * tokens + FIXED

@@ -1,4 +1,4 @@
-"""The notebooks of docs/ hold the outputs of their own cells."""
+"""The notebooks of docs/ contain the outputs of their own cells."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from notebooks import FOLDER, executed
+from notebooks import FOLDER, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list[object]]:
-    """Return texts and data of each cell of code."""
+    """Return texts and data of each code cell."""
     return [
         [output.get("text", output.get("data")) for output in cell.outputs]
         for cell in notebook.cells
@@ -20,12 +20,12 @@ def outputs(notebook: nbformat.NotebookNode) -> list[list[object]]:
     ]
 
 
-def test_there_are_two() -> None:
+def test_both_notebooks_are_tested() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["finding-a-bug", "own-scheme"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_gives_the_outputs_that_it_shows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_prints_its_stored_outputs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
-    assert outputs(executed(path)) == outputs(nbformat.read(path, as_version=4))
+    assert outputs(execute(path)) == outputs(nbformat.read(path, as_version=4))

@@ -1,4 +1,4 @@
-"""The public names, and what importing them costs."""
+"""The public names, and the packages that importing them requires."""
 
 import subprocess
 import sys
@@ -16,12 +16,12 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_the_public_names_are_all_there() -> None:
+def test_all_public_names_exist() -> None:
     assert all(hasattr(mmpos, name) for name in mmpos.__all__)
     assert set(mmpos.__all__) <= set(dir(mmpos))
 
 
-def test_rooms_are_there_when_they_are_asked_for() -> None:
+def test_subpackages_are_imported_on_access() -> None:
     code = f"""
 import mmpos
 for name in {ROOMS}:
@@ -32,12 +32,12 @@ for name in {ROOMS}:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_unknown_names_are_attribute_errors() -> None:
+def test_unknown_names_raise_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="module 'mmpos' has no attribute 'nonsense'"):
         _ = mmpos.nonsense  # type: ignore[attr-defined]
 
 
-def test_importing_mmpos_needs_numpy_alone() -> None:
+def test_importing_mmpos_needs_only_numpy() -> None:
     code = """
 import sys
 class Blocked:

@@ -1,4 +1,4 @@
-"""The site is built without a warning, names every public name, and opens in a browser without network."""
+"""The site builds without a warning, documents every public name, and opens in a browser without network."""
 
 import os
 import pkgutil
@@ -20,7 +20,7 @@ from mkdocstrings import Inventory
 ROOT = Path(__file__).parents[2]
 REFERENCE = "".join(page.read_text() for page in (ROOT / "docs/reference/api").glob("*.md"))
 ROOMS = [
-    *("mmpos.positions", "mmpos.sequence"),  # whose names are those of mmpos on the page
+    *("mmpos.positions", "mmpos.sequence"),  # the reference lists their names under mmpos
     *re.findall(r"^::: (\S+)$", REFERENCE, re.MULTILINE),
 ]
 OPENED = [
@@ -38,7 +38,7 @@ OPENED = [
 LOOK = """[
     document.querySelector("h1").textContent.length > 1,
     Math.max(0, document.documentElement.scrollWidth - innerWidth),
-    performance.getEntriesByType("resource").map(each => each.name).filter(name => !name.startsWith(location.origin)),
+    performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith(location.origin)),
 ]"""
 DIALOG = "[...document.querySelectorAll('div')].flatMap(each => each.shadowRoot ?? [])"
 
@@ -49,7 +49,7 @@ in_a_browser = pytest.mark.skipif(
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serve files without a log."""
+    """A handler that serves files without a log."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -73,7 +73,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """Serve the site on this machine, and return its address."""
+    """Serve the site on this machine, and yield its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -89,25 +89,25 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         room = pkgutil.resolve_name(name)
         for public in getattr(room, "__all__", ()):
             value = getattr(room, public)
-            home = f"{getattr(value, '__module__', name)}.{public}"  # where a module has the name of its function
+            home = f"{getattr(value, '__module__', name)}.{public}"  # a module may have the name of its function
             assert isinstance(value, ModuleType) or {f"{name}.{public}", home} & documented, home
 
 
 @in_a_browser
-def test_pages_open_without_errors_or_foreign_addresses_at_two_widths(address: str, tmp_path: Path) -> None:
+def test_pages_open_without_errors_or_external_requests_at_two_widths(address: str, tmp_path: Path) -> None:
     async def steps(page: browser.Page) -> list[object]:
-        seen: list[object] = []
+        results: list[object] = []
         for width in (400, 1400):
             for name in OPENED:
                 await page.open(f"{address}/{name}", width=width, dark=width == 400)
-                seen.append([width, name, *await page.evaluate(LOOK)])
-        return seen + page.errors
+                results.append([width, name, *await page.evaluate(LOOK)])
+        return results + page.errors
 
     assert browser.run(tmp_path, steps) == [[width, name, True, 0, []] for width in (400, 1400) for name in OPENED]
 
 
 @in_a_browser
-def test_the_search_leads_to_a_public_name(address: str, tmp_path: Path) -> None:
+def test_the_search_finds_a_public_name(address: str, tmp_path: Path) -> None:
     async def steps(page: browser.Page) -> list[str]:
         await page.open(f"{address}/index.html")
         await page.evaluate("document.querySelector('.md-search__button').click()")

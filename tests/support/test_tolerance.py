@@ -1,4 +1,4 @@
-"""Bounds hold between kernels that sum in other orders, and what is wrong is far beyond them."""
+"""Bounds hold between kernels that sum in other orders, and wrong results are far outside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmpos.rotary import Rotary, apply_rotary
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_one_id_of_one_token_that_is_off_by_one_is_a_hundred_times_beyond_what_a_model_rounds(name: str) -> None:
+def test_one_wrong_id_of_one_token_exceeds_the_rounding_of_a_model_a_hundred_times(name: str) -> None:
     model, input_ids, ids = patched(model_of(name)), tokens(2, 24), as_ids(two_rows())
     wrong = ids.clone()
     wrong[0, 1, 5] += 1
@@ -31,7 +31,7 @@ def test_one_id_of_one_token_that_is_off_by_one_is_a_hundred_times_beyond_what_a
     assert (moved - right).abs().max() > 100 * bound
 
 
-def test_sums_in_other_orders_are_within_the_bound_and_a_lost_term_is_not() -> None:
+def test_sums_in_other_orders_are_within_the_bound_but_a_lost_term_is_not() -> None:
     random = np.random.default_rng(0)
     a, b = (torch.from_numpy(random.standard_normal(shape)).float() for shape in ((8, 300), (300, 8)))
 
@@ -47,24 +47,24 @@ def test_sums_in_other_orders_are_within_the_bound_and_a_lost_term_is_not() -> N
         assert_within(in_order() - a[:, 299, None] * b[299], a @ b, bound)
 
 
-def test_rotations_by_other_cos_and_sin_are_within_their_bound_and_those_of_the_next_id_are_not() -> None:
+def test_rotations_by_other_cos_and_sin_are_within_the_bound_but_those_of_the_next_id_are_not() -> None:
     rotary, x = Rotary(64, axes=1), torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0))
     angle = torch.arange(9)[:, None] * torch.tensor(rotary.inv_freq_array)
 
-    def turned(angle: Tensor) -> Tensor:
+    def rotate_by(angle: Tensor) -> Tensor:
         first, second = x.double().chunk(2, dim=-1)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).float()
 
     rotated = apply_rotary(x, None, torch.arange(9)[None], rotary)[0]
     bound = rotations(rotated, cos_sin())
-    assert_within(rotated, turned(angle), bound)
-    next_id = turned(angle + torch.tensor(rotary.inv_freq_array))
-    assert ((rotated - next_id).abs() > bound).double().mean() > 0.9  # of the channels, the slowest ones included
-    assert_within(rotated.bfloat16(), turned(angle).bfloat16(), rounded(rotated.bfloat16(), bound))
+    assert_within(rotated, rotate_by(angle), bound)
+    next_id = rotate_by(angle + torch.tensor(rotary.inv_freq_array))
+    assert ((rotated - next_id).abs() > bound).double().mean() > 0.9  # a share of the channels, the slowest included
+    assert_within(rotated.bfloat16(), rotate_by(angle).bfloat16(), rounded(rotated.bfloat16(), bound))
 
 
-def test_units_are_those_of_ieee_754_and_printed_values_are_rounded_to_their_last_digit() -> None:
+def test_units_follow_ieee_754_and_printed_values_allow_half_a_digit() -> None:
     dtypes: list[Any] = [torch.bfloat16, torch.float16, torch.float32, np.float32, torch.float64, np.float64]
     assert [unit(dtype) for dtype in dtypes] == [2.0**-8, 2.0**-11, 2.0**-24, 2.0**-24, 2.0**-53, 2.0**-53]
     assert gamma(2, torch.float16) == 2.0**-10 / (1 - 2.0**-10)

@@ -1,4 +1,4 @@
-"""Anatomy of the transformers that ``patch`` knows: where they turn q and k, and what positions replace."""
+"""Anatomy of the transformers that ``patch`` supports: where they rotate q and k, and what positions replace."""
 
 from __future__ import annotations
 
@@ -23,75 +23,75 @@ Arguments = dict[str, Any]
 Order = tuple[str, ...]
 
 
-def _later_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> None:
-    """Make rows once rope has seen the tokens of all streams, one by one; blocks get them by joint_attention_kwargs."""
-    streams.arrived.append(tokens)
-    if len(streams.arrived) == len(order):
-        streams.later.append(streams.rows(order, np.sort(np.concatenate(streams.arrived))))
+def _deferred_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> None:
+    """Build rows when rope has received the tokens of all streams; joint_attention_kwargs passes rows to blocks."""
+    streams.received.append(tokens)
+    if len(streams.received) == len(order):
+        streams.deferred.append(streams.rows(order, np.sort(np.concatenate(streams.received))))
 
 
 def _lumina_rows(streams: Streams, order: Order, tokens: IntArray, rope: Any, hidden_states: Tensor, *_: Any) -> object:
-    """Cut latents into patches as Lumina 2 does beside its rotations, and say how long texts and rows are."""
+    """Return the outputs of the rope of Lumina 2: patches of latents, rows, and the lengths of texts and rows."""
     batch, channels, height, width = hidden_states.shape
     side = rope.patch_size
     patches = hidden_states.view(batch, channels, height // side, side, width // side, side)
     patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-    text, image, rows = (streams.rows(one) for one in ((TEXT,), (IMAGE,), order))
+    text, image, rows = (streams.rows(names) for names in ((TEXT,), (IMAGE,), order))
     return patches, text, image, rows, [tokens.size - patches.shape[1]] * batch, [tokens.size] * batch
 
 
 @dataclass(frozen=True)
 class TransformerAnatomy:
-    """Parts of a class of transformers that positions go through.
+    """Parts of a class of transformers to which positions are passed.
 
     Args:
-        blocks: names of its lists of blocks, in which attentions lie.
-        processors: names of the classes of processors there that turn q and k right before they attend.
-        order: streams of the joint attention, in its order; a text that is not among them is in cross-attention.
-        rope: name of the module whose output blocks get as rotation.
-        gives: streams that rope makes rotations of, in the order of its outputs; none where it gets ids of tokens.
-        shape: of the numbers of tokens that it gives or gets, as the transformer's plan of context parallelism has it.
-        replaces: arguments of the forward that positions replace.
+        blocks: names of the lists of blocks that contain the attentions.
+        processors: class names of the attention processors that rotate q and k directly before the attention.
+        order: streams of the joint attention in token order; if it has no text, text is used in cross-attention.
+        rope: name of the module whose output is passed to blocks as the rotation.
+        outputs: streams for which rope outputs rotations, in the order of its outputs; empty if rope receives ids.
+        shape: shape of the token numbers that rope outputs or receives, as in the plan of context parallelism.
+        replaced: arguments of the forward that positions replace.
         patches: whether hidden_states are latents, which the transformer cuts into patches.
-        times: whether every token may have a timestep of its own.
-        text: name of the argument that brings texts.
-        text_module: name of the module through which texts go document by document before they join a row, or "".
-        rows: makes what blocks get in place of rope's output, or leaves that by None; None for the rows of ``order``.
-        unlike: field of the config and the value with which a transformer is another one.
+        times: whether every token may have a separate timestep.
+        text: name of the argument for texts.
+        text_module: name of the module that processes texts per document before they join a row, or "".
+        rows: function whose result replaces the output of rope, unless it is None; None for the rows of ``order``.
+        unsupported: config field and the value with which the transformer cannot be patched.
     """
 
     blocks: tuple[str, ...]
     processors: frozenset[str]
     order: Order
     rope: str
-    gives: Order = ()
+    outputs: Order = ()
     shape: tuple[int, ...] = (-1, 1)
-    replaces: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     patches: bool = False
     times: bool = False
     text: str = TEXT
     text_module: str = ""
     rows: Callable[..., object] | None = None
-    unlike: tuple[str, object] | None = None
+    unsupported: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
-        """List the modules of blocks that have a processor."""
+        """Return the modules in blocks that have a processor."""
         lists: list[nn.ModuleList] = [getattr(transformer, name) for name in self.blocks]
         return [module for blocks in lists for module in blocks.modules() if hasattr(module, "processor")]
 
-    def turning(self, transformer: nn.Module) -> int:
-        """Count the attentions that turn: all but those of cross-attention, one beside each."""
+    def num_rotating(self, transformer: nn.Module) -> int:
+        """Return the number of attentions that rotate: half of them if every block has a cross-attention, else all."""
         return len(self.attentions(transformer)) // (1 if TEXT in self.order else 2)
 
-    def numbers(self, streams: Streams, *args: Tensor) -> tuple[Tensor, ...]:
-        """Make what rope gives until its rows are known: the numbers of the tokens that it has rotations of."""
-        if not self.gives:
+    def token_numbers(self, streams: Streams, *args: Tensor) -> tuple[Tensor, ...]:
+        """Return the token numbers that rope outputs in place of rotations, before rows are known."""
+        if not self.outputs:
             return (args[0][:, :1],) * 2
         numbers = streams.numbers(self.order)
-        return tuple(numbers[name].reshape(self.shape) for name in self.gives)
+        return tuple(numbers[name].reshape(self.shape) for name in self.outputs)
 
     def streams(self, transformer: Any, positions: Any, rotaries: Any, arguments: Arguments) -> Streams:
-        """Lay out positions for the tokens among arguments."""
+        """Lay out positions for the tokens in the arguments."""
         for name in (IMAGE, self.text):
             if not isinstance(arguments.get(name), Tensor):
                 raise InvalidInputError(f"{name}: got {type(arguments.get(name)).__name__}, want a tensor")
@@ -106,42 +106,42 @@ class TransformerAnatomy:
             lengths[TEXT] = None if self.text_module and packed else text.shape[1]
         apart = packed and (TEXT not in self.order or bool(self.text_module))
         if apart and text.shape[0] != positions.num_documents:
-            got, want = f"{text.shape[0]} rows", f"{positions.num_documents}, one for each document of positions"
+            got, want = f"{text.shape[0]} rows", f"{positions.num_documents}, one per document of positions"
             raise InvalidInputError(f"{self.text}: got {got}, want {want}")
         mask = arguments.get("encoder_attention_mask") if apart and TEXT not in self.order else None
         return Streams(positions, rotaries, image.shape[0], lengths, mask, image.device)
 
-    def instead(self, streams: Streams, arguments: Arguments) -> Arguments:
-        """Make the arguments that the forward wants in place of those that positions replace; no token depends on them.
+    def replacements(self, streams: Streams, arguments: Arguments) -> Arguments:
+        """Return dummy values of the arguments that positions replace and the forward requires.
 
         Raises:
-            InvalidInputError: one of these is among the arguments.
+            InvalidInputError: the arguments contain one that positions replace.
         """
-        for name in self.replaces:
+        for name in self.replaced:
             if arguments.get(name) is not None:
-                raise InvalidInputError(f"{name}: got one beside positions, want None: positions say where tokens are")
+                raise InvalidInputError(f"{name} cannot be combined with positions, which replace it")
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if "attention_mask" in (arguments.get(name) or {}):
                 raise InvalidInputError(
-                    f"{name}: got an attention_mask beside positions, want none: they say who sees whom"
+                    f"{name} must not have an attention_mask if positions are passed, which define the mask"
                 )
-        made = self._timesteps(streams, arguments)
+        new = self._timesteps(streams, arguments)
         numbers, text = streams.numbers(self.order), arguments[self.text]
         for name, stream in (("img_ids", IMAGE), ("txt_ids", TEXT)):
-            if name in self.replaces:
-                made[name] = numbers[stream].reshape(self.shape)
-        if "img_shapes" in self.replaces:
-            made["img_shapes"] = []
-        if "text_lens" in self.replaces:
-            made["text_lens"] = torch.zeros(streams.batch, dtype=torch.int64, device=text.device)
+            if name in self.replaced:
+                new[name] = numbers[stream].reshape(self.shape)
+        if "img_shapes" in self.replaced:
+            new["img_shapes"] = []
+        if "text_lens" in self.replaced:
+            new["text_lens"] = torch.zeros(streams.batch, dtype=torch.int64, device=text.device)
         if TEXT not in self.order and streams.packed and "encoder_attention_mask" in arguments:
-            made["encoder_attention_mask"] = None  # streams have it
-        elif "encoder_attention_mask" in self.replaces:
-            made["encoder_attention_mask"] = torch.ones(streams.batch, numbers[TEXT].numel(), device=text.device)
-        return made
+            new["encoder_attention_mask"] = None  # it is in streams
+        elif "encoder_attention_mask" in self.replaced:
+            new["encoder_attention_mask"] = torch.ones(streams.batch, numbers[TEXT].numel(), device=text.device)
+        return new
 
     def _timesteps(self, streams: Streams, arguments: Arguments) -> Arguments:
-        """Give every token of a packed row the timestep of its document, where the transformer takes these."""
+        """Return a timestep per token of a packed row from timesteps per document, if the transformer supports them."""
         for name in ("timestep", "guidance", "pooled_projections"):
             value = arguments.get(name)
             if not isinstance(value, Tensor) or not value.dim() or value.shape[0] in (1, streams.batch):
@@ -149,7 +149,7 @@ class TransformerAnatomy:
             count, documents = value.shape[0], streams.positions.num_documents
             if name == "timestep" and self.times and value.dim() == 1 and count == documents:
                 return {name: value[torch.from_numpy(streams.image_documents).to(value.device)]}
-            want = f"{streams.batch}, one for each row; documents with their own have a row each"
+            want = f"{streams.batch}, one per row; documents with different values need separate rows"
             raise InvalidInputError(f"{name}: got {count}, want {want}")
         return {}
 
@@ -157,20 +157,20 @@ class TransformerAnatomy:
 _BOTH = ("transformer_blocks", "single_transformer_blocks")
 
 
-def _like_flux(processor: str, *replaces: str) -> TransformerAnatomy:
-    """Name the parts of a transformer built like FLUX.1."""
-    ids = ("img_ids", "txt_ids", *replaces)
-    return TransformerAnatomy(_BOTH, frozenset({processor}), (TEXT, IMAGE), "pos_embed", replaces=ids)
+def _like_flux(processor: str, *replaced: str) -> TransformerAnatomy:
+    """Return the anatomy of a transformer built like FLUX.1."""
+    ids = ("img_ids", "txt_ids", *replaced)
+    return TransformerAnatomy(_BOTH, frozenset({processor}), (TEXT, IMAGE), "pos_embed", replaced=ids)
 
 
 def _like_wan(*blocks: str) -> TransformerAnatomy:
-    """Name the parts of a transformer built like Wan."""
+    """Return the anatomy of a transformer built like Wan."""
     return TransformerAnatomy(
         ("blocks", *blocks),
         frozenset({"WanAttnProcessor"}),
         (IMAGE,),
         "rope",
-        gives=(IMAGE, IMAGE),
+        outputs=(IMAGE, IMAGE),
         shape=(1, -1, 1, 1),
         patches=True,
         times=not blocks,
@@ -187,8 +187,8 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"ErnieImageSingleStreamAttnProcessor"}),
             (IMAGE, TEXT),
             "pos_embed",
-            gives=(IMAGE, TEXT),
-            replaces=("text_lens",),
+            outputs=(IMAGE, TEXT),
+            replaced=("text_lens",),
             patches=True,
             text="text_bth",
         ),
@@ -198,8 +198,8 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             (TEXT, IMAGE),
             "pos_embed",
             shape=(1, -1, 1),
-            replaces=("img_ids", "txt_ids", "kv_cache", "kv_cache_mode"),
-            rows=_later_rows,
+            replaced=("img_ids", "txt_ids", "kv_cache", "kv_cache_mode"),
+            rows=_deferred_rows,
         ),
         "FluxTransformer2DModel": _like_flux("FluxAttnProcessor"),
         "HunyuanVideoTransformer3DModel": TransformerAnatomy(
@@ -207,20 +207,20 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"HunyuanVideoAttnProcessor2_0"}),
             (IMAGE, TEXT),
             "rope",
-            gives=(IMAGE, TEXT),
-            replaces=("encoder_attention_mask",),
+            outputs=(IMAGE, TEXT),
+            replaced=("encoder_attention_mask",),
             patches=True,
             text_module="context_embedder",
-            unlike=("image_condition_type", "token_replace"),
+            unsupported=("image_condition_type", "token_replace"),
         ),
         "LTXVideoTransformer3DModel": TransformerAnatomy(
             ("transformer_blocks",),
             frozenset({"LTXVideoAttnProcessor"}),
             (IMAGE,),
             "rope",
-            gives=(IMAGE, IMAGE),
+            outputs=(IMAGE, IMAGE),
             shape=(1, -1, 1),
-            replaces=("num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
+            replaced=("num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
             times=True,
         ),
         "LongCatImageTransformer2DModel": _like_flux("LongCatImageAttnProcessor"),
@@ -229,8 +229,8 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"Lumina2AttnProcessor2_0"}),
             (TEXT, IMAGE),
             "rope_embedder",
-            gives=(TEXT, IMAGE),
-            replaces=("encoder_attention_mask",),
+            outputs=(TEXT, IMAGE),
+            replaced=("encoder_attention_mask",),
             patches=True,
             rows=_lumina_rows,
         ),
@@ -240,38 +240,38 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
             (TEXT, IMAGE),
             "pos_embed",
-            gives=(IMAGE, TEXT),
-            replaces=("img_shapes", "encoder_hidden_states_mask"),
-            unlike=("zero_cond_t", True),
+            outputs=(IMAGE, TEXT),
+            replaced=("img_shapes", "encoder_hidden_states_mask"),
+            unsupported=("zero_cond_t", True),
         ),
         "WanTransformer3DModel": _like_wan(),
         "WanVACETransformer3DModel": _like_wan("vace_blocks"),
     }
 )
-"""Classes of transformers that ``patch`` takes."""
+"""Classes of transformers that ``patch`` supports."""
 
 NOT_PATCHED: Mapping[str, str] = MappingProxyType(
-    {"ZImageTransformer2DModel": "it takes lists of images of any sizes, and turns each by its own positions"}
+    {"ZImageTransformer2DModel": "it accepts lists of images of any sizes and rotates each by its own positions"}
 )
 """Classes that need no patch, with the reason."""
 
 
 def anatomy_of(transformer: Any) -> TransformerAnatomy:
-    """Find the anatomy of a transformer.
+    """Return the anatomy of a transformer.
 
     Raises:
-        UnsupportedError: its class, a processor or a field of its config is another than those that are known.
+        UnsupportedError: its class, one of its processors or a field of its config is not supported.
     """
     name = type(transformer).__name__
     if name in NOT_PATCHED:
-        raise UnsupportedError(f"transformer: got {name}, want another: {NOT_PATCHED[name]}")
+        raise UnsupportedError(f"transformer: got {name}, which needs no patch: {NOT_PATCHED[name]}")
     if name not in ANATOMIES:
         raise UnsupportedError(f"transformer: got {name}, want one of {', '.join(sorted(ANATOMIES))}")
     anatomy = ANATOMIES[name]
-    if anatomy.unlike is not None:
-        field, value = anatomy.unlike
+    if anatomy.unsupported is not None:
+        field, value = anatomy.unsupported
         if transformer.config.get(field) == value:
-            raise UnsupportedError(f"config.{field}: got {value!r}, want another: some tokens have a timestep apart")
+            raise UnsupportedError(f"config.{field}: got {value!r}, which is not supported: timesteps differ by token")
     for attention in anatomy.attentions(transformer):
         processor = type(attention.processor).__name__
         if processor not in anatomy.processors:

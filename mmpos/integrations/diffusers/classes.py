@@ -1,7 +1,7 @@
-"""Classes of transformers in diffusers: how the scheme and the rotation of each follow from its config.
+"""Readers of the configs of diffusers transformers: the scheme and the rotation of each class.
 
-Each row names what its class computes; ``test_diffusers_settings`` compares cos and sin with those of the class.
-Defaults are those of the classes, for fields that a config.json leaves out.
+``test_diffusers_settings`` compares cos and sin of every class with its own. Fields missing from a config.json have the
+defaults of the class.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from mmpos.schemes.generation_video import (
 
 __all__ = ["REFUSED", "TRANSFORMERS"]
 
-Settings = dict[str, Any]
 Pairing = Literal["half", "adjacent"]
-"""Arguments of TransformerSettings but for the class."""
+Settings = dict[str, Any]
+"""Arguments of TransformerSettings other than class_name."""
 
 Reader = Callable[[TransformerConfig], Settings]
 
 _PACKED = (1, 2, 2)
-"""Latents in a token of pipelines that pack them."""
+"""Latents per token in pipelines that pack latents."""
 
 
 def _axial(
@@ -65,18 +65,18 @@ def _axial(
     limits: tuple[int, int] | str | None = None,
     ends: tuple[int, ...] = (),
 ) -> Reader:
-    """Read a rotation with adjacent pairs and a full ladder for each axis, whose channels the config names.
+    """Return a reader of a rotation with adjacent pairs, and one full set of frequencies per axis.
 
     Args:
-        scheme: its name, or a scheme.
-        field: of the channels of each axis.
-        dims: their defaults.
-        theta: base, or the field that names it.
-        default_theta: default of that field.
-        patch: latents in a token; None where the transformer cuts them and its config says how.
-        default_patch: default of that.
-        limits: lowest and highest id, or the field with the number of ids from 0 on each axis.
-        ends: defaults of that field.
+        scheme: name of the scheme, or a scheme.
+        field: config field with the number of channels of each axis.
+        dims: defaults of ``field``.
+        theta: base of the frequencies, or the config field with it.
+        default_theta: default of the field ``theta``.
+        patch: latents per token; None if the transformer cuts patches of the size in its config.
+        default_patch: default of that size.
+        limits: lowest and highest id, or the config field with the number of ids from 0 on each axis.
+        ends: defaults of the field ``limits``.
     """
 
     def read(config: TransformerConfig) -> Settings:
@@ -84,7 +84,7 @@ def _axial(
         base = config.number(theta, default_theta) if isinstance(theta, str) else theta
         settings: Settings = {
             "scheme": get_scheme(scheme),
-            "rotary": _ladders(channels, base),
+            "rotary": _axes_in_blocks(channels, base),
             "patch_size": config.patch(default=default_patch) if patch is None else patch,
         }
         if isinstance(limits, str):
@@ -96,8 +96,8 @@ def _axial(
     return read
 
 
-def _ladders(channels: tuple[int, ...], theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
-    """Make the rotation with a full ladder for each axis, block after block."""
+def _axes_in_blocks(channels: tuple[int, ...], theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
+    """Build a rotation with one full set of frequencies per axis, in blocks of channels."""
     axes = len(channels)
     return Rotary(
         head_dim=sum(channels), theta=theta, axes=axes, allocation="axial", axes_dim=channels, pairing=pairing
@@ -105,19 +105,19 @@ def _ladders(channels: tuple[int, ...], theta: float = 10000.0, pairing: Pairing
 
 
 def _thirds(head_dim: int) -> tuple[int, int, int]:
-    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, frames the rest."""
+    """Split a head like Wan: rows and columns have 2·⌊d/6⌋ channels each, frames the rest."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def _wan(default_heads: int, scheme: Any = "wan", *, rows: int | None = None) -> Reader:
-    """Read Wan and its likes; ids end with the table, whose rows the config names, or these."""
+    """Return a reader of Wan and similar models, whose tables have ``rows`` rows, by default rope_max_seq_len."""
 
     def read(config: TransformerConfig) -> Settings:
         end = config.integer("rope_max_seq_len", 1024) if rows is None else rows
         return {
             "scheme": get_scheme(scheme),
-            "rotary": _ladders(_thirds(config.integer("attention_head_dim", default_heads))),
+            "rotary": _axes_in_blocks(_thirds(config.integer("attention_head_dim", default_heads))),
             "patch_size": config.patch(),
             "limits": ((0, end - 1),) * 3,
         }
@@ -140,7 +140,7 @@ def _wan_animate_2(config: TransformerConfig) -> Settings:
         config.integer(f"refer_offset_{axis}", n, minimum=-1) for axis, n in zip("thw", (1, 0, -1), strict=True)
     )
     if offsets != (1, 0, -1):
-        got, want = f"offsets {offsets} of references", "(1, 0, -1), beside what is generated"
+        got, want = f"offsets {offsets} of references", "(1, 0, -1), to the right of the generated frames"
         raise UnsupportedError(f"config.refer_offset_t, _h, _w: got {got}, want {want}")
     config.want("refer_stride", 1, 1)
     head = config.integer("dim", 5120) // config.integer("num_heads", 40)
@@ -151,7 +151,7 @@ def _any_flow_far(config: TransformerConfig) -> Settings:
     patch, coarse = config.patch(), config.patch("compressed_patch_size", (1, 4, 4))
     ratio = coarse[1] // patch[1]
     if coarse != (patch[0], ratio * patch[1], ratio * patch[2]):
-        want = "one multiple of patch_size in rows and columns"
+        want = "the same multiple of patch_size in rows and columns"
         raise UnsupportedError(f"config.compressed_patch_size: got {list(coarse)}, want {want}")
     return _wan(128, AnyFlowFar(ratio=ratio))(config)
 
@@ -166,7 +166,7 @@ def _z_image(config: TransformerConfig) -> Settings:
         raise UnsupportedError(f"config.siglip_feat_dim: got one, want None: {NOT_AFFINE['z-image-omni']}")
     patch = config.integers("all_patch_size", (2,), count=1), config.integers("all_f_patch_size", (1,), count=1)
     sizes = (patch[1][0], patch[0][0], patch[0][0])
-    reader = _axial(
+    return _axial(
         Lumina2(first=1),
         "axes_dims",
         (32, 48, 48),
@@ -175,14 +175,13 @@ def _z_image(config: TransformerConfig) -> Settings:
         patch=sizes,
         limits="axes_lens",
         ends=(1024, 512, 512),
-    )
-    return reader(config)
+    )(config)
 
 
 def _bria_fibo_2(config: TransformerConfig) -> Settings:
     scheme = Lumina2(first=1, image_at=config.integer("max_num_gist_tokens", 512) + 1)
-    side = 2 * config.integer("patch_size", 2)  # the pipeline packs latents before
-    reader = _axial(
+    side = 2 * config.integer("patch_size", 2)  # the pipeline has packed 2 × 2 latents
+    return _axial(
         scheme,
         "axes_dims",
         (32, 48, 48),
@@ -191,24 +190,23 @@ def _bria_fibo_2(config: TransformerConfig) -> Settings:
         patch=(1, side, side),
         limits="axes_lens",
         ends=(2048, 512, 512),
-    )
-    return reader(config)
+    )(config)
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:
-    """Read ERNIE-Image, which repeats each angle and then pairs channel j with j + d/2: channels of a pair differ."""
+    """Read ERNIE-Image, which repeats each angle and then pairs channels j and j + d/2, whose angles thus differ."""
     dims = config.integers("rope_axes_dim", (32, 48, 48))
     theta = config.number("rope_theta", 256.0)
-    one = _ladders(dims, theta)
-    axes = [int(axis) for axis in one.pair_axis.repeat(2)]
-    angles = [float(value) for value in one.inv_freq_array.repeat(2)]
+    unrepeated = _axes_in_blocks(dims, theta)
+    axes = [int(axis) for axis in unrepeated.pair_axis.repeat(2)]
+    angles = [float(value) for value in unrepeated.inv_freq_array.repeat(2)]
     half = len(axes) // 2
     first, second = (
         Rotary(head_dim=sum(dims), axes=3, allocation=axes[part], inv_freq=angles[part])
         for part in (slice(half), slice(half, None))
     )
     side = config.integer("patch_size", 1)
-    patch = (1, 2 * side, 2 * side)  # the pipeline packs latents before
+    patch = (1, 2 * side, 2 * side)  # the pipeline has packed 2 × 2 latents
     return {"scheme": Lumina2(image_first=True), "rotary": first, "second_rotary": second, "patch_size": patch}
 
 
@@ -228,7 +226,7 @@ def _ideogram_4(config: TransformerConfig) -> Settings:
 
 def _prx(config: TransformerConfig) -> Settings:
     dims = config.integers("axes_dim", (32, 32))
-    rotary = _ladders(dims, config.number("theta", 10000.0))
+    rotary = _axes_in_blocks(dims, config.number("theta", 10000.0))
     return {"scheme": HunyuanImage(), "rotary": rotary, "patch_size": config.patch(default=2)}
 
 
@@ -236,13 +234,13 @@ def _hunyuan_image(config: TransformerConfig) -> Settings:
     patch = config.get("patch_size", (1, 1))
     count = len(patch) if isinstance(patch, list | tuple) else 2
     dims = config.integers("rope_axes_dim", (64, 64) if count == 2 else (16, 56, 56), count=count)
-    rotary = _ladders(dims, config.number("rope_theta", 256.0))
+    rotary = _axes_in_blocks(dims, config.number("rope_theta", 256.0))
     return {"scheme": HunyuanImage(axes=count), "rotary": rotary, "patch_size": config.patch(default=(1, 1))}
 
 
 def _glm_image(config: TransformerConfig) -> Settings:
     head = config.integer("attention_head_dim", 40)
-    rotary = _ladders((head // 2, head // 2), pairing="half")
+    rotary = _axes_in_blocks((head // 2, head // 2), pairing="half")
     return {"scheme": HunyuanImage(), "rotary": rotary, "patch_size": config.patch(default=2)}
 
 
@@ -250,8 +248,8 @@ def _joy_image(config: TransformerConfig) -> Settings:
     head = config.integer("hidden_size", 3072) // config.integer("num_attention_heads", 24)
     dims = config.integers("rope_dim_list", (16, 56, 56))
     if sum(dims) != head:
-        raise InvalidInputError(f"config.rope_dim_list: got {list(dims)}, want numbers that sum to {head}, a head")
-    rotary = _ladders(dims, config.number("theta", 256.0))
+        raise InvalidInputError(f"config.rope_dim_list: got {list(dims)}, want sizes that sum to head_dim {head}")
+    rotary = _axes_in_blocks(dims, config.number("theta", 256.0))
     return {"scheme": JoyImage(), "rotary": rotary, "patch_size": config.patch()}
 
 
@@ -260,13 +258,13 @@ def _joy_image_edit(config: TransformerConfig) -> Settings:
 
 
 def _cog_video(default_head: int = 64, *, stretched: bool = False) -> Reader:
-    """Read CogVideoX: a quarter of the channels for frames; 1.0 stretches a base grid, 1.5 (patch_size_t) cuts one."""
+    """Return a reader of CogVideoX: version 1.0 stretches a base grid, version 1.5 (patch_size_t) crops it."""
 
     def read(config: TransformerConfig) -> Settings:
         config.want("use_rotary_positional_embeddings", False, True)
         head, side = config.integer("attention_head_dim", default_head), config.integer("patch_size", 2)
         base = config.integer("sample_height", 60) // side, config.integer("sample_width", 90) // side
-        rotary = _ladders(_quarter(head))
+        rotary = _axes_in_blocks(_quarter(head))
         if stretched or config.get("patch_size_t") is None:
             return {"scheme": CogVideoX(*base), "rotary": rotary, "patch_size": (1, side, side)}
         limits = ((0, 2**31 - 1), (0, base[0] - 1), (0, base[1] - 1))
@@ -285,22 +283,22 @@ def _quarter(head: int) -> tuple[int, int, int]:
 def _easy_animate(config: TransformerConfig) -> Settings:
     config.want("time_position_encoding_type", "3d_rope", "3d_rope")
     side = config.integer("patch_size", 2)
-    rotary = _ladders(_quarter(config.integer("attention_head_dim", 64)))
+    rotary = _axes_in_blocks(_quarter(config.integer("attention_head_dim", 64)))
     return {"scheme": CogVideoX(60 // side, 90 // side), "rotary": rotary, "patch_size": (1, side, side)}
 
 
 def _hunyuan_dit(config: TransformerConfig) -> Settings:
-    """Read HunyuanDiT, whose first half of channels turns by columns and whose frames turn nothing."""
+    """Read HunyuanDiT, whose first half of channels is rotated by columns, the second by rows, and none by frames."""
     head, side = config.integer("attention_head_dim", 88), config.integer("patch_size", 2)
-    ladder = [float(value) for value in _ladders((head // 2, head // 2)).inv_freq_array]
+    inv_freq = [float(value) for value in _axes_in_blocks((head // 2, head // 2)).inv_freq_array]
     axes = [2] * (head // 4) + [1] * (head // 4)
-    rotary = Rotary(head_dim=head, axes=3, allocation=axes, inv_freq=ladder, pairing="adjacent")
+    rotary = Rotary(head_dim=head, axes=3, allocation=axes, inv_freq=inv_freq, pairing="adjacent")
     base = 512 // 8 // side
     return {"scheme": CogVideoX(base, base), "rotary": rotary, "patch_size": (1, side, side)}
 
 
 def _allegro(config: TransformerConfig) -> Settings:
-    """Read Allegro, where each axis turns a third of every head by halves: thrice as many heads, each of one axis."""
+    """Read Allegro, in which each axis rotates a third of every head; every third counts as a head with one axis."""
     head, heads = config.integer("attention_head_dim", 96), config.integer("num_attention_heads", 24)
     if head % 6:
         raise InvalidInputError(f"config.attention_head_dim: got {head}, want a multiple of 6")
@@ -316,7 +314,7 @@ def _ltx(config: TransformerConfig) -> Settings:
     config.want("patch_size", 1, 1)
     config.want("patch_size_t", 1, 1)
     heads, channels = config.integer("num_attention_heads", 32), config.integer("attention_head_dim", 64)
-    return {"scheme": Ltx(), "rotary": _climbing(heads, channels)}
+    return {"scheme": Ltx(), "rotary": _ltx_rotary(heads, channels)}
 
 
 def _ltx_2(config: TransformerConfig) -> Settings:
@@ -334,21 +332,21 @@ def _ltx_2(config: TransformerConfig) -> Settings:
         frames_per_latent=scales[0],
     )
     pairing: Pairing = "half" if config.get("rope_type") == "split" else "adjacent"
-    rotary = _climbing(heads, channels, config.number("rope_theta", 10000.0), pairing)
+    rotary = _ltx_rotary(heads, channels, config.number("rope_theta", 10000.0), pairing)
     return {"scheme": scheme, "rotary": rotary, "vae_scale": scales}
 
 
-def _climbing(heads: int, channels: int, theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
-    """Make the rotation of LTX, whose ladder climbs through all heads and whose axes take turns on every rung.
+def _ltx_rotary(heads: int, channels: int, theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
+    """Build the rotation of LTX: frequencies increase through all heads, and each frequency has one pair per axis.
 
-    The first pairs, which the axes do not share out evenly, do not turn.
+    The first pairs, which cannot be divided evenly among the axes, are not rotated.
     """
-    rungs = heads * channels // 6
+    frequencies = heads * channels // 6
     return Rotary(
         channels,
         theta=theta,
-        allocation=[STILL] * (heads * channels // 2 - 3 * rungs) + [0, 1, 2] * rungs,
-        axes_dim=[2 * rungs] * 3,
+        allocation=[STILL] * (heads * channels // 2 - 3 * frequencies) + [0, 1, 2] * frequencies,
+        axes_dim=[2 * frequencies] * 3,
         kv_heads=heads,
         scaling=Linspace(pi / 2),
         pairing=pairing,
@@ -366,7 +364,7 @@ def _cosmos(config: TransformerConfig) -> Settings:
     sizes = config.integers("max_size", (128, 240, 240))
     longest = max(size // n for size, n in zip(sizes, patch, strict=True))
     rotary = Rotary(head, allocation="axial", axes_dim=dims, scaling=[NTK(scale) for scale in scales])
-    limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after they are looked up
+    limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after the lookup
     return {"scheme": Cosmos(), "rotary": rotary, "patch_size": patch, "limits": limits}
 
 
@@ -390,14 +388,14 @@ def _cosmos_3(config: TransformerConfig) -> Settings:
 
 
 def _kandinsky(dims: tuple[int, int, int], *, patch: tuple[int, int, int] = (1, 2, 2), scaled: bool = False) -> Reader:
-    """Read Kandinsky 5, whose pipeline says the scale of each size, and 6, whose config says it."""
+    """Return a reader of Kandinsky 5, whose pipeline chooses the scales, or of 6, whose config defines them."""
 
     def read(config: TransformerConfig) -> Settings:
         channels = config.integers("axes_dims", dims)
         scales = config.fractions("scale_factor", (1.0, 2.0, 2.0)) if scaled else (Fraction(1),) * 3
         return {
             "scheme": Kandinsky(*(1 / scale for scale in scales)),
-            "rotary": _ladders(channels),
+            "rotary": _axes_in_blocks(channels),
             "text_rotary": Rotary(head_dim=sum(channels), axes=1, pairing="adjacent"),
             "patch_size": config.patch(default=patch),
         }
@@ -484,10 +482,10 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "ZImageTransformer2DModel": _z_image,
     }
 )
-"""Classes whose positions are known, and how each config is read."""
+"""Supported classes, with the reader of their config."""
 
-_AUDIO = "it is of audio, with one id for each frame from 0, which needs no scheme"
-_ABSOLUTE = "it adds positions to its tokens, sines or learned ones, and turns nothing"
+_AUDIO = "it is an audio model with one id per frame from 0, which needs no scheme"
+_ABSOLUTE = "it adds sinusoidal or learned positions to its tokens and has no rotation"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -496,21 +494,21 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "CogView3PlusTransformer2DModel": _ABSOLUTE,
         "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
         "DiTTransformer2DModel": _ABSOLUTE,
-        "DreamLiteTransformer2DModel": "its tokens have no positions; convolutions around it see where they lie",
+        "DreamLiteTransformer2DModel": "its tokens have no positions; only convolutions around it depend on them",
         "HeliosTransformer3DModel": NOT_AFFINE["helios"],
         "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
         "LatteTransformer3DModel": _ABSOLUTE,
         "LongCatAudioDiTTransformer": _AUDIO,
-        "LuminaNextDiT2DModel": "its pipeline scales the ladder anew at every timestep, so that none is its own",
+        "LuminaNextDiT2DModel": "its pipeline rescales the frequencies at every timestep, so no rotation is fixed",
         "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
         "MiniMaxMusic3Transformer1DModel": _AUDIO,
         "MochiTransformer3DModel": NOT_AFFINE["mochi"],
-        "OmniGenTransformer2DModel": "it is a language model, with one id for each token, images included: flatten",
+        "OmniGenTransformer2DModel": "it is a language model with one id per token, also in images: use flatten",
         "PixArtTransformer2DModel": _ABSOLUTE,
         "PriorTransformer": _ABSOLUTE,
-        "RFD4ProteinaTransformer": "it is of proteins, whose residues have no grid",
+        "RFD4ProteinaTransformer": "it is a protein model, and residues have no grid",
         "SD3Transformer2DModel": _ABSOLUTE,
-        "SanaTransformer2DModel": "its tokens have no positions, or sines; convolutions see where they lie",
+        "SanaTransformer2DModel": "its tokens have no positions or sinusoidal ones; only convolutions depend on them",
         "StableAudio3DiTModel": _AUDIO,
         "StableAudioDiTModel": _AUDIO,
         "T5FilmDecoder": _AUDIO,
@@ -518,4 +516,4 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "TransformerTemporalModel": _ABSOLUTE,
     }
 )
-"""Classes whose positions no scheme holds, or that have none, and why."""
+"""Classes that from_diffusers refuses, with the reason."""

@@ -1,4 +1,4 @@
-"""TransformerConfig: checked fields of a transformer's config, with the defaults of its class."""
+"""TransformerConfig: checked access to the fields of a transformer's config."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from mmpos.support.checks import finite, integer, integers
 __all__ = ["TransformerConfig"]
 
 _LARGEST = 2**20
-"""Most that an integer of a config may be."""
+"""Maximum of an integer in a config."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Fields of a config.json; one that it leaves out, or that is null, has the default that is named with it.
+    """Fields of a config.json; a field that is missing or null has the default passed to the method.
 
     Args:
-        values: the mapping.
+        values: mapping of the fields.
     """
 
     values: Mapping[str, Any]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Read a field as it is."""
+        """Return a field without checks."""
         value = self.values.get(name)
         return default if value is None else value
 
     def integer(self, name: str, default: int, *, minimum: int = 1) -> int:
-        """Read an integer."""
+        """Return an integer."""
         return integer(f"config.{name}", self.get(name, default), minimum=minimum, maximum=_LARGEST)
 
     def number(self, name: str, default: float, *, minimum: float = 1) -> float:
-        """Read a finite number."""
+        """Return a finite number."""
         return finite(f"config.{name}", self.get(name, default), minimum=minimum)
 
     def integers(self, name: str, default: tuple[int, ...], *, count: int | None = None) -> tuple[int, ...]:
-        """Read integers above 0, as many as the default or this many."""
+        """Return integers above 0, as many as the default has, or ``count``."""
         values = integers(f"config.{name}", self.get(name, default), minimum=1)
         want = len(default) if count is None else count
         if len(values) != want:
@@ -48,18 +48,18 @@ class TransformerConfig:
         return values
 
     def fraction(self, name: str, default: float) -> Fraction:
-        """Read a number above 0 as its shortest decimal says it: 2.2 is 11/5."""
+        """Return a number above 0 as the Fraction of its shortest decimal form: 2.2 is 11/5."""
         return _fraction(f"config.{name}", self.get(name, default))
 
     def fractions(self, name: str, default: tuple[float, ...]) -> list[Fraction]:
-        """Read as many numbers above 0 as the default has, likewise."""
+        """Return numbers above 0, as many as the default has, in the same way."""
         values = self.get(name, default)
         if not isinstance(values, list | tuple) or len(values) != len(default):
             raise InvalidInputError(f"config.{name}: got {values!r}, want {len(default)} numbers")
         return [_fraction(f"config.{name}[{i}]", value) for i, value in enumerate(values)]
 
     def patch(self, name: str = "patch_size", default: int | tuple[int, ...] = (1, 2, 2)) -> tuple[int, int, int]:
-        """Read frames, rows and columns of a patch: of one number, the frames of patch_size_t, or 1."""
+        """Return frames, rows and columns of a patch; if the field is one number, frames are patch_size_t or 1."""
         size = self.get(name, default)
         if isinstance(size, int):
             frames = self.integer("patch_size_t", 1) if name == "patch_size" else 1
@@ -71,7 +71,7 @@ class TransformerConfig:
         return (1, sides[0], sides[1]) if len(sides) == 2 else (sides[0], sides[1], sides[2])
 
     def want(self, name: str, default: object, *allowed: object) -> None:
-        """Refuse a field whose value is none of these."""
+        """Raise UnsupportedError unless a field has one of the allowed values."""
         value = self.get(name, default)
         if value not in allowed:
             raise UnsupportedError(f"config.{name}: got {value!r}, want {' or '.join(map(repr, allowed))}")

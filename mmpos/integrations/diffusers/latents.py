@@ -1,9 +1,8 @@
-"""Latents of mixed sizes in one tensor: every image as a strip of patches, one frame and one row of them."""
+"""Latents of mixed sizes in one tensor: every image becomes a strip of patches, one frame and one row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -19,22 +18,24 @@ PatchSize = int | Sequence[int]
 
 
 def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: bool = False) -> Tensor:
-    """Lay latents of mixed sizes out as strips of patches, in raster order, for a transformer that cuts patches itself.
+    """Arrange latents of mixed sizes as strips of patches in raster order, for a transformer that cuts patches itself.
 
     A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) makes the same tokens
-    of a strip, in the same order; where each lies say positions.
+    from a strip, in the same order; their rows and columns come from positions.
 
     Args:
         latents: (channels, height, width) or (channels, frames, height, width) each.
         patch_size: side of a patch, or its frames, height and width.
-        batch: whether each strip is a row of the batch, padded with zeros on the right, and not one behind the other.
+        batch: whether each strip is a row of the batch, padded with zeros on the right; by default strips are
+            concatenated in one row.
 
     Returns:
-        (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height where
-        latents have frames; new.
+        (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height if
+        latents have frames; a new tensor.
 
     Raises:
-        InvalidInputError: no latents, latents unlike each other, or sizes that are no multiples of the patch.
+        InvalidInputError: there are no latents, their dimensions or channels differ, or a size is not a multiple of
+            the patch.
     """
     if not latents:
         raise InvalidInputError("latents: got none, want at least one")
@@ -42,7 +43,7 @@ def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: boo
     strips = []
     for i, each in enumerate(latents):
         if each.dim() not in (3, 4) or (each.dim(), each.shape[0]) != (dimensions, channels):
-            want = "(channels, height, width) or (channels, frames, height, width), alike for all"
+            want = "(channels, height, width) or (channels, frames, height, width), the same for all"
             raise InvalidInputError(f"latents[{i}]: got shape {tuple(each.shape)}, want {want}")
         strips.append(_strip(each, _sides(patch_size, dimensions - 1), f"latents[{i}]"))
     if not batch:
@@ -52,15 +53,15 @@ def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: boo
 
 
 def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: PatchSize) -> list[Tensor]:
-    """Cut what a transformer gives for strips of patches back into latents.
+    """Split a transformer's output for strips of patches back into latents.
 
     Args:
-        packed: as by ``pack_latents``, one row for each size or one for all.
-        sizes: (height, width) or (frames, height, width) of each, in latents.
-        patch_size: as for ``pack_latents``.
+        packed: strips in the layout of ``pack_latents``, one row per size or one row in total.
+        sizes: (height, width) or (frames, height, width) of each image in latents.
+        patch_size: side of a patch, or its frames, height and width.
 
     Raises:
-        InvalidInputError: sizes that do not fit.
+        InvalidInputError: sizes do not match ``packed``.
     """
     dimensions = packed.dim() - 2
     sides = _sides(patch_size, dimensions)
@@ -75,13 +76,13 @@ def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: P
     elif rows == 1 and sum(widths) == packed.shape[-1]:
         strips = list(packed[0].split(widths, -1))
     else:
-        got = f"{counted(len(sizes), 'size')} of {list(accumulate(widths))[-1:]} columns"
-        raise InvalidInputError(f"sizes: got {got}, want those of shape {tuple(packed.shape)}")
+        got = f"{counted(len(sizes), 'size')} with {sum(widths)} columns"
+        raise InvalidInputError(f"sizes: got {got}, want the sizes of the strips in shape {tuple(packed.shape)}")
     return [_image(strip, size, sides) for strip, size in zip(strips, sizes, strict=True)]
 
 
 def patch_sides(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the frames, rows and columns of a patch from a transformer's config."""
+    """Return the frames, rows and columns of a patch from a transformer's config."""
     size = config["patch_size"]
     return (config.get("patch_size_t") or 1, size, size) if isinstance(size, int) else tuple(size)
 
@@ -97,12 +98,12 @@ def _check_sides(size: Sequence[int], sides: Sequence[int], name: str) -> None:
 
 
 def _strip(latents: Tensor, sides: Sequence[int], name: str) -> Tensor:
-    """Lay (channels, …) latents out as one row of patches, (channels, …, patch height, tokens · patch width)."""
+    """Arrange (channels, …) latents as one row of patches, (channels, …, patch height, tokens · patch width)."""
     _check_sides(latents.shape[1:], sides, name)
     n = len(sides)
     for axis, side in enumerate(sides):
         latents = latents.unflatten(1 + 2 * axis, (-1, side))
-    # Within patches, then which patch, and the columns of a patch last.
+    # Axes inside a patch, then the axes of patches, then the columns inside a patch.
     order = [0, *range(2, 2 * n, 2), *range(1, 2 * n, 2), 2 * n]
     return latents.permute(order).flatten(n)
 

@@ -1,8 +1,8 @@
-"""patch and unpatch: a transformer of diffusers that takes a PositionTable for mixed sizes and packed images.
+"""patch and unpatch: a diffusers transformer that accepts a PositionTable for images of mixed sizes, padded or packed.
 
-All its attentions turn q and k right before they attend, so that one place serves all: a copy of the function of each
-processor, in whose globals the attention turns by positions. Blocks get the rows of a call among the transformer's own
-arguments, also through checkpoints, and nothing is kept on a module between calls.
+All attention processors rotate q and k directly before the attention. ``patch`` therefore replaces each processor's
+function by a copy whose globals contain an attention that rotates by positions. Blocks receive the rows of a call as
+arguments, also through gradient checkpoints, and no module keeps state between calls.
 """
 
 from __future__ import annotations
@@ -35,67 +35,67 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 Call = tuple[tuple[object, ...], Arguments]
 
 _ARGUMENT = "positions"
-"""The argument of a transformer's call that brings a table."""
+"""Name of the argument of a transformer's call for a table."""
 
 _KEY = "mm_rows"
-"""The name among joint_attention_kwargs by which blocks get rows where no module makes their rotations."""
+"""Key in joint_attention_kwargs under which blocks receive rows if no module computes their rotations."""
 
 
 @dataclass(frozen=True)
 class _Processing:
-    """The rows of a processor that runs, and whether it is one that turns q and k."""
+    """Rows of the running processor, and whether it rotates q and k."""
 
     rows: Rows
-    turns: bool
+    rotates: bool
 
 
-_MARK = "_mmpos_turns"
-"""The attribute of the classes of processors that turn by positions."""
+_MARK = "_mmpos_rotates"
+"""Attribute of processor classes that rotate by positions."""
 
 _STREAMS: ContextVar[Streams | None] = ContextVar("mmpos_streams", default=None)
-"""Streams of the transformer's forward that runs."""
+"""Streams of the running forward of a transformer."""
 
 _BLOCK: ContextVar[Rows | None] = ContextVar("mmpos_block", default=None)
-"""Rows of the block that runs."""
+"""Rows of the running block."""
 
 _PROCESSING: ContextVar[_Processing | None] = ContextVar("mmpos_processing", default=None)
 
 
 def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
-    """Let a transformer of diffusers take ``positions``: a PositionTable of images of mixed sizes, padded or packed.
+    """Add an argument ``positions`` to a diffusers transformer, for images of mixed sizes, padded or packed.
 
-    A call without positions gives what it gave before, bit for bit. With ``transformer(…, positions=table)`` every
-    image and reference turns by its own positions, and the table replaces ids, shapes and masks of padding (img_ids,
-    txt_ids, img_shapes, encoder_hidden_states_mask …). Rows of the batch are laid out in one of two ways:
+    Calls without positions return the same bits as before. In ``transformer(…, positions=table)`` every image and
+    reference is rotated by its own positions, and the table replaces ids, shapes and padding masks (img_ids, txt_ids,
+    img_shapes, encoder_hidden_states_mask …). A batch has one of two layouts:
 
-    - a document in each row, its text and its images padded on the right to those of the longest;
-    - all documents packed in one row, their texts one after the other, and their images; none sees another.
+    - one document per row, with its text and its images padded on the right to the longest text and images;
+    - all documents packed in one row, first all texts, then all images; documents do not attend to each other.
 
-    Where texts are in cross-attention (Wan, LTX), or refined before they join (HunyuanVideo), encoder_hidden_states
-    has a row for each document either way. All of a row has one timestep, but where tokens may have one each (Wan,
-    LTX): there a packed row also takes one for each document. A transformer that cuts patches itself takes images of
+    If texts are used in cross-attention (Wan, LTX) or refined before they join (HunyuanVideo), encoder_hidden_states
+    has one row per document in both layouts. A row has one timestep. Only if tokens may have separate timesteps (Wan,
+    LTX), a packed row also accepts one timestep per document. A transformer that cuts patches itself accepts images of
     mixed sizes from ``pack_latents``.
 
-    ``enable_parallelism`` of diffusers comes after ``patch``; ranks then get whole inputs and the whole table. A
-    context-parallel rank that splits by hand takes the table's ``shard`` and the tokens at its ``shard_indices``.
+    Call ``enable_parallelism`` of diffusers after ``patch``; all ranks then get whole inputs and the whole table. A
+    context-parallel rank that splits inputs itself passes the table's ``shard`` and the tokens at ``shard_indices``.
 
     Args:
-        transformer: of one of the classes of ``ANATOMIES``; changed in place.
-        rotary: what turns its q and k, such as one with a scaling of its own; None is what ``from_diffusers`` reads.
+        transformer: instance of a class in ``ANATOMIES``; changed in place.
+        rotary: rotation of q and k, for example with another scaling; None is the rotation of ``from_diffusers``.
 
     Returns:
-        the transformer itself.
+        The transformer itself.
 
     Raises:
-        UnsupportedError: a class or a processor that is not known, or a processor of another patched transformer.
-        InvalidInputError: the transformer is patched already, or rotary has other heads, axes or pairs than it.
+        UnsupportedError: the class or a processor is not supported, or another patched transformer shares a processor.
+        InvalidInputError: the transformer is already patched, or the heads, axes or pairs of rotary differ from it.
     """
     if is_patched(_checked_module(transformer)):
-        raise InvalidInputError("transformer: got one that is patched, want unpatch before another patch")
+        raise InvalidInputError("transformer: got one that is already patched; call unpatch first")
     anatomy = anatomy_of(transformer)
     rotaries = _rotaries(rotary, transformer)
     rope = getattr(transformer, anatomy.rope)
-    forward = Attribute(rope, "forward", RopeForward(rope, anatomy))
+    forward = Attribute(rope, "forward", partial(_rope_forward, rope, anatomy))
     hook = TransformerHook(transformer, anatomy, rotaries)
     processors = _processors(anatomy.attentions(transformer))
     Patch.install("transformer", transformer, lambda: _hooks(transformer, anatomy, hook), [forward], processors)
@@ -106,25 +106,25 @@ def unpatch(transformer: Transformer) -> Transformer:
     """Remove everything that ``patch`` added.
 
     Args:
-        transformer: the one that was patched, or a copy of it; changed in place.
+        transformer: a patched transformer, or a copy of it; changed in place.
 
     Returns:
-        the transformer itself.
+        The transformer itself.
 
     Raises:
-        InvalidInputError: the transformer is not patched, or something else has since wrapped what patch set.
+        InvalidInputError: the transformer is not patched, or an attribute that patch set has been replaced.
     """
     return unpatched("transformer", _checked_module(transformer))
 
 
 def _checked_module(transformer: Transformer) -> Transformer:
     if not isinstance(transformer, nn.Module):
-        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a transformer of diffusers")
+        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a diffusers transformer")
     return transformer
 
 
 def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
-    """Return the rotations of a transformer, or another one that has its heads, axes and pairs."""
+    """Return the rotations of a transformer, or ``rotary`` after comparing its heads, axes and pairs."""
     settings = from_diffusers(transformer)
     own = settings.rotary
     if rotary is None:
@@ -132,11 +132,11 @@ def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if settings.second_rotary is not None:
-        raise InvalidInputError("rotary: got one, want None: the channels of a pair turn by a rotation each")
+        raise InvalidInputError("rotary: got one, want None: the two channels of a pair have different rotations")
     for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
-            raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as the transformer has it")
+            raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as in the transformer")
     return [rotary]
 
 
@@ -156,31 +156,31 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
 
 
 def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
-    """List the processors of attentions, each once, with the class of those that turn by positions."""
-    unique = {id(attention.processor): attention.processor for attention in attentions}
-    kinds: list[tuple[Any, Any]] = [(one, type(one)) for one in unique.values()]
-    if any(_MARK in vars(kind) for _, kind in kinds):
-        raise UnsupportedError("processor: got one that another patched transformer has, want one of its own")
-    return [(one, _turning(kind)) for one, kind in kinds]
+    """Return each processor of the attentions once, with the class that makes it rotate by positions."""
+    processors = {id(attention.processor): attention.processor for attention in attentions}.values()
+    kinds: list[Any] = [type(processor) for processor in processors]
+    if any(_MARK in vars(kind) for kind in kinds):
+        raise UnsupportedError("processor: got one of another patched transformer, want one that is not shared")
+    return list(zip(processors, map(_patched_class, kinds), strict=True))
 
 
 class TransformerHook:
-    """Hook before a transformer, which lays positions out in rows, and one after it.
+    """Forward pre-hook that lays positions out in rows, and forward hook that checks their use.
 
     Args:
-        transformer: that it is for.
-        anatomy: of its class.
-        rotaries: what turns q and k, as in Rows.
+        transformer: the transformer.
+        anatomy: anatomy of its class.
+        rotaries: rotations of q and k; see Rows.
     """
 
     def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotaries: Sequence[Rotary]) -> None:
         self.anatomy = anatomy
         self.rotaries = rotaries
         self.names = tuple(inspect.signature(type(transformer).forward).parameters)[1:]
-        self.turning = anatomy.turning(transformer)
+        self.num_rotating = anatomy.num_rotating(transformer)
 
     def __call__(self, transformer: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments, if positions are among them."""
+        """Return new arguments if positions are passed."""
         if _ARGUMENT not in kwargs:
             return None
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -194,49 +194,35 @@ class TransformerHook:
             got, want = counted(positions.axes, "axis"), f"{axes} as in rotary"
             raise InvalidInputError(f"{_ARGUMENT}: got {got}, want {want}")
         streams = self.anatomy.streams(transformer, positions, self.rotaries, arguments)
-        arguments |= self.anatomy.instead(streams, arguments)
+        arguments |= self.anatomy.replacements(streams, arguments)
         if "joint_attention_kwargs" in self.names:
-            given = arguments.get("joint_attention_kwargs") or {}
-            arguments["joint_attention_kwargs"] = {**given, _KEY: streams.later}
+            block_kwargs = arguments.get("joint_attention_kwargs") or {}
+            arguments["joint_attention_kwargs"] = {**block_kwargs, _KEY: streams.deferred}
         _STREAMS.set(streams)
         return (), arguments
 
     def leave(self, transformer: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-        """Raise after a call where an attention did not turn by its positions."""
+        """Raise UnsupportedError if an attention did not rotate by positions during the call."""
         streams = _STREAMS.get()
         _STREAMS.set(None)
         if streams is None or output is None:
             return
-        missing = self.turning - len(streams.reached)
+        missing = self.num_rotating - len(streams.reached)
         if missing > 0:
-            got = f"{missing} of {self.turning} attentions that did not turn by positions"
-            raise UnsupportedError(f"transformer: got {got}, want the processors that it had when it was patched")
+            got = f"{missing} of {self.num_rotating} attentions that did not rotate by positions"
+            raise UnsupportedError(f"transformer: got {got}, want the processors that it had at the time of patch")
 
 
-class RopeForward:
-    """Forward of the module that makes a transformer's rotations, which numbers tokens where the call has positions.
-
-    Args:
-        rope: the module.
-        anatomy: of the transformer.
-    """
-
-    def __init__(self, rope: nn.Module, anatomy: TransformerAnatomy) -> None:
-        self.rope = rope
-        self.anatomy = anatomy
-
-    def __call__(self, *args: Any, **kwargs: object) -> object:
-        """Make rotations, or numbers."""
-        streams = _STREAMS.get()
-        if streams is None:
-            return type(self.rope).forward(self.rope, *args, **kwargs)
-        return self.anatomy.numbers(streams, *args)
+def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kwargs: object) -> object:
+    """Replace the forward of the rotary module: return token numbers if the call has positions, else rotations."""
+    streams = _STREAMS.get()
+    return type(rope).forward(rope, *args, **kwargs) if streams is None else anatomy.token_numbers(streams, *args)
 
 
 def _after_rope(
     anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
 ) -> object:
-    """Hook after that module, and after what splits its output among ranks: rows of the tokens that are left."""
+    """Replace the output of the rotary module, after its split among ranks, by the rows of this rank's tokens."""
     streams = _STREAMS.get()
     if streams is None:
         return None
@@ -247,7 +233,7 @@ def _after_rope(
 
 
 def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Hook before the module through which texts go document by document; gives it their mask."""
+    """Pass the mask of texts to the module that processes them per document."""
     streams = _STREAMS.get()
     if streams is None:
         return None
@@ -257,13 +243,13 @@ def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] 
 
 
 def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -> Tensor:
-    """Hook after the module through which texts go document by document; they join their rows."""
+    """Move texts into their rows after the module that processes them per document."""
     streams = _STREAMS.get()
     return texts if streams is None else streams.texts_in_rows(texts)
 
 
 def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> None:
-    """Hook before a block; notes the rows among its arguments."""
+    """Record the rows in the arguments of a block before its forward."""
     for value in (*args, *kwargs.values()):
         candidates = value.get(_KEY, ()) if isinstance(value, Mapping) else [value]
         for rows in candidates:
@@ -272,15 +258,15 @@ def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) 
 
 
 def _leave_block(block: nn.Module, args: tuple[object, ...], output: object) -> None:
-    """Hook after a block, also after one that fails."""
+    """Forget the rows after a block, even after an exception."""
     _BLOCK.set(None)
 
 
 @cache
-def _turning(kind: type) -> type:
-    """Make the class of processors that turn by positions in a block that has rows, and else do what they did."""
+def _patched_class(kind: type) -> type:
+    """Derive a processor class that rotates by positions in blocks with rows, and is unchanged in other blocks."""
     original: Any = vars(kind)["__call__"]
-    names = {**original.__globals__, **_attentions(original.__globals__)}
+    names = {**original.__globals__, **_patched_globals(original.__globals__)}
     copied = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     copied.__kwdefaults__ = original.__kwdefaults__
     signature = inspect.signature(original)
@@ -290,20 +276,20 @@ def _turning(kind: type) -> type:
         rows = _BLOCK.get()
         if rows is None:
             return original(self, *args, **kwargs)
-        turns = kwargs.pop(_KEY, None) is not None
+        rotates = kwargs.pop(_KEY, None) is not None
         bound = signature.bind(self, *args, **kwargs)
-        if turns:
+        if rotates:
             bound.arguments["image_rotary_emb"] = None
         for name, value in bound.arguments.items():
             if isinstance(value, Rows):
-                bound.arguments[name], turns = None, True
-        token = _PROCESSING.set(_Processing(rows, turns))
+                bound.arguments[name], rotates = None, True
+        token = _PROCESSING.set(_Processing(rows, rotates))
         try:
             return copied(*bound.args, **bound.kwargs)
         finally:
             _PROCESSING.reset(token)
 
-    # Attentions hand to their processor what its signature names.
+    # Attentions pass to a processor the arguments in its signature.
     key = inspect.Parameter(_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
     extended = signature.replace(parameters=[*signature.parameters.values(), key])
     members = {"__call__": __call__, "__doc__": kind.__doc__, "__module__": kind.__module__, _MARK: True}
@@ -311,8 +297,8 @@ def _turning(kind: type) -> type:
     return type(kind.__name__, (kind,), members)
 
 
-def _attentions(names: Mapping[str, Any]) -> dict[str, object]:
-    """Wrap the attention of a processor's module, so that it turns by the rows of the processor that runs."""
+def _patched_globals(names: Mapping[str, Any]) -> dict[str, object]:
+    """Return wrappers of the attention in a processor's module that rotate by the rows of the running processor."""
 
     def dispatch_attention_fn(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _attend(names["dispatch_attention_fn"], query, key, value, options)
@@ -323,10 +309,10 @@ def _attentions(names: Mapping[str, Any]) -> dict[str, object]:
 
 
 class Functional:
-    """torch.nn.functional, whose scaled_dot_product_attention turns by the rows of the processor that runs.
+    """torch.nn.functional with an attention that rotates by the rows of the running processor.
 
     Args:
-        functional: the module.
+        functional: the module torch.nn.functional.
     """
 
     def __init__(self, functional: Any) -> None:
@@ -336,7 +322,7 @@ class Functional:
         return getattr(self.functional, name)
 
     def scaled_dot_product_attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attend over (batch, heads, seq, head_dim)."""
+        """Rotate and attend over (batch, heads, seq, head_dim)."""
 
         def attention(*qkv: Tensor, **options: Any) -> Tensor:
             heads_first = (x.transpose(1, 2) for x in qkv)
@@ -350,7 +336,7 @@ def _attend(
     attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
 ) -> Tensor:
     processing = _PROCESSING.get()
-    assert processing is not None, "a processor without rows runs its own function"
+    assert processing is not None, "a processor without rows runs its original function"
     rows = processing.rows
-    attend = rows.attend if processing.turns else rows.attend_across
+    attend = rows.attend if processing.rotates else rows.attend_to_text
     return attend(attention, query, key, value, options)

@@ -1,4 +1,4 @@
-"""TransformerSettings: scheme and rotation of one transformer of diffusers, and their use; read from its config."""
+"""TransformerSettings: the scheme and the rotation of a diffusers transformer, read from its config."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["TransformerSettings", "from_diffusers"]
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of the positions of a transformer; ``from_diffusers`` reads them from its config.
+    """Settings of a transformer's positions; ``from_diffusers`` reads them from its config.
 
     Args:
-        class_name: of the transformer.
-        scheme: where its text and images lie; the first grid of a document is generated, the others are its references.
-        rotary: rotation of q and k. Its head_dim is that of a head, or a third of a head where each axis turns its own
-            third (Allegro).
-        patch_size: frames, rows and columns of latents in a token, whether the transformer cuts them or its pipeline.
-        second_rotary: rotation of the second channel of every pair, where it has other angles than the first, which
-            rotary then describes alone (ERNIE-Image); else None.
-        text_rotary: rotation of the text in blocks of its own, by one id per token from 0 (Kandinsky); else None.
-        limits: (axes,) lowest and highest id that the transformer's own tables have; None where they have no end.
-        vae_scale: frames, rows and columns of pixels in a latent, where the config says it; else None.
+        class_name: class of the transformer.
+        scheme: scheme of its text and images; the first grid of a document is generated, the others are references.
+        rotary: rotation of q and k. Its head_dim is the size of a head, or of a third of a head if each axis rotates a
+            separate third (Allegro).
+        patch_size: frames, rows and columns of latents per token, whether the transformer or its pipeline cuts them.
+        second_rotary: rotation of the second channel of every pair if its angles differ from the first channel's
+            (ERNIE-Image), else None. If set, rotary describes the first channels only.
+        text_rotary: rotation of text in separate blocks, by one id per token from 0 (Kandinsky), or None.
+        limits: (axes,) lowest and highest id in the transformer's own tables; None if they are unlimited.
+        vae_scale: frames, rows and columns of pixels per latent; None if the config does not define them.
     """
 
     class_name: str
@@ -57,21 +57,21 @@ class TransformerSettings:
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
     def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
-        """Make the grid of tokens of an image or a video from the size of its latents.
+        """Return the grid of tokens of an image or a video with this size in latents.
 
         Args:
             height: rows of latents.
             width: columns of latents.
             frames: frames of latents.
-            fps: frames a second of the video, an integer or a Fraction, for schemes that place frames in time; None
-                is what these take then.
+            fps: frames per second of the video, an integer or a Fraction, for schemes that place frames in time; None
+                is the default of the scheme.
 
         Raises:
-            InvalidInputError: a size that is no multiple of the patch, or an fps that is not exact.
+            InvalidInputError: a size is not a multiple of the patch, or fps is not exact.
         """
         sizes = []
-        named = (("frames", frames), ("height", height), ("width", width))
-        for (name, size), side in zip(named, self.patch_size, strict=True):
+        extents = (("frames", frames), ("height", height), ("width", width))
+        for (name, size), side in zip(extents, self.patch_size, strict=True):
             size = integer(name, size, minimum=1)
             if size % side:
                 raise InvalidInputError(
@@ -83,14 +83,15 @@ class TransformerSettings:
         return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
-        """Place documents, each a text and its images, and check that the transformer has their ids.
+        """Place documents, each a text and its images, and check their ids against the transformer's tables.
 
         Args:
-            documents: a SegmentTable, or what ``SegmentTable.from_documents`` takes.
+            documents: a SegmentTable, or an argument of ``SegmentTable.from_documents``.
 
         Raises:
-            UnsupportedError: as by ``place``: frames for a transformer of images, text where it has no ids.
-            LimitExceededError: ids that the transformer's own tables lack.
+            UnsupportedError: the scheme does not support a segment, such as frames in an image transformer, or text if
+                text has no ids.
+            LimitExceededError: an id is not in the transformer's own tables.
         """
         segments = documents if isinstance(documents, SegmentTable) else SegmentTable.from_documents(documents)
         positions = place(segments, self.scheme)
@@ -107,27 +108,27 @@ class TransformerSettings:
             s = int(((low < lowest) | (high > highest)).argmax())
             d = int(positions.documents[FIRST_SEGMENT].searchsorted(s, side="right")) - 1
             got = f"ids from {low[s]:g} to {high[s]:g} on axis {axis}"
-            want = f"{lowest} to {highest}, which the tables of {self.class_name} have"
+            want = f"{lowest} to {highest}, the tables of {self.class_name}"
             raise LimitExceededError(f"documents[{d}]: got {got}, want {want}")
 
 
 def from_diffusers(config: object) -> TransformerSettings:
-    """Read the scheme and the rotation of a transformer of diffusers from its config.
+    """Read the scheme and the rotation of a diffusers transformer from its config.
 
     Args:
-        config: the folder with its config.json, the mapping in that, or the transformer itself (or anything with a
-            ``config`` and the name of its class).
+        config: config.json or its folder, the mapping in it, or the transformer itself (or any object with a ``config``
+            whose class has the same name).
 
     Raises:
-        UnsupportedError: a class that is not known, or whose positions no scheme holds; the message says why.
-        InvalidInputError: a field that is missing or contradicts another, or a file that cannot be read.
+        UnsupportedError: the class is unknown, or no scheme has its positions; the message gives the reason.
+        InvalidInputError: a field is missing or contradicts another, or a file cannot be read.
     """
     values = _values(config)
     name = values.get("_class_name")
     if not isinstance(name, str):
-        raise InvalidInputError(f"config._class_name: got {name!r}, want the name of a class of transformers")
+        raise InvalidInputError(f"config._class_name: got {name!r}, want the class name of a transformer")
     if name in REFUSED:
-        raise UnsupportedError(f"config._class_name: got {name!r}, want another: {REFUSED[name]}")
+        raise UnsupportedError(f"config._class_name: got {name!r}, which is not supported: {REFUSED[name]}")
     if name not in TRANSFORMERS:
         raise UnsupportedError(f"config._class_name: got {name!r}, want one of {', '.join(sorted(TRANSFORMERS))}")
     return TransformerSettings(name, **TRANSFORMERS[name](TransformerConfig(values)))
@@ -142,5 +143,5 @@ def _values(config: object) -> Mapping[str, Any]:
     inside = getattr(config, "config", None)
     if not isinstance(inside, Mapping):
         got = type(config).__name__
-        raise InvalidInputError(f"config: got {got}, want a folder, a mapping or a transformer of diffusers")
+        raise InvalidInputError(f"config: got {got}, want a folder, a mapping or a diffusers transformer")
     return {"_class_name": type(config).__name__, **inside}

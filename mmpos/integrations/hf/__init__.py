@@ -1,8 +1,8 @@
-"""Models and processors of Transformers with mmpos's positions.
+"""mmpos positions for models and processors of Transformers.
 
 Shapes used throughout:
 
-    input_ids        (batch, seq) token ids; inputs_embeds (batch, seq, hidden) in their place
+    input_ids        (batch, seq) token ids, or inputs_embeds (batch, seq, hidden) instead
     mm_position_ids  a PositionTable or DevicePositions of batch·seq tokens, or ids of shape (axes, batch, seq)
 """
 

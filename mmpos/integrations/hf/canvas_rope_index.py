@@ -1,4 +1,4 @@
-"""Function in the place of ``get_rope_index`` of MiniCPM-V 4.7, whose pictures lie on canvases."""
+"""Replacement for ``get_rope_index`` of MiniCPM-V 4.7, which places the crops of an image on a canvas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmpos.integrations.hf.token_types import (
     VIDEO,
     Ids,
     TokenTypes,
-    answer,
     check_tensors,
+    ids_and_deltas,
     on_host,
     scan_tensors,
     shapes,
@@ -33,16 +33,16 @@ from mmpos.support.checks import INT32_MAX, IntArray, one_of
 __all__ = ["CanvasRopeIndex"]
 
 _CANVAS = MRopeCanvas()
-_PLACEHOLDER = INT32_MAX - VIDEO  # an id above all of text, to which types of patches are added
+_PLACEHOLDER = INT32_MAX - VIDEO  # above every text id; patches get this id plus their type
 
 
 @dataclass(frozen=True)
 class CanvasRopeIndex:
-    """Function with the arguments and the results of ``get_rope_index`` of MiniCPM-V 4.7.
+    """Function with the arguments and results of ``get_rope_index`` of MiniCPM-V 4.7.
 
     Args:
         crop_markers: tokens around thumbnails and slices.
-        spatial_merge_size: patches merged along each side into one token, where a call does not say it.
+        spatial_merge_size: patches merged into one token along each side, unless a call passes downsample_mode.
     """
 
     crop_markers: CropMarkers
@@ -58,27 +58,27 @@ class CanvasRopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+        """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq), of which the markers count.
+            input_ids: (batch, seq); only the marker tokens matter.
             mm_token_type_ids: (batch, seq) 0 for text and markers, 1 for images, 2 for videos.
             target_sizes: (crops, 2) height and width before merging of the thumbnails and slices of images, in order;
-                those that no token is left for are passed over.
-            target_sizes_videos: (crops, 2) likewise of the frames of videos.
-            downsample_mode: "16x" merges 4×4 patches and "4x" 2×2; None is the mode of the config.
-            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
-            kwargs: ignored, as there.
+                sizes at the end that have no tokens are ignored.
+            target_sizes_videos: (crops, 2) the same for the frames of videos.
+            downsample_mode: "16x" merges 4×4 patches and "4x" merges 2×2; None uses the mode of the config.
+            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+            kwargs: ignored, as in Transformers.
 
         Returns:
-            (3, batch, seq) position ids and (batch, 1): the highest id plus one less the number of tokens, both int64;
-            new tensors on the device of input_ids.
+            (3, batch, seq) position ids and (batch, 1) deltas, both int64: new tensors on the device of input_ids. A
+            delta is the highest id plus one, minus the number of tokens.
 
         Raises:
-            InvalidInputError: sizes that do not fit the tokens, a thumbnail or a slice that is not between its markers,
-                a slice apart from its thumbnail, or arguments of other shapes.
+            InvalidInputError: sizes do not fit the tokens, a thumbnail or slice is not between its markers, a slice is
+                separated from its thumbnail, or an argument has the wrong shape.
         """
-        given = check_tensors(
+        tensors = check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             target_sizes=target_sizes,
@@ -88,10 +88,10 @@ class CanvasRopeIndex:
         merge = self.spatial_merge_size
         if downsample_mode:
             merge = MERGES[one_of("downsample_mode", downsample_mode, MERGES)]
-        own = self.crop_markers
-        markers = [own.thumbnail_start, own.thumbnail_end, own.tile_start, own.tile_end, own.newline]
-        assert mm_token_type_ids is not None, "checked"
-        compute = _compute if is_plain(*given) else _OPERATOR
+        crops = self.crop_markers
+        markers = [crops.thumbnail_start, crops.thumbnail_end, crops.tile_start, crops.tile_end, crops.newline]
+        assert mm_token_type_ids is not None, "checked above"
+        compute = _compute if is_plain(*tensors) else _OPERATOR
         ids: Ids = compute(
             input_ids, mm_token_type_ids, target_sizes, target_sizes_videos, attention_mask, markers, merge
         )
@@ -109,19 +109,20 @@ def _compute(
 ) -> Ids:
     mask = attention_mask if attention_mask is None or attention_mask.is_cpu else attention_mask.bool()
     kinds, mask, images, videos, ids = on_host(mm_token_type_ids, mask, target_sizes, target_sizes_videos, input_ids)
-    assert kinds is not None, "the call has looked"
-    assert ids is not None, "the call has looked"
+    assert kinds is not None, "checked by the caller"
+    assert ids is not None, "checked by the caller"
     merging = Merging(1, spatial_merge_size, frames_apart=False, lenient=True, types=True)
     crops = CropMarkers(*markers)
     scanned = None
     if min(markers) > 0 and max(markers) < _PLACEHOLDER:
-        own = Placeholders(IMAGE, VIDEO).tokens
+        type_tokens = Placeholders(IMAGE, VIDEO).tokens
         scanned = scan_tensors(
-            kinds, (*own[:5], *markers, *own[10:]), merging, _of_one_frame(images), _of_one_frame(videos), mask,
+            kinds, (*type_tokens[:5], *markers, *type_tokens[10:]), merging,
+            _one_frame(images), _one_frame(videos), mask,
             marker_ids=ids,
         )  # fmt: skip
     if scanned is not None:
-        return answer(place(scanned[0], _CANVAS), input_ids.long())
+        return ids_and_deltas(place(scanned[0], _CANVAS), input_ids.long())
     mask = None if mask is None else mask.bool()
     tokens = TokenTypes.of(kinds, mask)
     text = ids.numpy() if tokens.cu_seqlens is None else ids.numpy().ravel()[tokens.real]
@@ -133,18 +134,18 @@ def _compute(
             Placeholders(_PLACEHOLDER + IMAGE, _PLACEHOLDER + VIDEO, crops=crops),
         )
     except InvalidInputError as error:
-        words = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")
-        raise InvalidInputError(words) from None
-    return tokens.answer(place(segments, _CANVAS), input_ids.long())
+        message = str(error).replace("image_grid_thw", "target_sizes").replace("video_grid_thw", "target_sizes_videos")
+        raise InvalidInputError(message) from None
+    return ids_and_deltas(place(segments, _CANVAS), input_ids.long(), tokens)
 
 
-def _of_one_frame(sizes: Tensor | None) -> Tensor | None:
-    """Make (crops, 3) grids of sizes, which are (crops, 2) as long as nothing is wrong."""
+def _one_frame(sizes: Tensor | None) -> Tensor | None:
+    """Add a frame count of 1 to (crops, 2) sizes; return sizes of another rank unchanged, to be refused later."""
     return sizes if sizes is None or sizes.dim() != 2 else torch.nn.functional.pad(sizes, (1, 0), value=1)
 
 
 def _grids(tokens: TokenTypes, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:
-    """Merge sizes, (crops, 2), to grids of one frame, (crops, 3)."""
+    """Merge (crops, 2) sizes into (crops, 3) grids of one frame."""
     used = tokens.used(name, sizes, kind, np.array([merge, merge]))
     return None if used is None else np.insert(used, 0, 1, axis=1)
 

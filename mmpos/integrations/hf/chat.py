@@ -1,4 +1,4 @@
-"""Images and videos of a processor's call and of its chats: objects, bytes, paths and data URLs, each with its name."""
+"""Images and videos in the arguments of a processor and in its chats: objects, bytes, paths and data URLs, named."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from mmpos.support.checks import IntArray, naming
 __all__ = [
     "FRAMES",
     "Frames",
-    "flat",
-    "images_beside",
+    "flatten",
     "is_chat",
+    "local_path",
     "process",
     "read_conversations",
     "read_image",
-    "without_url",
+    "separate_images",
 ]
 
 
-def flat(kind: str, images: object, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
-    """Name the images, and count those of each text where they are nested.
+def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
+    """Return all images with their names, and the number of images of each text if they are nested, else None.
 
     Args:
         kind: name of the argument, "images" or "videos".
-        images: one image, a list of them for all texts, a list of such a list for each text, or None.
-        texts: number of texts; None where there is no text.
+        images: one image, a list of images for all texts, a list with a list of images for each text, or None.
+        texts: number of texts; None if there is no text.
     """
     if images is None:
         return [], None
@@ -49,7 +49,7 @@ def flat(kind: str, images: object, texts: int | None) -> tuple[list[tuple[str, 
         i = nested.index(not nested[0])
         raise InvalidInputError(f"{kind}[{i}]: got {type(images[i]).__name__}, want all {kind} in lists, or none")
     if texts is not None and len(images) != texts:
-        raise InvalidInputError(f"{kind}: got {len(images)} lists, want {texts}, one for each text")
+        raise InvalidInputError(f"{kind}: got {len(images)} lists, want {texts}, one per text")
     named = [(f"{kind}[{i}][{n}]", image) for i, each in enumerate(images) for n, image in enumerate(each)]
     return named, np.fromiter(map(len, images), np.int64, len(images))
 
@@ -57,51 +57,53 @@ def flat(kind: str, images: object, texts: int | None) -> tuple[list[tuple[str, 
 def process(
     named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None, read_files: bool
 ) -> list[ProcessedImage]:
-    """Process each image; an error names the image."""
+    """Process each image; errors name the image."""
     processed = []
     for name, image in named:
-        read = read_image(name, image, read_files) if isinstance(image, str) else image
+        source = read_image(name, image, read_files) if isinstance(image, str) else image
         with naming(name):
-            processed.append(images.process(read, temporal_patch_size=temporal_patch_size))
+            processed.append(images.process(source, temporal_patch_size=temporal_patch_size))
     return processed
 
 
 def read_image(name: str, text: str, read_files: bool) -> bytes | Path:
-    """Read the text that stands for an image: decode a data: URL, or return the path of a file; nothing is fetched.
+    """Decode a data: URL, or return the path of an image file; nothing is fetched.
 
     Args:
-        name: of the image, for errors.
+        name: name of the image in errors.
         text: a data: or file: URL, or a path.
         read_files: whether text may name a file.
     """
     if text[:5].lower() == "data:":
         return read_data_url(name, text)
-    return without_url(name, text, read_files, "bytes, a Pillow image, an array or a data: URL")
+    return local_path(name, text, read_files, "bytes, a Pillow image, an array or a data: URL")
 
 
-def without_url(name: str, text: str, read_files: bool, other: str) -> Path:
-    """Return the path that a text is, and refuse a URL, the path of no file, and all paths if none are to be read."""
+def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
+    """Return text as the path of an existing file; refuse remote URLs, and every path if read_files is False."""
     got = f"{name}: got the text {text[:80]!r}"
     scheme, slashes, _ = text.partition("://")
     if slashes and scheme.lower() != "file":
         raise InvalidInputError(f"{got}, a URL, which is never fetched, want the path of a file, {other}")
     if not read_files:
-        raise InvalidInputError(f"{got}, want {other}: with read_files=False no text names a file")
+        raise InvalidInputError(f"{got}, want {other}: read_files=False allows no paths")
     path = url2pathname(urlsplit(text).path) if slashes else text
     if not os.path.isfile(path):
-        raise InvalidInputError(f"{got}, want the path of a file that exists, {other}")
+        raise InvalidInputError(f"{got}, want the path of an existing file, {other}")
     return Path(path)
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
-"""Videos that need no decoder, as errors describe them."""
+"""Videos that need no decoder, as described in errors."""
 
 
 class Frames:
-    """Frames of one video, told from a list of videos; no dataclass, which Transformers makes a mapping of in a chat.
+    """Frames of one video, to distinguish them from a list of videos.
+
+    This is not a dataclass, because Transformers converts dataclasses in a chat to mappings.
 
     Args:
-        images: each as ImageProcessor takes it, or text that stands for one.
+        images: the frames, each in a form that ImageProcessor takes, or as text for ``read_image``.
     """
 
     def __init__(self, images: tuple[Any, ...]) -> None:
@@ -118,7 +120,7 @@ _AUDIO = ("audio", "input_audio")
 
 
 def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
-    """Whether this is a conversation, a list of messages, or a list of conversations."""
+    """Return whether text is a conversation (a list of messages), or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
         first = first[0]
@@ -126,38 +128,39 @@ def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
 
 
 def read_conversations(conversation: object, read_files: bool, *, videos: bool) -> Messages | list[Messages]:
-    """Copy a conversation, or a list of them, with every image as bytes, a path or an object, and videos likewise.
+    """Copy one or several conversations, and replace text that names an image or video by bytes or a path.
 
     Args:
-        conversation: of Transformers or of the OpenAI API.
+        conversation: in the format of Transformers or of the OpenAI API.
         read_files: whether text may name a file.
-        videos: whether there may be videos.
+        videos: whether videos are allowed.
 
     Raises:
-        InvalidInputError: no messages, or an image or video that is named in no known way.
-        UnsupportedError: audio, or a video that may not be there.
+        InvalidInputError: there are no messages, or the source of an image or video is not in a known format.
+        UnsupportedError: a message contains audio, or a video where videos are not allowed.
     """
     refused = _AUDIO if videos else _AUDIO + _VIDEOS
     if not is_chat(conversation):
-        raise InvalidInputError(f"conversation: got {_kind(conversation)}, want a list of messages, or a list of those")
+        got = _kind(conversation)
+        raise InvalidInputError(f"conversation: got {got}, want a list of messages, or a list of conversations")
     if isinstance(conversation[0], Mapping):
         return _read("conversation", conversation, read_files, refused)
     return [_read(f"conversation[{i}]", each, read_files, refused) for i, each in enumerate(conversation)]
 
 
-def images_beside(conversation: Sequence[Any], images: object) -> list[object]:
-    """List the images that are given apart from their chat; of several chats, a list for each.
+def separate_images(conversation: Sequence[Any], images: object) -> list[object]:
+    """Return the images passed separately from a chat as a list; for several chats, a list per chat.
 
     Raises:
-        InvalidInputError: the chats hold images themselves, or their number is another.
+        InvalidInputError: the chats already contain images, or there is not one list of images per chat.
     """
-    one = isinstance(conversation[0], Mapping)
-    chats = [conversation] if one else conversation
+    is_single = isinstance(conversation[0], Mapping)
+    chats = [conversation] if is_single else conversation
     contents = [message.get("content") for messages in chats for message in messages]
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     if any(block["type"] == "image" and "image" in block for block in blocks):
-        raise InvalidInputError("images: got images beside chats that hold theirs, want them in one place")
-    if one:
+        raise InvalidInputError("images cannot be combined with chats that contain images")
+    if is_single:
         return list(images) if isinstance(images, list | tuple) else [images]
     if not isinstance(images, list | tuple) or not all(isinstance(each, list | tuple) for each in images):
         raise InvalidInputError(f"images: got {_kind(images)}, want a list of images for each of {len(chats)} chats")
@@ -183,35 +186,35 @@ def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...
 
 
 def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...]) -> Mapping[str, object]:
-    """Read one block of content; that of an image gets its image under "image", that of a video under "video"."""
+    """Read one block of content; the image of an image block is under "image", the video of a video block "video"."""
     if not isinstance(block, Mapping) or (kind := block.get("type")) is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
     if kind in refused:
         want = "text or an image" if kind in _VIDEOS else "text, an image or a video"
         raise UnsupportedError(f"{name}.type: got {kind!r}, want {want}")
-    for media in ("image", "video"):
-        if kind == f"{media}_url":
+    for medium in ("image", "video"):
+        if kind == f"{medium}_url":
             url = block.get(kind)
-            block, kind = {"type": media, "url": url.get("url") if isinstance(url, Mapping) else url}, media
+            block, kind = {"type": medium, "url": url.get("url") if isinstance(url, Mapping) else url}, medium
             if block["url"] is None:
-                raise InvalidInputError(f"{name}.{media}_url: got none, want the URL of the {media}")
+                raise InvalidInputError(f"{name}.{medium}_url: got None, want the URL of the {medium}")
     if kind in ("image", "video"):
         sources = _IMAGE_SOURCES if kind == "image" else _VIDEO_SOURCES
-        named = [key for key in sources if block.get(key) is not None]
-        if len(named) > 1:
-            raise InvalidInputError(f"{name}: got {' and '.join(named)}, want one of them")
-        rest = {other: block[other] for other in block if other not in sources}
+        keys = [key for key in sources if block.get(key) is not None]
+        if len(keys) > 1:
+            raise InvalidInputError(f"{name}: got {' and '.join(keys)}, want one of them")
+        rest = {key: block[key] for key in block if key not in sources}
         read = _image if kind == "image" else _video
-        return {**rest, kind: read(name, named[0], block[named[0]], read_files)} if named else rest
-    # Templates skip what they do not know: the image would be lost in silence.
+        return {**rest, kind: read(name, keys[0], block[keys[0]], read_files)} if keys else rest
+    # Templates skip blocks of unknown types, so that the image would be lost silently.
     for key in ("image", "image_url", "video", "video_url"):
         if block.get(key) is not None:
-            raise InvalidInputError(f"{name}.{key}: got one in a block of type {kind!r}, want type {key[:5]!r}")
+            raise InvalidInputError(f"{name}.{key}: got it in a block of type {kind!r}, want type {key[:5]!r}")
     return block
 
 
 def _image(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Read the image of a block: text becomes bytes or a path, all else stays."""
+    """Return the image of a block: text is converted to bytes or a path, other objects are returned as they are."""
     if key == "base64":
         return read_data_url(name, f"data:;base64,{value}")
     if key == "path" and not isinstance(value, str | PathLike):
@@ -222,9 +225,9 @@ def _image(name: str, key: str, value: Any, read_files: bool) -> object:
 
 
 def _video(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Read the video of a block: text becomes a path, and a list is of its frames."""
+    """Return the video of a block: text is converted to a path, and a list is taken as the frames of the video."""
     if isinstance(value, str):
-        return without_url(name, value, read_files, FRAMES)
+        return local_path(name, value, read_files, FRAMES)
     if key != "video" and not isinstance(value, PathLike):
         raise InvalidInputError(f"{name}.{key}: got {type(value).__name__}, want text or a path")
     return Frames(tuple(value)) if isinstance(value, list | tuple) else value

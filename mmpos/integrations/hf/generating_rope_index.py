@@ -1,4 +1,4 @@
-"""Function in the place of ``get_rope_index`` of GLM-Image, with the ids of images that it generates."""
+"""Replacement for ``get_rope_index`` of GLM-Image, with the ids of the images to generate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmpos.integrations.hf.token_types import (
     IMAGE,
     Ids,
     TokenTypes,
-    answer,
     check_tensors,
-    merged,
+    ids_and_deltas,
+    merge_grids,
     on_host,
     scan_tensors,
 )
@@ -41,15 +41,16 @@ _MERGING = Merging(1, 1, frames_apart=False)
 
 @dataclass(frozen=True)
 class GeneratingRopeIndex:
-    """Function with the arguments and the results of ``get_rope_index`` of GLM-Image.
+    """Function with the arguments and results of ``get_rope_index`` of GLM-Image.
 
-    The method also lays ids ahead of the images to generate, and leaves them on the model; ``with_generated`` returns
-    them instead.
+    The method also computes the ids of the images to generate, and stores them on the model; ``with_generated``
+    returns them instead.
 
     Args:
         image_start_token_id: the marker before an image.
-        image_end_token_id: the marker after it.
-        model: on which calls leave the ids of images to come, since its decoding reads them there; or None.
+        image_end_token_id: the marker after an image.
+        model: the model on which calls store the ids of the images to generate, where its decoding reads them; or
+            None.
     """
 
     image_start_token_id: int
@@ -64,22 +65,22 @@ class GeneratingRopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch, and deltas, which are 0.
+        """Compute the position ids of a batch; its deltas are 0.
 
         Args:
-            input_ids: (batch, seq), whose images stand between their markers, whatever their tokens are.
-            image_grid_thw: (images, 3) frames, height, width in tokens, of one frame: of each row those of its prompt,
-                then those to generate. None counts all tokens as text.
-            images_per_sample: (batch,) how many belong to each row; None where all belong to every row.
-            attention_mask: (batch, seq); tokens under another value than 1 are left out, and have the id 1. One of
-                another length is not looked at.
-            kwargs: ignored, as there.
+            input_ids: (batch, seq); every token between the markers of an image is a patch, whatever its id.
+            image_grid_thw: (images, 3) frames (always 1), height and width in tokens: for each row the images of its
+                prompt, then the images to generate. None counts all tokens as text.
+            images_per_sample: (batch,) number of images of each row; None if every row has all images.
+            attention_mask: (batch, seq); tokens where it is not 1 are not counted, and have the id 1. A mask of
+                another length is ignored.
+            kwargs: ignored, as in Transformers.
 
         Returns:
             (3, batch, seq) position ids and (batch, 1) zeros, both of the dtype of input_ids.
 
         Raises:
-            InvalidInputError: grids that do not fit the images, or arguments of other shapes.
+            InvalidInputError: the grids do not fit the images, or an argument has the wrong shape.
         """
         ids, ahead = self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)
         if self.model is not None:
@@ -93,28 +94,29 @@ class GeneratingRopeIndex:
         images_per_sample: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Ids, Tensor | None]:
-        """Compute the ids of a call, and those of the tokens that it generates.
+        """Compute the ids of a batch and the ids of the tokens to generate.
 
         Args:
-            input_ids: as for a call, and the others likewise.
-            image_grid_thw: likewise.
-            images_per_sample: likewise.
-            attention_mask: likewise.
+            input_ids: as for ``__call__``.
+            image_grid_thw: as for ``__call__``.
+            images_per_sample: as for ``__call__``.
+            attention_mask: as for ``__call__``.
 
         Returns:
-            what a call gives, and (rows with grids, 3, steps) int64: the patches of the images to generate, the last
-            grid first, and the marker at their end, whose ids are repeated in shorter rows; None without grids.
+            The result of ``__call__``, and (rows with grids, 3, steps) int64 ids of the patches of the images to
+            generate, the last grid first, and of the end marker after them; shorter rows repeat the ids of the end
+            marker. None if there are no grids.
         """
         if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
             attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None
-        given = check_tensors(
+        tensors = check_tensors(
             input_ids=input_ids,
             image_grid_thw=image_grid_thw,
             images_per_sample=images_per_sample,
             attention_mask=attention_mask,
         )
-        assert input_ids is not None, "checked"
-        compute = _compute if is_plain(*given) else _OPERATOR
+        assert input_ids is not None, "checked above"
+        compute = _compute if is_plain(*tensors) else _OPERATOR
         ids, ahead = compute(
             input_ids,
             image_grid_thw,
@@ -139,10 +141,10 @@ def _compute(
     prompts = _scanned(input_ids, image_grid_thw, images_per_sample, attention_mask, markers)
     if prompts is not None:
         positions = place(prompts.segments, _MROPE)
-        ids, _ = answer(positions, input_ids)
+        ids, _ = ids_and_deltas(positions, input_ids)
         if attention_mask is not None and (prompts.segments.kind == PAD).any():
             ids.masked_fill_(attention_mask == 0, 1)
-        return ids, torch.from_numpy(np.ascontiguousarray(_laid(prompts, positions)))
+        return ids, torch.from_numpy(np.ascontiguousarray(_generated_ids(prompts, positions)))
     mask = None if attention_mask is None else attention_mask == 1
     types = torch.zeros_like(input_ids, dtype=torch.uint8)
     for kind, token in enumerate(markers, 1):
@@ -151,23 +153,23 @@ def _compute(
     tokens = TokenTypes.of(kinds, mask).packed()
     prompts = _matched(tokens, grids, counts)
     positions = place(prompts.segments, _MROPE)
-    laid = _laid(prompts, positions)
+    generated_ids = _generated_ids(prompts, positions)
     size = 3 * input_ids.numel()
-    numbers = np.ones(size + laid.size, np.int64)
-    numbers[:size].reshape(3, -1)[:, tokens.own] = positions.dense()
-    numbers[size:] = laid.ravel()
-    moved = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
-    ids, ahead = moved.split([size, laid.size])
-    return ids.view(3, *input_ids.shape).to(input_ids.dtype), ahead.view(laid.shape).clone()
+    numbers = np.ones(size + generated_ids.size, np.int64)
+    numbers[:size].reshape(3, -1)[:, tokens.packed_index] = positions.dense()
+    numbers[size:] = generated_ids.ravel()
+    copied = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, ahead = copied.split([size, generated_ids.size])
+    return ids.view(3, *input_ids.shape).to(input_ids.dtype), ahead.view(generated_ids.shape).clone()
 
 
 class _Prompts(NamedTuple):
-    """Prompts, and all grids that belong to them.
+    """Prompts and all their grids.
 
     Args:
-        segments: the prompts.
-        grid_thw: (grids, 3) of each prompt those of its images, then those to generate.
-        per_row: (documents,) how many belong to each.
+        segments: the prompts, a document each.
+        grid_thw: (grids, 3): for each prompt the grids of its images, then the grids to generate.
+        per_row: (documents,) number of grids of each prompt.
     """
 
     segments: SegmentTable
@@ -182,7 +184,7 @@ def _scanned(
     attention_mask: Tensor | None,
     markers: tuple[int, int],
 ) -> _Prompts | None:
-    """Make the prompts in one pass in C over tokens on the host; None for all that it does not take."""
+    """Build the prompts in one pass in C over tokens on the host; return None for input that the pass declines."""
     grids = input_ids.new_zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
     if not input_ids.is_cpu or grids.dtype != torch.int64 or grids.dim() != 2 or (grids[:, :1] != 1).any():
         return None
@@ -198,9 +200,9 @@ def _scanned(
 
 
 def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) -> _Prompts:
-    """Make the prompts of packed markers, 1 before an image and 2 after it."""
+    """Build the prompts from packed types of tokens: 1 marks the start of an image and 2 its end."""
     assert tokens.cu_seqlens is not None, "packed"
-    grid_thw = merged("image_grid_thw", grids, np.ones(3, np.int64))
+    grid_thw = merge_grids("image_grid_thw", grids, np.ones(3, np.int64))
     grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw
     if (grid_thw[:, 0] != 1).any():
         g = int((grid_thw[:, 0] != 1).argmax())
@@ -216,26 +218,26 @@ def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) ->
     return _Prompts(segments, grid_thw, per_row)
 
 
-def _laid(prompts: _Prompts, positions: PositionTable) -> IntArray:
-    """Lay the ids of the images to come, (rows with grids, 3, steps); the last of shorter rows is repeated."""
+def _generated_ids(prompts: _Prompts, positions: PositionTable) -> IntArray:
+    """Compute the (rows with grids, 3, steps) ids of the images to generate; shorter rows repeat their last id."""
     segments, grid_thw, per_row = prompts
     ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
-    own = per_row > 0
-    lengths, first = ahead.lengths[own, None], ahead.cu_seqlens[:-1][own, None]
+    has_grids = per_row > 0
+    lengths, first = ahead.lengths[has_grids, None], ahead.cu_seqlens[:-1][has_grids, None]
     step = np.minimum(np.arange(lengths.max(initial=0)), lengths - 1) + first
     return ahead.dense(dtype=np.int64)[:, step].transpose(1, 0, 2)
 
 
 def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> tuple[IntArray, IntArray]:
-    """Find the complete images of prompts, between a marker of type 1 and one of type 2 each.
+    """Find the complete images of prompts, each between a marker of type 1 and a marker of type 2.
 
     Args:
-        types: (tokens,) of a packed batch.
+        types: (tokens,) types of the tokens of a packed batch.
         cu_seqlens: (documents + 1,) first token of each document, then the total.
-        most: (documents,) grids of each.
+        most: (documents,) number of grids of each document, the most images that it can have.
 
     Returns:
-        (tokens,) 1 inside of images, else 0; and (documents,) how many images there are.
+        (tokens,) 1 inside images, else 0; and the (documents,) number of images.
     """
     starts, ends = (np.flatnonzero(types == kind) for kind in (1, 2))
     begun, ended = (np.searchsorted(at, cu_seqlens) for at in (starts, ends))
@@ -248,7 +250,7 @@ def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> t
     fits[1:] &= first[1:] > stop[:-1]
     if not fits.all():
         d = int(owner[fits.argmin()])
-        raise InvalidInputError(f"input_ids[{d}]: got an image_end_token_id without its image_start_token_id")
+        raise InvalidInputError(f"input_ids[{d}]: got image_end_token_id without image_start_token_id before it")
     change = np.zeros(types.size + 1, np.int64)
     change[first] += 1
     change[stop] -= 1

@@ -1,4 +1,4 @@
-"""rope_index: a function in the place of ``get_rope_index`` of vision-language models of Transformers."""
+"""rope_index: a replacement for ``get_rope_index`` of the vision-language models of Transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mmpos.integrations.hf.token_types import (
     VIDEO,
     Ids,
     TokenTypes,
-    answer,
     check_tensors,
-    merged,
+    ids_and_deltas,
+    merge_grids,
     on_host,
     scan_tensors,
     shapes,
@@ -66,15 +66,15 @@ _METHOD = "get_rope_index"
 
 @dataclass(frozen=True)
 class RopeIndex:
-    """Function with the arguments and the results of ``get_rope_index`` of Qwen2-VL and those that follow it.
+    """Function with the arguments and results of ``get_rope_index`` of Qwen2-VL and the models derived from it.
 
-    It keeps numbers of the config alone, so that it can be copied and pickled, and what it does is one operator of
-    torch, so that graphs of torch.compile hold it.
+    It stores only numbers from the config, so that it can be copied and pickled. It runs as one torch operator, so that
+    torch.compile can capture it in a graph.
 
     Args:
-        spatial_merge_size: patches merged along each side into one token.
+        spatial_merge_size: patches merged into one token along each side.
         temporal_merge_size: frames of a video merged into one.
-        frames_apart: every frame of a video is a grid of its own.
+        frames_apart: whether each frame of a video is a separate grid.
     """
 
     spatial_merge_size: int
@@ -90,23 +90,23 @@ class RopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+        """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq); only shape, dtype and device count.
+            input_ids: (batch, seq); only shape, dtype and device matter.
             mm_token_type_ids: (batch, seq) 0 for text, 1 for images, 2 for videos.
-            image_grid_thw: (images, 3) frames, height, width before merging; those that no token is left for are
-                passed over.
-            video_grid_thw: (videos, 3) likewise.
-            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
-            kwargs: ignored, as there.
+            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end that have no tokens are
+                ignored.
+            video_grid_thw: (videos, 3) the same for videos.
+            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+            kwargs: ignored, as in Transformers.
 
         Returns:
-            (3, batch, seq) position ids of the dtype of input_ids, and (batch, 1) int64: the highest id plus one less
-            the number of tokens; new tensors on the device of input_ids.
+            (3, batch, seq) position ids of the dtype of input_ids, and (batch, 1) int64 deltas: new tensors on the
+            device of input_ids. A delta is the highest id plus one, minus the number of tokens.
 
         Raises:
-            InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
+            InvalidInputError: the grids do not fit the tokens, or an argument has the wrong shape.
         """
         return self._ids(input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, None)
 
@@ -119,14 +119,14 @@ class RopeIndex:
         attention_mask: Tensor | None,
         intervals: Tensor | None,
     ) -> Ids:
-        given = check_tensors(
+        tensors = check_tensors(
             input_ids=input_ids,
             mm_token_type_ids=mm_token_type_ids,
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             attention_mask=attention_mask,
         )
-        compute = _compute if is_plain(*given) else _OPERATOR
+        compute = _compute if is_plain(*tensors) else _OPERATOR
         ids: Ids = compute(
             input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, intervals,
             self.spatial_merge_size, self.temporal_merge_size, self.frames_apart,
@@ -136,15 +136,15 @@ class RopeIndex:
 
 @dataclass(frozen=True)
 class TimedRopeIndex(RopeIndex):
-    """Function with the arguments and the results of ``get_rope_index`` of Qwen2.5-VL, whose videos are timed.
+    """Function with the arguments and results of ``get_rope_index`` of Qwen2.5-VL, which places frames by their time.
 
     Args:
-        tokens_per_second: ids that a second of a video takes.
+        tokens_per_second: ids per second of video.
     """
 
     tokens_per_second: int = 1
 
-    def __call__(  # type: ignore[override]  # their order is that of Qwen2.5-VL
+    def __call__(  # type: ignore[override]  # the order of Qwen2.5-VL's arguments
         self,
         input_ids: Tensor,
         mm_token_type_ids: Tensor,
@@ -154,21 +154,22 @@ class TimedRopeIndex(RopeIndex):
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+        """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: as for RopeIndex, and the others likewise.
-            mm_token_type_ids: likewise.
-            image_grid_thw: likewise.
-            video_grid_thw: likewise.
-            second_per_grid_ts: seconds between frames, one per video; None is a second. Ids of frames are rounded down
-                as Transformers rounds them: seconds of a tensor are multiplied in its dtype, and those of a list as
-                Python's floats, before both meet the frames.
-            attention_mask: likewise.
-            kwargs: ignored, as there.
+            input_ids: as for RopeIndex.
+            mm_token_type_ids: as for RopeIndex.
+            image_grid_thw: as for RopeIndex.
+            video_grid_thw: as for RopeIndex.
+            second_per_grid_ts: seconds between frames, one number per video; None means one second. Ids of frames are
+                rounded down exactly as in Transformers: the seconds are multiplied by tokens_per_second first, those in
+                a tensor in its dtype and those in a list as Python floats, and then by the index of the frame.
+            attention_mask: as for RopeIndex.
+            kwargs: ignored, as in Transformers.
 
         Raises:
-            InvalidInputError: as for RopeIndex, and seconds that are no numbers, below 0 or beyond the ids of int32.
+            InvalidInputError: as for RopeIndex; or a number of seconds is not a number, is negative, or leads to ids
+                beyond int32.
         """
         intervals = None
         if isinstance(video_grid_thw, Tensor):
@@ -177,7 +178,7 @@ class TimedRopeIndex(RopeIndex):
 
 
 def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
-    """Multiply seconds by the ids of a second, in the dtypes of Transformers: (videos,), of any dtype."""
+    """Return (videos,) ids between frames, in the dtype in which Transformers computes them."""
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):
@@ -207,11 +208,12 @@ def _check_seconds(name: str, seconds: object) -> None:
 
 @dataclass(frozen=True)
 class XDRopeIndex:
-    """Function with the arguments and the results of ``get_rope_index`` of HunYuan-VL.
+    """Function with the arguments and results of ``get_rope_index`` of HunYuan-VL.
 
     Args:
-        spatial_merge_size: patches merged along each side into one token.
-        axes: axes of ids: those of places, then column, row and number of the image in the batch.
+        spatial_merge_size: patches merged into one token along each side.
+        axes: number of axes; the last three are the column, the row and the number of the image in the batch, and the
+            axes before them the index of the token.
     """
 
     spatial_merge_size: int
@@ -225,22 +227,22 @@ class XDRopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch, and by how much they run ahead of its tokens.
+        """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq); only shape, dtype and device count.
-            mm_token_type_ids: (batch, seq) 1 for images, with the token at the end of every row, and one before and one
-                after the patches or neither; all else is text.
-            image_grid_thw: (images, 3) frames, height, width before merging, one for each image; frames do not count.
-                None counts all tokens as text.
-            attention_mask: (batch, seq); tokens under a 0 are left out, and have the id 0.
-            kwargs: ignored, as there.
+            input_ids: (batch, seq); only shape, dtype and device matter.
+            mm_token_type_ids: (batch, seq) 1 for the tokens of an image: its patches, the token at the end of each row,
+                and either one token before and one after the patches, or neither. All other values are text.
+            image_grid_thw: (images, 3) frames, height, width before merging, one per image; frames are ignored. None
+                counts all tokens as text.
+            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+            kwargs: ignored, as in Transformers.
 
         Returns:
             (axes, batch, seq) position ids and (batch, 1) deltas, both of the dtype of input_ids.
 
         Raises:
-            InvalidInputError: grids that do not fit the tokens, or arguments of other shapes.
+            InvalidInputError: the grids do not fit the tokens, or an argument has the wrong shape.
         """
         check_tensors(
             input_ids=input_ids,
@@ -258,10 +260,10 @@ Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | Generatin
 
 @dataclass(frozen=True, eq=False)
 class _FrameTimes(MRopeTransformers):
-    """M-RoPE of Transformers with the id of every frame given, since floats round these in their own way.
+    """M-RoPE of Transformers with precomputed ids of frames, because their rounding depends on the float dtype.
 
     Args:
-        times: (frames of all grids,) ids after the first of the grid.
+        times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
     """
 
     times: IntArray = field(kw_only=True)
@@ -278,7 +280,7 @@ class _FrameTimes(MRopeTransformers):
 
 @dataclass(frozen=True)
 class _Still(MRopeTransformers):
-    """M-RoPE of Transformers as if no frame came after the first."""
+    """M-RoPE of Transformers that places all frames of a grid at the time of its first."""
 
     by_shape = True
 
@@ -290,19 +292,19 @@ _STILL = _Still()
 
 
 def rope_index(config: object) -> Function:
-    """Make a function in the place of ``get_rope_index`` of a model of Transformers, from its config.
+    """Return a replacement for ``get_rope_index`` of a model of Transformers, from its config.
 
-    Its ids and deltas are those of the method, bit for bit, in the same dtype and on the same device. It also answers
-    where the method fails though the input is right: images, or frames, that touch without text between them.
+    Its ids and deltas equal those of the method bit for bit, in the same dtype and on the same device. It also supports
+    valid input for which the method fails: adjacent images or frames without text between them.
 
     Args:
-        config: the whole config object of a model, the mapping of its config.json, or the folder with that.
+        config: the complete config object of a model, the mapping from its config.json, or the folder with this file.
 
     Returns:
-        a function with the parameters of the method, without self; it has no reference to the model, and no state.
+        A function with the parameters of the method, without self. It has no reference to the model, and no state.
 
     Raises:
-        UnsupportedError: a model type without such a function here.
+        UnsupportedError: the model type has no such function here.
         InvalidInputError: the config lacks a field.
     """
     fields = Fields.of(config)
@@ -312,8 +314,8 @@ def rope_index(config: object) -> Function:
         want = ", ".join(sorted(name for name, row in MODEL_TYPES.items() if row.has_rope_index))
         raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
     if known.generates:
-        begin, end = (fields.integer(f"image_{side}_token_id", needed=True) for side in ("start", "end"))
-        return GeneratingRopeIndex(begin, end)
+        start, end = (fields.integer(f"image_{side}_token_id", needed=True) for side in ("start", "end"))
+        return GeneratingRopeIndex(start, end)
     if known.crop_markers:
         settings = from_hf_config(config)
         assert settings.placeholders.crops is not None
@@ -321,50 +323,50 @@ def rope_index(config: object) -> Function:
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
-    thinking = thinker(fields)
-    vision = thinking.part("vision_config")
+    language = thinker(fields)
+    vision = language.part("vision_config")
     if vision is None:
-        raise thinking.missing("vision_config", "the config of the encoder")
+        raise language.missing("vision_config", "the config of the encoder")
     if known.scheme in (TMRope.name, TMRopeQwen3.name):
-        return _omni(thinking, vision, known)
-    named = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
-    sizes = {name: vision.integer(name, needed=True, minimum=1) for name, read in named.items() if read}
+        return _omni(language, vision, known)
+    names = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
+    sizes = {name: vision.integer(name, needed=True, minimum=1) for name, used in names.items() if used}
     return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
 
 
-def _omni(thinking: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
-    """Read the thinker alone, and nothing of its rotation, which ids do not depend on."""
+def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
+    """Read only the thinker's config, without its rotation, on which ids do not depend."""
     image, video, audio = (
-        thinking.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True) for kind in ("image", "video", "audio")
+        language.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True) for kind in ("image", "video", "audio")
     )
     vision_start, audio_start = (
-        thinking.integer(f"{kind}_start_token_id", needed=True) for kind in ("vision", "audio")
+        language.integer(f"{kind}_start_token_id", needed=True) for kind in ("vision", "audio")
     )
     merge = vision.integer("spatial_merge_size", needed=True, minimum=1)
-    rate = thinking.integer("position_id_per_seconds", needed=True, minimum=1)
+    rate = language.integer("position_id_per_seconds", needed=True, minimum=1)
     chunk, frames = None, None
     if known.scheme == TMRopeQwen3.name:
-        frames = audio_chunk(thinking)
+        frames = audio_chunk(language)
     else:
-        chunk = rate * thinking.integer("seconds_per_chunk", needed=True, minimum=1)
+        chunk = rate * language.integer("seconds_per_chunk", needed=True, minimum=1)
     return OmniRopeIndex(Placeholders(image, video, audio), merge, rate, vision_start, audio_start, chunk, frames)
 
 
 def install(model: Model) -> Model:
-    """Put ``rope_index`` in the place of ``get_rope_index`` of a model, and of every model inside it.
+    """Replace ``get_rope_index`` of a model, and of every model inside it, by ``rope_index`` of its config.
 
-    The method is covered on the instance alone; copies and pickles of the model keep the function. A model in which it
-    is installed may be given again.
+    The function is set on the instances, not on their classes. Copies and pickles of the model keep it. Installing it
+    again is allowed.
 
     Args:
-        model: a model of Transformers, with a head or without, or a module around one; changed in place.
+        model: a model of Transformers with or without a head, or a module that contains one; changed in place.
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
-        UnsupportedError: no model inside has the method, or one is of a type that rope_index does not know, or has
-            another function in its place; nothing is changed then.
+        UnsupportedError: no model inside has the method, one has a type that rope_index does not support, or one has
+            another function set on the instance; nothing is changed then.
     """
     modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
     if not modules:
@@ -372,7 +374,7 @@ def install(model: Model) -> Model:
     for module in modules:
         if not isinstance(vars(module).get(_METHOD, RopeIndex(1)), Function):
             got = f"{type(module).__name__}.{_METHOD}"
-            raise UnsupportedError(f"model: got {got} set on the instance, want that of the class")
+            raise UnsupportedError(f"model: got {got} set on the instance, want the method of the class")
     functions = [rope_index(module.config) for module in modules]
     for module, function in zip(modules, functions, strict=True):
         if isinstance(function, GeneratingRopeIndex):
@@ -382,13 +384,13 @@ def install(model: Model) -> Model:
 
 
 def uninstall(model: Model) -> Model:
-    """Remove the functions that ``install`` put in; a model without them is left as it is.
+    """Remove the functions that ``install`` set; do nothing to a model without them.
 
     Args:
         model: as for install.
 
     Returns:
-        the model itself.
+        The model itself.
     """
     for module in model.modules():
         if isinstance(vars(module).get(_METHOD), Function):
@@ -410,13 +412,13 @@ def _compute(
     mask = attention_mask if attention_mask is None or attention_mask.is_cpu else attention_mask.bool()
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
     merging = Merging(temporal_merge_size, spatial_merge_size, frames_apart, lenient=True, types=True)
-    assert types is not None, "the call has looked"
+    assert types is not None, "checked by the caller"
     scanned = scan_tensors(types, _TYPES, merging, images, videos, mask)
     if scanned is not None:
-        segments, of_videos = scanned
-        positions = place(segments, _MROPE) if intervals is None else _timed(segments, of_videos, intervals)
+        segments, video_of_segment = scanned
+        positions = place(segments, _MROPE) if intervals is None else _timed(segments, video_of_segment, intervals)
         if positions is not None:
-            return answer(positions, input_ids)
+            return ids_and_deltas(positions, input_ids)
     tokens = TokenTypes.of(types, None if mask is None else mask.bool())
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = tokens.segments(
@@ -425,7 +427,7 @@ def _compute(
         frames_apart=frames_apart,
     )
     positions = place(segments, _MROPE if intervals is None else _with_times(segments, tokens, intervals))
-    return tokens.answer(positions, input_ids)
+    return ids_and_deltas(positions, input_ids, tokens)
 
 
 def _compute_xd(
@@ -440,32 +442,39 @@ def _compute_xd(
     is_image = mm_token_type_ids == IMAGE
     types, mask, images = on_host(is_image if image_grid_thw is not None else is_image & False, mask, image_grid_thw)
     tokens = TokenTypes.of(types, mask)
-    grids = merged("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
+    grids = merge_grids("image_grid_thw", images, np.array([0, spatial_merge_size, spatial_merge_size]))
     segments = tokens.segments(grids, placeholders=Placeholders(IMAGE, rows=(IMAGE, IMAGE)))
-    ids, deltas = tokens.answer(place(segments, XDRope(axes, "batch")), input_ids)
+    ids, deltas = ids_and_deltas(place(segments, XDRope(axes, "batch")), input_ids, tokens)
     return ids, deltas.to(input_ids.dtype)
 
 
 def _with_times(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
-    """Give frames of videos the ids that products of floats have when they are cut off."""
+    """Return the scheme with the ids of all frames; products of floats are truncated for frames of videos."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO
     owner, times = ragged_arange(segments.extents[0, grid])
-    moving = is_video[owner]
-    times[moving] = _times((is_video.cumsum() - 1)[owner[moving]], times[moving], int(is_video.sum()), intervals)
+    in_video = is_video[owner]
+    times[in_video] = _times((is_video.cumsum() - 1)[owner[in_video]], times[in_video], int(is_video.sum()), intervals)
     return _FrameTimes(times=times)
 
 
 def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> IntArray:
-    """Count the ids from the first frame of videos to others, (frames,), of these videos and these indices."""
+    """Compute (frames,) ids after the first frame of the video.
+
+    Args:
+        video: (frames,) index of the video of each frame.
+        frame: (frames,) index of each frame in its video.
+        videos: number of videos.
+        intervals: (videos,) ids between frames.
+    """
     if intervals.dim() != 1 or len(intervals) < videos:
         got = f"shape {tuple(intervals.shape)}"
         raise InvalidInputError(f"second_per_grid_ts: got {got}, want at least {videos} values, one per video")
     ids = torch.from_numpy(frame) * intervals[torch.from_numpy(video)]
     wide = ids.double().numpy()
-    good = (wide >= 0) & (wide <= INT32_MAX)
-    if not good.all():
-        v = int(video[good.argmin()])
+    valid = (wide >= 0) & (wide <= INT32_MAX)
+    if not valid.all():
+        v = int(video[valid.argmin()])
         got = f"frames that are {intervals[v].item():g} ids apart"
         raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0, and ids within int32")
     times: IntArray = ids.long().numpy()
@@ -473,23 +482,23 @@ def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> 
 
 
 def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -> PositionTable | None:
-    """Place segments, and every frame of a video at its own time; None where ids might be beyond int32.
+    """Place segments, with every frame of a video at its time; return None if ids could exceed int32.
 
     Args:
         segments: the documents.
-        videos: (segments,) index of the video of each, -1 for all else; None where there is no video.
+        videos: (segments,) index of the video of each segment, -1 if it is not a video; None if there are no videos.
         intervals: (videos,) ids between frames.
     """
     positions = place(segments, _STILL)
-    if videos is None or not (moving := videos >= 0).any():
+    if videos is None or not (is_video := videos >= 0).any():
         return positions
-    frames = np.where(moving, segments.extents[0], 1)
+    frames = np.where(is_video, segments.extents[0], 1)
     first = frames.cumsum() - frames
     owner, frame = ragged_arange(frames)
-    of_video = moving[owner]
-    frame *= of_video
+    in_video = is_video[owner]
+    frame *= in_video
     times = np.zeros_like(frame)
-    times[of_video] = _times(videos[owner[of_video]], frame[of_video], int(videos.max()) + 1, intervals)
+    times[in_video] = _times(videos[owner[in_video]], frame[in_video], int(videos.max()) + 1, intervals)
     table, documents = positions.table[:, owner], positions.documents.copy()
     table[OFFSET] += frame * table[HEIGHT] * table[WIDTH]
     table[AXES] += times
@@ -497,7 +506,7 @@ def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -
     if last.max() > INT32_MAX:
         return None
     document = np.arange(positions.num_documents).repeat(np.diff(segments.segment_offsets))
-    np.maximum.at(documents[NEXT_POSITION], document[moving], last[moving] + 1)
+    np.maximum.at(documents[NEXT_POSITION], document[is_video], last[is_video] + 1)
     documents[DELTA] += documents[NEXT_POSITION] - positions.next_positions
     documents[FIRST_SEGMENT] = first[documents[FIRST_SEGMENT]]
     return PositionTable(table, documents, positions.num_tokens, False, positions.scheme)

@@ -1,7 +1,7 @@
-"""patch and unpatch: a Llama-like model of Transformers driven by positions with any number of axes.
+"""patch and unpatch: multi-axis positions for Llama-like models of Transformers.
 
-Positions become cos and sin once a call, and travel to the attentions beside the hidden states. Nothing is kept on a
-module between calls: what a call brings is in its own arguments, also through checkpoints.
+Each call converts positions to cos and sin once, and passes them to the attentions as arguments. Modules keep no state
+between calls, so that gradient checkpointing works.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, turning_forward
+from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, rotating_forward
 from mmpos.integrations.hf.positions import (
     ARGUMENT,
-    apart,
+    checked_positions,
     generate,
     prepare_inputs_for_generation,
-    rows_of,
+    separating_arguments,
     tokens_of,
 )
 from mmpos.integrations.patches import Attribute, Patch, unpatched
@@ -38,43 +38,44 @@ Arguments = dict[str, Any]
 Call = tuple[tuple[object, ...], Arguments]
 
 _ROTATIONS = "mm_rotations"
-"""The argument by which layers get them."""
-
+"""Name of the argument that passes rotations to the layers."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
-    """Let a Llama-like model take ``mm_position_ids``, in forward and in generate.
+    """Add the argument ``mm_position_ids`` to forward and generate of a Llama-like model.
 
-    Without that argument the model stays what it was, bit for bit. With it, q and k of every layer turn by these
-    positions under ``rotary``; ``position_ids`` goes on to speak of masks only. Everything else, weights included,
-    is left alone.
+    Without this argument, the outputs of the model stay identical, bit for bit. With it, every layer rotates q and k by
+    these positions under ``rotary``, and ``position_ids`` only affects masks. Weights and everything else stay
+    unchanged.
 
     Args:
-        model: a PreTrainedModel, with a head or without; changed in place.
-        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model;
-            or, where layer types turn differently (Gemma 3), a mapping with one for each layer type.
-        implementation: "reference" gives the model's own function our cos and sin; "triton" rotates by
-            ``mmpos.rotary.apply_rotary`` in its place; "auto" is triton on CUDA tensors where triton is installed
-            and the attentions are ones that it can serve, else the reference.
+        model: a PreTrainedModel with or without a head; changed in place.
+        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model; or, if layer types
+            have different rotations (Gemma 3), a mapping from each layer type to a Rotary.
+        implementation: "reference" passes cos and sin to the model's own function; "triton" replaces this function by
+            ``mmpos.rotary.apply_rotary``; "auto" is "triton" for CUDA tensors if triton is installed and supports the
+            attentions, else "reference".
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
-        UnsupportedError: the model is not built like Llama, or its rotation is not one that a Rotary replaces.
-        InvalidInputError: rotary does not fit the model, or the model is patched already.
+        UnsupportedError: the model is not built like Llama, or its rotation cannot be replaced by a Rotary.
+        InvalidInputError: rotary does not fit the model, or the model is already patched.
     """
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     anatomy = dissect(model)
     if any(isinstance(hook, ModelHook) for hook in anatomy.base._forward_pre_hooks.values()):
-        raise InvalidInputError("model: got one that is patched, want unpatch before another patch")
+        raise InvalidInputError("model: got a patched model, want unpatch before another patch")
     rotaries = rotaries_of(anatomy, rotary)
     fused = _fused(implementation, rotaries, anatomy)
     attributes: list[Attribute] = []
     if fused != "never":
-        attributes += [Attribute(one, "forward", FusedForward(one, implementation)) for one in anatomy.attentions]
+        attributes += [
+            Attribute(attention, "forward", FusedForward(attention, implementation)) for attention in anatomy.attentions
+        ]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
         prepare = partial(prepare_inputs_for_generation, model)
         attributes.append(Attribute(model, "prepare_inputs_for_generation", prepare))
@@ -88,13 +89,13 @@ def unpatch(model: Model) -> Model:
     """Remove everything that ``patch`` added.
 
     Args:
-        model: the model that was patched, or a copy of it; changed in place.
+        model: a patched model or a copy of one; changed in place.
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
-        InvalidInputError: the model is not patched, or something else has since wrapped what patch set.
+        InvalidInputError: the model is not patched, or other code has replaced an attribute that patch set.
     """
     return unpatched("model", model)
 
@@ -108,14 +109,16 @@ def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
-    """Decide when layers rotate by positions themselves: "never", "always", or on "cuda".
+    """Return when layers rotate by positions directly: "never", "always", or only on "cuda".
 
-    Heads with axes of their own have no cos and sin that a model's function takes: they always rotate by positions.
+    A model's function takes one cos and sin for all heads, so heads with separate axes always rotate by positions.
     """
-    by_head = any(one.own_heads for one in rotaries.values())
-    if by_head and (not anatomy.fuses or any(one.rotary_dim != one.head_dim for one in rotaries.values())):
+    by_head = any(each.own_heads for each in rotaries.values())
+    partial_rotaries = [each for each in rotaries.values() if each.rotary_dim != each.head_dim]
+    if by_head and (partial_rotaries or not anatomy.fuses):
         raise UnsupportedError(
-            "rotary: got one with head_axes, want one for all heads: the model does not turn whole q and k by one call"
+            "rotary: got head_axes, want the same axes for all heads: "
+            "the model does not rotate whole q and k in one call"
         )
     if by_head:
         return "always"
@@ -123,24 +126,22 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
         return "never"
     if implementation == "auto":
         wrapped = any("forward" in vars(attention) for attention in anatomy.attentions)  # offloaded by accelerate
-        able = anatomy.fuses and not wrapped and all(one.rotary_dim == one.head_dim for one in rotaries.values())
-        return "cuda" if able and find_spec("triton") is not None else "never"
+        supported = anatomy.fuses and not wrapped and not partial_rotaries
+        return "cuda" if supported and find_spec("triton") is not None else "never"
     if not anatomy.fuses:
         name = type(anatomy.attentions[0]).__name__
         raise UnsupportedError(
-            f"implementation: got 'triton' for {name}, which does not turn q and k by one call, want 'reference'"
+            f"implementation: got 'triton' for {name}, which does not rotate q and k in one call, want 'reference'"
         )
-    partly = [one for one in rotaries.values() if one.rotary_dim != one.head_dim]
-    if partly:
-        one = partly[0]
+    for each in partial_rotaries:
         raise UnsupportedError(
-            f"implementation: got 'triton' where {one.rotary_dim} of {one.head_dim} channels turn, want 'reference'"
+            f"implementation: got 'triton' for {each.rotary_dim} of {each.head_dim} channels, want 'reference'"
         )
     return "always"
 
 
 class Rotations:
-    """Rotations that a call hands to its attentions: per layer type cos and sin, or positions and their Rotary."""
+    """Rotations that a call passes to its attentions: for each layer type cos and sin, or positions and a Rotary."""
 
     def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
         self.pairs = pairs
@@ -151,10 +152,10 @@ class ModelHook:
     """Hook before the model below the head; replaces positions in its arguments by rotations for the layers.
 
     Args:
-        rotaries: one per layer type; None stands for all layers.
-        fused: "always", "never", or on "cuda": whether layers are given positions in place of cos and sin.
-        names: arguments of the model, in order.
-        packs: whether the model keeps documents of one row apart.
+        rotaries: a Rotary for each layer type; the key None means all layers.
+        fused: when layers get positions instead of cos and sin: "always", "never", or on "cuda".
+        names: names of the model's parameters, in order.
+        packs: whether the model keeps the documents of a row separate.
     """
 
     def __init__(self, rotaries: Mapping[str | None, Rotary], fused: str, names: Sequence[str], packs: bool) -> None:
@@ -164,7 +165,7 @@ class ModelHook:
         self.packs = packs
 
     def __call__(self, base: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments, if positions are among them."""
+        """Return new arguments if they include positions, else None."""
         position_ids = kwargs.get("position_ids")
         if isinstance(position_ids, PositionTable | DevicePositions):
             raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it as {ARGUMENT}")
@@ -175,11 +176,11 @@ class ModelHook:
         if ids is None:
             return (), arguments
         tokens = tokens_of(arguments.get("inputs_embeds"), arguments.get("input_ids"))
-        arguments |= apart(ids, tokens, arguments, self.packs)
+        arguments |= separating_arguments(ids, tokens, arguments, self.packs)
         return (), {**arguments, _ROTATIONS: self._rotations(ids, tokens)}
 
     def _rotations(self, ids: object, tokens: Tensor) -> Rotations:
-        positions = rows_of(ids, tokens, list(self.rotaries.values()))
+        positions = checked_positions(ids, tokens, list(self.rotaries.values()))
         if self.fused == "always" or (self.fused == "cuda" and tokens.device.type == "cuda"):
             return Rotations({kind: (positions, rotary) for kind, rotary in self.rotaries.items()})
         pairs = {kind: cos_sin(rotary, positions, "transformers") for kind, rotary in self.rotaries.items()}
@@ -188,56 +189,56 @@ class ModelHook:
 
 
 class AttentionHook:
-    """Hook before an attention; puts the rotations of the call in the place of the model's own cos and sin."""
+    """Hook before an attention; replaces the model's own cos and sin by the rotations of the call."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
 
     def __call__(self, attention: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments, if rotations are among them."""
+        """Return new arguments if they include rotations, else None."""
         if _ROTATIONS not in kwargs:
             return None
         arguments = dict(kwargs)
         rotations = arguments.pop(_ROTATIONS)
         rotations.reached = True
         first, second = rotations.pairs[self.layer_type]
-        # Autocast, offloading and split models decide on dtype and device late: follow the model's own.
+        # Autocast, offloading and split models choose dtype and device late, so use those of the model's own cos.
         own = arguments["position_embeddings"][0]
         fused = isinstance(second, Rotary)
         width = second.rotary_dim if fused else first.shape[-1]
         if own.dim() != 3 or own.shape[-1] != width:
-            got = f"{type(attention).__name__}, whose cos has shape {tuple(own.shape)}"
+            got = f"cos of shape {tuple(own.shape)} in {type(attention).__name__}"
             raise UnsupportedError(f"model: got {got}, want (batch, seq, {width}) as in Llama")
         first, second = (first.to(own.device), second) if fused else (first.to(own), second.to(own))
         return args, {**arguments, "position_embeddings": (first, second)}
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Hook after the model below the head; raises if its layers never got the rotations."""
+    """Raise if the layers of a call did not receive its rotations; hook after the model below the head."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
-        name = type(base).__name__
         raise UnsupportedError(
-            f"model: got {name}, which hands no arguments of others to its layers, want one that does"
+            f"model: got {type(base).__name__}, which does not forward extra keyword arguments to its layers, "
+            "want a model built like Llama"
         )
 
 
 class FusedForward:
-    """Forward of an attention's class, whose ``apply_rotary_pos_emb`` also takes positions and their Rotary.
+    """Forward of an attention's class with an ``apply_rotary_pos_emb`` that also takes positions and a Rotary.
 
-    It is the same code with another name in its globals, so that no other model sees a difference.
+    It runs the same code with a copy of its globals, so that no other model is affected.
 
     Args:
-        attention: the module that it is the forward of.
+        attention: the module whose forward this replaces.
         implementation: as for ``apply_rotary``.
     """
 
     def __init__(self, attention: nn.Module, implementation: Implementation) -> None:
-        forward = turning_forward(attention)
-        assert forward is not None, "dissect has looked"
-        rotate = _or_positions(forward.__globals__[APPLY], implementation)
-        names = {**forward.__globals__, APPLY: rotate}
-        copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        forward = rotating_forward(attention)
+        assert forward is not None, "checked by dissect"
+        rotate = _with_positions(forward.__globals__[APPLY], implementation)
+        scope = {**forward.__globals__, APPLY: rotate}
+        copied = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
         copied.__kwdefaults__ = forward.__kwdefaults__
         self.attention = attention
         self.implementation = implementation
@@ -251,8 +252,8 @@ class FusedForward:
         return FusedForward, (self.attention, self.implementation)
 
 
-def _or_positions(original: Callable[..., object], implementation: Implementation) -> Callable[..., object]:
-    """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions where they come in place of cos."""
+def _with_positions(original: Callable[..., object], implementation: Implementation) -> Callable[..., object]:
+    """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions if it gets them instead of cos."""
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor | DevicePositions, sin: Tensor | Rotary, *args: object, **kwargs: object

@@ -1,4 +1,4 @@
-"""``mm_position_ids`` of a call and of generation: their checks, and the ids of the tokens that are generated."""
+"""``mm_position_ids`` of a call and of generation: checks, and the ids of generated tokens."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from mmpos.support.checks import counted
 __all__ = [
     "ARGUMENT",
     "Prompt",
-    "apart",
     "check_length",
+    "checked_positions",
     "generate",
     "prepare_inputs_for_generation",
-    "rows_of",
+    "separating_arguments",
     "tokens_of",
 ]
 
 ARGUMENT = "mm_position_ids"
-"""The argument of a patched model."""
+"""Name of the argument that a patched model takes."""
 
 
 def tokens_of(*candidates: object) -> Tensor:
-    """Return the first that is there of input_ids and the embeddings in their place."""
+    """Return the first candidate that is a tensor of input_ids or inputs_embeds."""
     for tokens in candidates:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
-    raise InvalidInputError("mm_position_ids: got neither input_ids nor inputs_embeds beside it, want one of them")
+    raise InvalidInputError("mm_position_ids requires input_ids or inputs_embeds, got neither")
 
 
-def rows_of(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
-    """Check positions of a call, one for every token, and move a table to where kernels can read it.
+def checked_positions(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
+    """Check that there is a position for every token, and copy a table to the device of the tokens.
 
     Raises:
-        InvalidInputError: another type or dtype, or axes, tokens, rows or device that differ from the call's.
+        InvalidInputError: the type or dtype is wrong, or axes, tokens, rows or device differ from those of the call.
     """
     if isinstance(ids, PositionTable):
         check_length(ids, rotaries)
@@ -60,41 +60,44 @@ def rows_of(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -> DevicePo
         got = type(ids).__name__
         raise InvalidInputError(f"mm_position_ids: got {got}, want a PositionTable, DevicePositions or a tensor of ids")
     if ids.device != tokens.device:
-        raise InvalidInputError(f"mm_position_ids: got a tensor on {ids.device}, want {tokens.device} as the tokens")
+        raise InvalidInputError(
+            f"mm_position_ids: got a tensor on {ids.device}, want {tokens.device} as for the tokens"
+        )
     return ids
 
 
 def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
-    """Refuse a table whose next position passes the length that a Rotary is scaled for."""
+    """Refuse a table with a next position beyond the length that a scaled Rotary covers."""
     scaled = [rotary for rotary in rotaries if rotary.scaling is not None]
     if not scaled or not table.num_documents:
         return
     cursor = max(1, int(table.next_positions.max()))
     for rotary in scaled:
-        served = rotary.for_length(cursor).length or 0
-        if served > (rotary.length or 0):
+        if (rotary.for_length(cursor).length or 0) > (rotary.length or 0):
             raise InvalidInputError(
-                f"mm_position_ids: got ids that go on at {cursor}, beyond those that rotary serves, "
+                f"mm_position_ids: got next position {cursor}, beyond the length that rotary is scaled for, "
                 f"want a patch with rotary.for_length({cursor}) or longer"
             )
 
 
-def apart(ids: object, tokens: Tensor, arguments: Mapping[str, object], packs: bool) -> dict[str, object]:
-    """Return arguments by which Transformers keeps the documents of one packed row apart.
+def separating_arguments(
+    ids: object, tokens: Tensor, arguments: Mapping[str, object], packs: bool
+) -> dict[str, object]:
+    """Return arguments that make Transformers separate the documents of a packed row.
 
-    Its masks see documents by ``position_ids`` that restart, and only without a cache and without another mask.
+    Its masks detect documents from ``position_ids`` that restart at 0, and only if there is no cache and no other mask.
 
     Args:
-        ids: positions; a table says where documents end, DevicePositions only that there are several.
-        tokens: (1, seq, …) of the call, or of several rows.
-        arguments: its other arguments.
-        packs: whether the model keeps documents apart at all.
+        ids: positions; a table has the boundaries of documents, DevicePositions only show whether there are several.
+        tokens: (batch, seq, …) tokens of the call; several rows need no further arguments.
+        arguments: the other arguments of the call.
+        packs: whether the model can separate documents at all.
     """
     if len(tokens) > 1 or not _several(ids, tokens.shape[1]):
         return {}
     if not packs:
         raise UnsupportedError(
-            "mm_position_ids: got several documents in one row, which this model does not keep apart, want a row each"
+            "mm_position_ids: got several documents in one row, which this model cannot separate, want one row each"
         )
     if isinstance(ids, PositionTable):
         return _restarts(ids, tokens, arguments)
@@ -103,43 +106,41 @@ def apart(ids: object, tokens: Tensor, arguments: Mapping[str, object], packs: b
 
 
 def _several(ids: object, seq: int) -> bool:
-    """Whether one row holds more than one document; ids alone do not tell."""
+    """Return whether one row contains several documents; False for dense ids, which do not show it."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
     return isinstance(ids, DevicePositions) and ids.num_tokens == seq != ids.row_length
 
 
 def _caches(arguments: Mapping[str, object]) -> list[str]:
-    """Name the arguments that are a cache: ``cache`` since Transformers 5.24, ``past_key_values`` before."""
+    """Return the names of cache arguments: ``cache`` since Transformers 5.24, ``past_key_values`` before."""
     return [name for name in ("cache", "past_key_values") if arguments.get(name) is not None]
 
 
 def _check_boundaries(arguments: Mapping[str, object]) -> None:
-    """Refuse DevicePositions of several documents, if no other argument keeps these apart."""
+    """Refuse DevicePositions of several documents if no other argument separates them."""
     mask = arguments.get("attention_mask")
-    whole = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    if whole and arguments.get("position_ids") is None and not _caches(arguments):
+    unseparated = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+    if unseparated and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
-            "mm_position_ids: got DevicePositions of several documents, which do not say where these end, want "
-            "position_ids that restart with each beside them, or the PositionTable"
+            "mm_position_ids: got DevicePositions of several documents, which have no boundaries, "
+            "want also position_ids that restart with each document, or the PositionTable"
         )
 
 
 def _restarts(table: PositionTable, tokens: Tensor, arguments: Mapping[str, object]) -> dict[str, object]:
     mask = arguments.get("attention_mask")
     if names := _caches(arguments):
-        raise UnsupportedError(
-            f"{names[0]}: got one beside packed documents, want None: a cache does not keep them apart"
-        )
+        raise UnsupportedError(f"{names[0]} cannot be combined with packed documents, which a cache does not separate")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise InvalidInputError(
-            f"attention_mask: got shape {tuple(mask.shape)} beside packed documents, which it cannot keep apart, "
-            "want None, or a mask of your own with four dimensions"
+            f"attention_mask: got shape {tuple(mask.shape)} for packed documents, which it cannot separate, "
+            "want None, or a mask with four dimensions"
         )
     if mask is not None:
         return {}
     if arguments.get("use_cache"):
-        raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not keep them apart")
+        raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not separate them")
     if arguments.get("position_ids") is not None:
         return {"use_cache": False}
     first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(tokens.device, torch.int64)
@@ -163,11 +164,11 @@ def _check_table(ids: DevicePositions, tokens: Tensor, axes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Ids of prompts, and how they go on; not a tensor, so that generation passes it on as it is.
+    """Ids of prompts, and of the tokens after them. It is not a tensor, so that ``generate`` passes it on unchanged.
 
     Args:
-        ids: (axes, batch, seq) ids from the first token in the cache on.
-        next_positions: (batch,) the id, equal on all axes, of the token after each prompt.
+        ids: (axes, batch, seq) ids, starting at the first token in the cache.
+        next_positions: (batch,) id, equal on all axes, of the token after each prompt.
     """
 
     ids: Tensor
@@ -177,23 +178,25 @@ class Prompt:
     def of(
         cls, positions: object, next_positions: object, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
     ) -> Prompt:
-        """Check the arguments of generate, and make a prompt of them.
+        """Check the arguments of generate, and build a Prompt from them.
 
         Args:
-            positions: a PositionTable, or ids with next_positions beside them.
-            next_positions: (batch,) integers, or None for a table, which knows.
-            rotaries: the rotations that take the ids.
-            tokens: (batch, seq, …) the tokens of the prompts, or those after a cache.
-            cached: whether there is a cache, whose tokens come first.
+            positions: a PositionTable, or ids with next_positions.
+            next_positions: (batch,) integers; None for a table, which contains them.
+            rotaries: the rotations of the layers.
+            tokens: (batch, seq, …) the tokens of the prompts; with a cache, those after the cached tokens.
+            cached: whether there is a cache.
         """
         batch, ids = tokens.shape[0], positions
         if isinstance(positions, PositionTable):
             if next_positions is not None:
-                raise InvalidInputError("mm_next_positions: got it beside a table, want None: the table knows")
-            ids, following = _from_table(positions, batch, tokens.device)
+                raise InvalidInputError(
+                    "mm_next_positions cannot be combined with a PositionTable, which contains them"
+                )
+            ids, next_ids = _from_table(positions, batch, tokens.device)
             check_length(positions, rotaries)
         else:
-            following = _checked_next(next_positions, batch, positions)
+            next_ids = _checked_next(next_positions, batch, positions)
             if isinstance(positions, DevicePositions) and positions.num_tokens % batch == 0:
                 ids = positions.dense().reshape(positions.axes, batch, -1)
         want = (rotaries[0].axes, batch, tokens.shape[1])
@@ -202,46 +205,46 @@ class Prompt:
         if not isinstance(ids, Tensor) or (shape != want and not (cached and longer)):
             got = type(ids).__name__ if shape is None else shape
             raise InvalidInputError(f"mm_position_ids: got {got}, want {want}: (axes, batch, seq)")
-        return cls(ids, following.to(ids.device))
+        return cls(ids, next_ids.to(ids.device))
 
     def columns(self, start: int | Tensor, length: int, rows: int) -> Tensor:
-        """Return (axes, rows, length) ids of the tokens from start on, in the prompt and after it.
+        """Return (axes, rows, length) ids of ``length`` tokens from ``start``, in the prompt or after it.
 
-        Rows are those of the batch, each repeated for the sequences that grow out of it.
+        Each row of the batch is repeated, rows / batch times, for the sequences generated from it.
         """
         seq = self.ids.shape[2]
         token = start + torch.arange(length, device=self.ids.device)
-        after = self.next_positions[:, None] + (token - seq)  # int64, lest ids beyond int32 wrap around
+        after = self.next_positions[:, None] + (token - seq)  # int64, so that ids beyond int32 do not wrap around
         ids = torch.where(token < seq, self.ids[:, :, token.clamp(max=seq - 1)], after)
         return ids.repeat_interleave(rows // self.ids.shape[1], dim=1)
 
 
 def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    held = table.lengths > 0  # a slice keeps the documents that it left behind
-    lengths = table.lengths[held]
+    nonempty = table.lengths > 0  # a slice may have empty documents
+    lengths = table.lengths[nonempty]
     if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
             f"mm_position_ids: got {counted(len(lengths), 'document')} of {lengths.tolist()} tokens, "
             f'want {batch} of one length: pad the table with side="left"'
         )
-    last = table.cu_seqlens[1:][held] - 1
+    last = table.cu_seqlens[1:][nonempty] - 1
     ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
     if ends_padded.any():
         row = int(ends_padded.argmax())
         raise InvalidInputError(
-            f"mm_position_ids: got padding behind prompt {row}, want it before, as a row goes on from its last token: "
-            'pad the table with side="left"'
+            f"mm_position_ids: got padding after prompt {row}, want it before the prompt, since generation continues "
+            'from the last token: pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
-    return ids.to(device), torch.from_numpy(table.next_positions[held]).to(device)
+    return ids.to(device), torch.from_numpy(table.next_positions[nonempty]).to(device)
 
 
 def _checked_next(next_positions: object, batch: int, positions: object) -> Tensor:
-    """Return the next positions that stand beside ids, which are (batch,) integers."""
+    """Check that next positions are (batch,) integers, and return them."""
     if next_positions is None:
         raise InvalidInputError(
-            f"mm_next_positions: got None beside {type(positions).__name__}, want (batch,) ids of the tokens to come: "
-            "ids do not tell them, a PositionTable does"
+            f"mm_next_positions: got None with {type(positions).__name__}, want the (batch,) ids of the next tokens, "
+            "or a PositionTable, which contains them"
         )
     got = type(next_positions).__name__
     if isinstance(next_positions, Tensor):
@@ -265,17 +268,16 @@ def generate(
     Args:
         model: the model.
         rotaries: the rotations of its layers.
-        inputs: as there.
-        args: as there.
-        mm_position_ids: a PositionTable with a document for every row, all of one length; or dense ids (axes, batch,
-            seq), or DevicePositions, with mm_next_positions. With a cache they are those of the cached tokens
-            and of the new ones.
-        mm_next_positions: (batch,) the id of the token after each prompt; a table knows it.
-        kwargs: as there.
+        inputs: as in ``generate`` of Transformers.
+        args: as in ``generate`` of Transformers.
+        mm_position_ids: a PositionTable with one document per row, all of one length; or (axes, batch, seq) dense ids
+            or DevicePositions, with mm_next_positions. With a cache, they include the cached tokens.
+        mm_next_positions: (batch,) id of the token after each prompt; None with a table, which contains it.
+        kwargs: as in ``generate`` of Transformers.
     """
     if mm_position_ids is None and mm_next_positions is not None:
-        raise InvalidInputError("mm_next_positions: got it without mm_position_ids, want these beside it")
-    if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant is handed a Prompt
+        raise InvalidInputError("mm_next_positions requires mm_position_ids")
+    if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant model gets a Prompt
         tokens = tokens_of(kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         cached = bool(_caches(kwargs))
         _check_guidance(model, args, kwargs)
@@ -286,11 +288,13 @@ def generate(
 
 
 def _check_guidance(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Refuse a second branch, which Transformers runs through the model without our arguments."""
+    """Refuse classifier-free guidance, whose second branch Transformers runs without ``mm_position_ids``."""
     config = kwargs.get("generation_config") or next(iter(args), None) or model.generation_config
     scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
     if scale not in (None, 1):
-        raise UnsupportedError(f"guidance_scale: got {scale}, want 1: the branch that guides takes no mm_position_ids")
+        raise UnsupportedError(
+            f"guidance_scale: got {scale}, want 1: the unconditional branch takes no mm_position_ids"
+        )
 
 
 def prepare_inputs_for_generation(
@@ -301,9 +305,9 @@ def prepare_inputs_for_generation(
     mm_position_ids: Prompt | None = None,
     **kwargs: Any,
 ) -> dict[str, object]:
-    """Call the method of the model's class, and add the ids of the tokens that it chooses.
+    """Call the method of the model's class, and add the ids of the tokens in its result.
 
-    Transformers reads the names of its arguments to know which ones ``generate`` may be given.
+    Transformers inspects the parameter names of this method to validate the arguments of ``generate``.
     """
     prepared = type(model).prepare_inputs_for_generation(model, input_ids, inputs_embeds=inputs_embeds, **kwargs)
     if mm_position_ids is None:

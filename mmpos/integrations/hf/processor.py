@@ -1,4 +1,4 @@
-"""MMPosProcessor: text or chats with images to everything that a model of Transformers takes, positions included."""
+"""MMPosProcessor: converts text or chats with images to the inputs of a model of Transformers and their positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.processing_utils import MultiModalData
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import images_beside, is_chat, read_conversations
+from mmpos.integrations.hf.chat import flatten, is_chat, read_conversations, separate_images
 from mmpos.integrations.hf.texts import (
     TextOptions,
     TextRows,
@@ -28,7 +28,7 @@ from mmpos.integrations.hf.texts import (
     flat_options,
     sort_options,
 )
-from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, flat_videos, process_videos
+from mmpos.integrations.hf.vision import ImagesOfProcessor, VideoProcessor, VideoSettings, process_videos, with_frames
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable, Side
@@ -43,36 +43,37 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # read token by token, which tensors are slow at
+_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed per token, where tensors are slow
 
 
 class MMPosProcessor(ProcessorMixin):
-    """Processor of Transformers that gives positions with the tokens; saved and loaded as any other.
+    """Processor of Transformers that returns positions with the tokens. It is saved and loaded like any other.
 
-    Text holds one placeholder, the patch marker, for each image, and another for each video; the tokens of the image or
-    the video come in its place. Chats hold their images themselves, and need a chat template that writes placeholders.
+    Text contains one placeholder, the patch marker, for each image, and another for each video; each placeholder is
+    replaced by the tokens of its image or video. Chats contain their images, and require a chat template that writes
+    placeholders.
 
     Args:
-        tokenizer: of Transformers.
-        images: an ImageProcessor, or its fields as JSON has them; None is the default one.
-        scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON has them.
-        markers: the special tokens of images, or their fields as JSON has them; None is Markers().
-        add_markers: whether begin and end are put around the patches; False where the text has them already.
+        tokenizer: tokenizer of Transformers.
+        images: an ImageProcessor, or its fields as JSON values; None uses ImageProcessor().
+        scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON values.
+        markers: the special tokens of images, or their fields as JSON values; None uses Markers().
+        add_markers: whether to insert the begin and end markers around the patches; False if the text contains them.
         start: id of the first token of every row.
-        temporal_patch_size: None for ``patches``, bytes to be normalised where the model runs; frames in a patch for
-            ``pixel_values``, as the vision encoders of Transformers take them.
-        chat_template: in Jinja; None is the tokenizer's.
-        return_positions: whether calls return positions beside the keys of Transformers, unless they say otherwise;
-            with False ``model.generate(**batch)`` takes the batch of a model that Transformers knows.
-        read_files: whether text may name a file: False for chats of strangers.
-        video_processor: of Transformers, or its fields as JSON has them; None takes no videos.
-        video_token: placeholder of a video and of each of its patches, by name or id.
-        timestamp: text before each grid of frames of a video, a format of ``seconds`` as Qwen3-VL has it; None for all
-            frames in one grid.
+        temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
+            returns ``pixel_values``, as the vision encoders of Transformers expect them.
+        chat_template: Jinja template; None uses the tokenizer's.
+        return_positions: default of the option of this name: whether calls return positions in addition to the keys of
+            Transformers. With False, ``model.generate(**batch)`` accepts the batch for a model of Transformers.
+        read_files: whether text may name a file; use False for chats from untrusted users.
+        video_processor: video processor of Transformers, or its fields as JSON values; None refuses videos.
+        video_token: placeholder of a video and of each of its patches, as text or id.
+        timestamp: format string with ``seconds`` for the text before each grid of frames, as in Qwen3-VL; None if all
+            frames of a video are one grid.
 
     Raises:
-        TypeError: a tokenizer that is not of Transformers.
-        InvalidInputError: a marker that is not one token of the tokenizer, or a setting of the wrong type.
+        TypeError: the tokenizer is not from Transformers.
+        InvalidInputError: a marker is not one token of the tokenizer, or a setting has the wrong type.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class MMPosProcessor(ProcessorMixin):
     ) -> None:
         template = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
         super().__init__(tokenizer, chat_template=template)  # type: ignore[no-untyped-call]
-        self.images = ImageProcessor() if images is None else images  # type: ignore[assignment]  # or its fields
+        self.images = ImageProcessor() if images is None else images  # type: ignore[assignment]  # may be a mapping
         self.scheme = scheme_of(scheme)
         self.markers = Markers() if markers is None else object_of("markers", Markers, markers)
         self.add_markers = boolean("add_markers", add_markers)
@@ -106,17 +107,17 @@ class MMPosProcessor(ProcessorMixin):
         self._adapted = adapt(tokenizer)
         self._marker_ids = self.markers.ids(self._adapted)
         if (video_processor is None) != (video_token is None):
-            got, want = ("video_token", "video_processor")[:: 1 if video_processor is None else -1]
-            raise InvalidInputError(f"{want}: got None beside a {got}, want both or none")
+            got, missing = ("video_token", "video_processor")[:: 1 if video_processor is None else -1]
+            raise InvalidInputError(f"{got} requires {missing}")
         self._videos: VideoSettings | None = None
         if video_processor is not None:
-            made, merge = video_processor_of(video_processor), self.images.spatial_merge_size
-            if made.merge_size != merge:
+            processor, merge = video_processor_of(video_processor), self.images.spatial_merge_size
+            if processor.merge_size != merge:
                 raise InvalidInputError(
-                    f"video_processor.merge_size: got {made.merge_size}, want {merge}, as of images"
+                    f"video_processor.merge_size: got {processor.merge_size}, want {merge} as for images"
                 )
             self._videos = VideoSettings(
-                made,
+                processor,
                 _token_id(video_token, self._adapted),
                 timestamp,
                 getattr(self.scheme, "tokens_per_second", None) is not None,
@@ -124,23 +125,23 @@ class MMPosProcessor(ProcessorMixin):
 
     @classmethod
     def get_attributes(cls) -> list[str]:
-        """Return the parts that have files of their own: the tokenizer; all else is in processor_config.json."""
+        """Return the names of the parts saved in separate files: only the tokenizer."""
         return ["tokenizer"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike[str], *args: Any, **kwargs: Any) -> Self:
-        """Read the processor of a folder that ``save_pretrained`` wrote, as Transformers does.
+        """Load a processor from a folder written by ``save_pretrained``.
 
         Raises:
-            InvalidInputError: no processor of this class was saved there.
+            InvalidInputError: the folder contains no processor of this class.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except InvalidInputError as error:
             if "markers" in cls.get_processor_dict(pretrained_model_name_or_path, **kwargs)[0]:
                 raise
-            want = f"one that it saved, or {cls.__name__}.from_hf_config(…) of the folder of a model"
-            got = f"{str(pretrained_model_name_or_path)!r}, with no {cls.__name__} ({error})"
+            got = f"{str(pretrained_model_name_or_path)!r}, which contains no {cls.__name__} ({error})"
+            want = f"a folder in which one was saved, or {cls.__name__}.from_hf_config(…) for the folder of a model"
             raise InvalidInputError(f"pretrained_model_name_or_path: got {got}, want {want}") from error
 
     @classmethod
@@ -153,22 +154,22 @@ class MMPosProcessor(ProcessorMixin):
         video_processor: VideoProcessor | None = None,
         **settings: Any,
     ) -> Self:
-        """Make the processor of a model of Transformers, whose calls give the keys that the model takes.
+        """Create the processor of a model of Transformers; its calls return the inputs of this model.
 
-        Its text is that of the model's own processor: the chat template writes the tokens around images. That of a
-        folder is in its chat_template.jinja, chat_template.json or processor_config.json, or else the tokenizer's.
+        As with the model's own processor, the chat template writes the tokens around images. The template is read from
+        chat_template.jinja, chat_template.json or processor_config.json in the folder, else from the tokenizer.
 
         Args:
-            config: of the model, or the folder that it is in; see ``mmpos.from_hf_config``.
-            tokenizer: of the model; None reads that of the folder.
-            images: None reads the folder's preprocessor_config.json.
-            video_processor: None reads the folder's, if it has one that is known, and else takes no videos; of Qwen-VL
-                models preprocessor_config.json is enough, as in Transformers.
+            config: config of the model, or the folder with it; see ``mmpos.from_hf_config``.
+            tokenizer: tokenizer of the model; None loads it from the folder.
+            images: None reads preprocessor_config.json in the folder.
+            video_processor: None loads it from the folder if there is a supported one, and otherwise refuses videos.
+                For Qwen-VL models preprocessor_config.json suffices, as in Transformers.
             settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
-            InvalidInputError: a config of no known model, or one beside which something is missing.
-            UnsupportedError: a model whose placeholders, patches or timestamps are not known.
+            InvalidInputError: the config is of no known model, or a file or argument is missing.
+            UnsupportedError: the placeholders, patches or timestamps of the model are not supported.
         """
         model = from_hf_config(config)
         frames = model.temporal_patch_size
@@ -180,13 +181,13 @@ class MMPosProcessor(ProcessorMixin):
         folder = Path(config) if isinstance(config, str | PathLike) else None
         if tokenizer is None:
             if folder is None:
-                raise InvalidInputError("tokenizer: got None beside a config, want the tokenizer, or a folder with it")
+                raise InvalidInputError("tokenizer: got None with a config, want a tokenizer, or config as a folder")
             tokenizer = AutoTokenizer.from_pretrained(folder)
         known = MODEL_TYPES[model.model_type]
-        timed = known.timestamps or not known.frames_apart  # what stands between frames is known
-        if video_processor is None and folder is not None and timed and model.placeholders.video is not None:
+        takes_videos = model.placeholders.video is not None and (known.timestamps or not known.frames_apart)
+        if video_processor is None and folder is not None and takes_videos:
             video_processor = video_processor_in(folder, known.videos_as_images)
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "images": images or model.image_processor(),
             "scheme": model.scheme,
             "markers": model.markers,
@@ -196,12 +197,14 @@ class MMPosProcessor(ProcessorMixin):
             "chat_template": None if folder is None else cls.get_processor_dict(folder)[0].get("chat_template"),
         }
         if video_processor is not None:
-            if model.placeholders.video is None or not timed:
-                raise UnsupportedError(f"video_processor: got one for {model.model_type!r}, want None: images only")
-            timestamp = QWEN3_VL if model.frames_apart else None
-            told |= {"video_processor": video_processor, "timestamp": timestamp}
-            told["video_token"] = model.placeholders.video
-        return cls(tokenizer, **told | settings)
+            if not takes_videos:
+                raise UnsupportedError(
+                    f"video_processor: got one for {model.model_type!r}, want None: its videos are not supported"
+                )
+            arguments["video_processor"] = video_processor
+            arguments["video_token"] = model.placeholders.video
+            arguments["timestamp"] = QWEN3_VL if model.frames_apart else None
+        return cls(tokenizer, **arguments | settings)
 
     @property
     def image_token_id(self) -> int:
@@ -216,12 +219,12 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Its images by the names of Transformers, limits that may be assigned, and a call of its own."""
+        """Image processor with the interface of Transformers, whose limits can be assigned."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
     def images(self) -> ImageProcessor:
-        """Reads images, with what was assigned to image_processor."""
+        """The ImageProcessor, with the values assigned to image_processor."""
         return self.image_processor.images
 
     @images.setter
@@ -231,22 +234,22 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def video_processor(self) -> VideoProcessor | None:
-        """Processor of videos; None where none are taken."""
+        """Video processor; None if videos are refused."""
         return None if self._videos is None else self._videos.processor
 
     @property
     def video_token_id(self) -> int | None:
-        """Id of every patch of a video in input_ids; None where no videos are taken."""
+        """Id of every patch of a video in input_ids; None if videos are refused."""
         return None if self._videos is None else self._videos.token_id
 
     @property
     def video_token(self) -> str | None:
-        """Placeholder of a video in text; likewise."""
+        """Placeholder of a video in text; None if videos are refused."""
         return None if self._videos is None else str(self.tokenizer.convert_ids_to_tokens(self._videos.token_id))
 
     @property
     def model_input_names(self) -> list[str]:
-        """Keys of a call's result that a model takes."""
+        """Keys of the result of a call that a model takes."""
         names = ["input_ids", "attention_mask", "mm_token_type_ids", *self.image_processor.model_input_names]
         if self._videos is not None:
             names += ["pixel_values_videos", "video_grid_thw"] + ["second_per_grid_ts"] * self._videos.seconds
@@ -260,96 +263,93 @@ class MMPosProcessor(ProcessorMixin):
         audio: object = None,
         **options: object,
     ) -> PositionBatch:
-        """Make tokens, patches and positions of a batch.
+        """Compute the tokens, patches and positions of a batch.
 
         Args:
-            images: any that ImageProcessor takes, or text, a path or a data: URL: one, a list for all texts, or a list
-                for each text.
-            text: one or several, each with one placeholder per image and per video; or a chat, or several.
-            videos: files, arrays of (frames, height, width, 3), or lists of frames: one, a list, or a list for each
-                text.
-            audio: None; audio is refused.
-            options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the others of
-                ``mmpos.integrations.hf.texts.TextOptions``; ``min_pixels``, ``max_pixels``, ``max_tokens``, ``size``,
-                ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std`` of images, also
-                in ``images_kwargs``; and those of the video_processor, also in ``videos_kwargs``. What both have goes
-                to both, and is refused where images cannot have it.
+            images: one image, a list of images for all texts, or a list with a list of images for each text; each image
+                as ImageProcessor takes it, or as text: a path or a data: URL.
+            text: one or several texts, each with one placeholder per image and per video; or one or several chats.
+            videos: one video, a list of videos for all texts, or a list with a list of videos for each text; each video
+                as a file, an array of (frames, height, width, 3) or a list of frames.
+            audio: must be None.
+            options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the other fields of
+                ``mmpos.integrations.hf.texts.TextOptions``; for images ``min_pixels``, ``max_pixels``, ``max_tokens``,
+                ``size``, ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std``, also
+                in ``images_kwargs``; for videos the options of the video_processor, also in ``videos_kwargs``. An
+                option that both images and videos have applies to both, and is refused if images do not support it.
 
         Returns:
-            A BatchFeature, all new: ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1 for patches of
-            images, 2 of videos), (batch, seq); with images ``image_grid_thw`` (images, 3) before merging, and
-            ``patches`` or ``pixel_values`` of all of them, where their pixels are known; with videos
-            ``video_grid_thw``, ``pixel_values_videos`` and, where the scheme counts seconds, ``second_per_grid_ts``.
-            With positions also ``mm_position_ids`` (axes, batch, seq) int64, or float64 for fractional schemes;
-            ``positions``, the PositionTable that they are of; and ``mm_next_positions`` and ``deltas`` (batch,), where
-            all rows have them.
+            A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1
+            for patches of images, 2 for patches of videos). With images, also (images, 3) ``image_grid_thw`` before
+            merging and, if the pixels are known, ``patches`` or ``pixel_values``. With videos, also ``video_grid_thw``,
+            ``pixel_values_videos`` and, if the scheme uses seconds, ``second_per_grid_ts``. With positions, also (axes,
+            batch, seq) ``mm_position_ids``, int64, or float64 for fractional schemes; ``positions``, their
+            PositionTable; and (batch,) ``mm_next_positions`` and ``deltas`` if all rows have them.
 
         Raises:
-            InvalidInputError: other images than placeholders, an image that cannot be read, rows that cannot be
-                padded or cut as wanted.
-            UnsupportedError: audio, videos without a video_processor, or a row that the scheme has no place for.
+            InvalidInputError: the number of images differs from that of placeholders, an image cannot be read, or rows
+                cannot be padded or truncated as requested.
+            UnsupportedError: audio, videos without a video_processor, or a row that the scheme cannot place.
         """
         self._check_media(videos, audio)
         arguments = flat_options(options)
-        of_text, of_images, of_videos = self._sorted(arguments)
-        chosen = TextOptions.of(of_text, self.tokenizer)
+        text_arguments, image_options, video_options = self._sorted(arguments)
+        text_options = TextOptions.of(text_arguments, self.tokenizer)
         if is_chat(text):
-            return self._of_chat(text, images, videos, arguments)
-        if chosen.add_generation_prompt:
+            return self._process_chat(text, images, videos, arguments)
+        if text_options.add_generation_prompt:
             raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
         texts = _texts(text, images, videos)
         count = None if texts is None else len(texts)
         pixels: dict[str, Any] = {}
         if images is None and videos is not None:
-            of_images = {}
-        grid_thw, counts = self.image_processor.process(images, count, of_images, pixels)
-        video_tokens = self._process_videos_of(videos, count, of_videos, pixels)
-        batch = {} if texts is None else self._tokens(texts, grid_thw, counts, video_tokens, chosen)
-        return PositionBatch(batch | pixels, chosen.return_tensors)
+            image_options = {}
+        grid_thw, counts = self.image_processor.process(images, count, image_options, pixels)
+        video_tokens = self._encode_videos(videos, count, video_options, pixels)
+        batch = {} if texts is None else self._tokens(texts, grid_thw, counts, video_tokens, text_options)
+        return PositionBatch(batch | pixels, text_options.return_tensors)
 
     def _check_media(self, videos: object, audio: object) -> None:
         if audio is not None:
-            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: a processor of images and videos")
+            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: audio is not supported")
         if videos is not None and self._videos is None:
-            want = "None, or a processor with a video_processor and its video_token"
-            raise UnsupportedError(f"videos: got {type(videos).__name__}, want {want}")
+            raise UnsupportedError("videos requires a processor with video_processor and video_token")
 
-    def _of_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
-        """Make the batch of a chat that was given as text."""
+    def _process_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
+        """Return the batch of a chat passed as text."""
         if videos is not None:
-            raise InvalidInputError("videos: got videos beside a chat, want them in its blocks of type 'video'")
+            raise InvalidInputError("videos cannot be combined with a chat: pass them in its blocks of type 'video'")
         prompt = arguments.pop("add_generation_prompt", False)
         arguments = arguments if images is None else {**arguments, "images": images}
         return self.apply_chat_template(
             chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, processor_kwargs=arguments
         )
 
-    def apply_chat_template(  # type: ignore[override]  # all else by its name, so that none is missed below
+    def apply_chat_template(  # type: ignore[override]  # other arguments by name only, to find them in kwargs
         self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
-        """Write a chat, or several, as text; with ``tokenize=True, return_dict=True`` as the batch of a call.
+        """Render one or several chats as text, or as a batch with ``tokenize=True, return_dict=True``.
 
-        As in Transformers, whose arguments it takes by name, but for four things: images and videos are given as
-        objects, bytes, paths or base64 and never fetched; audio is refused; the tokenizer adds no special tokens, which
-        templates write; and what users say stays text where it spells special tokens, placeholders included, unless
-        ``sanitize_control_tokens=False``, or the mask of the assistant's tokens is wanted, for which Transformers has
-        no way to do so.
+        This takes the arguments of Transformers by name, and differs in four ways. Images and videos are passed as
+        objects, bytes, paths or base64, and never fetched. Audio is refused. The tokenizer adds no special tokens,
+        because templates write them. Special tokens and placeholders spelled out by users remain text, unless
+        ``sanitize_control_tokens=False`` or the mask of the assistant's tokens is requested, with which Transformers
+        cannot combine this.
 
         Raises:
             InvalidInputError: as for a call; the message names the block of content.
             UnsupportedError: audio, or a video without a video_processor.
         """
         if chat_template is None and self.chat_template is None:
-            want = "one in the call, of the processor, of its tokenizer or in the folder that it is made of"
+            want = "a template from the call, the processor, its tokenizer or the folder of the model"
             raise InvalidInputError(f"chat_template: got None, want {want}")
         conversation = read_conversations(conversation, self.read_files, videos=self._videos is not None)
         if kwargs.get("tokenize"):
             call_options = {"add_special_tokens": False, **flat_options(kwargs.get("processor_kwargs") or {})}
             for arguments in (call_options, kwargs):
                 if arguments.get("images") is not None:
-                    arguments["images"] = images_beside(conversation, arguments["images"])
-            if "return_tensors" in call_options:
-                # The mask of the assistant's tokens is of this type, too.
+                    arguments["images"] = separate_images(conversation, arguments["images"])
+            if "return_tensors" in call_options:  # it also applies to the mask of the assistant's tokens
                 kwargs.setdefault("return_tensors", call_options["return_tensors"])
             kwargs["processor_kwargs"] = call_options
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
@@ -364,18 +364,18 @@ class MMPosProcessor(ProcessorMixin):
         video_grid_thw: npt.ArrayLike | None = None,
         second_per_grid_ts: Sequence[float] | None = None,
     ) -> SegmentTable:
-        """Find the segments of rows that were padded, joined or cut after the call, from their tokens.
+        """Build the segments of rows from their tokens, for rows padded, joined or cut after the call.
 
         Args:
-            input_ids: (batch, seq), or (tokens,) of one row.
+            input_ids: (batch, seq), or (tokens,) for one row.
             image_grid_thw: (images, 3) before merging.
-            attention_mask: (batch, seq) of 0 and 1; None where no row is padded.
-            video_grid_thw: (videos, 3) likewise.
-            second_per_grid_ts: (videos,) seconds from one grid of frames to the next; None where the scheme does not
-                count them.
+            attention_mask: (batch, seq) of 0 and 1; None if no row is padded.
+            video_grid_thw: (videos, 3) before merging.
+            second_per_grid_ts: (videos,) seconds from one grid of frames to the next; None if the scheme does not use
+                them.
 
         Raises:
-            InvalidInputError: the first image or video that does not fit its placeholders, with both counts.
+            InvalidInputError: an image or video does not fit its placeholders; the message has both counts.
         """
         return SegmentTable.from_input_ids(
             input_ids,
@@ -395,14 +395,14 @@ class MMPosProcessor(ProcessorMixin):
         attention_mask: npt.ArrayLike | None = None,
         **videos: Any,
     ) -> PositionTable:
-        """Place such rows; the arguments and errors are those of ``segments``."""
+        """Compute the positions of rows from their tokens; arguments and errors are those of ``segments``."""
         return place(self.segments(input_ids, image_grid_thw, attention_mask, **videos), self.scheme, self.start)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings as JSON has them, without tokenizer and chat template, which have files of their own.
+        """Return the settings as JSON values, without tokenizer and chat template, which are saved separately.
 
         Raises:
-            UnsupportedError: the scheme is the caller's own.
+            UnsupportedError: the scheme is not in mmpos.SCHEMES.
         """
         return {
             "processor_class": type(self).__name__,
@@ -428,63 +428,65 @@ class MMPosProcessor(ProcessorMixin):
         video_sizes: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> MultiModalData:
-        """Count the tokens and patches of images and videos of these sizes, as engines ask before they have pixels.
+        """Count the tokens and patches of images and videos by their sizes, for engines that have no pixels yet.
 
         Args:
-            image_sizes: (height, width) of each.
-            video_sizes: (frames, height, width) of each.
-            options: of a call.
+            image_sizes: (height, width) of each image.
+            video_sizes: (frames, height, width) of each video.
+            options: options of a call.
         """
-        of_text, of_images, of_videos = self._sorted(flat_options(options))
-        TextOptions.of(of_text, self.tokenizer)
-        merged = self.images.spatial_merge_size**2
+        text_arguments, image_options, video_options = self._sorted(flat_options(options))
+        TextOptions.of(text_arguments, self.tokenizer)
+        merge_area = self.images.spatial_merge_size**2
         counts: dict[str, list[int]] = {}
         if image_sizes is not None:
-            count = self.image_processor.get_number_of_image_patches
-            patches = [count(height, width, of_images) for height, width in image_sizes]
-            counts = {"num_image_tokens": [each // merged for each in patches], "num_image_patches": patches}
+            image_patches = self.image_processor.get_number_of_image_patches
+            patches = [image_patches(height, width, image_options) for height, width in image_sizes]
+            counts = {"num_image_tokens": [count // merge_area for count in patches], "num_image_patches": patches}
         if video_sizes is not None:
             if self._videos is None:
-                raise UnsupportedError("video_sizes: got sizes, want None, or a processor with a video_processor")
-            in_video = self._videos.processor.get_num_of_video_patches
+                raise UnsupportedError("video_sizes requires a processor with video_processor and video_token")
+            video_patches = self._videos.processor.get_num_of_video_patches
             try:
                 counts["num_video_tokens"] = [
-                    in_video(frames, height, width, of_videos) // merged for frames, height, width in video_sizes
+                    video_patches(frames, height, width, video_options) // merge_area
+                    for frames, height, width in video_sizes
                 ]
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidInputError(f"video_sizes: video: {error}") from error
         return MultiModalData(**counts)
 
     def _sorted(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Sort the arguments of a call into those of text, of images and of videos."""
-        by_kind = sort_options(arguments, () if self._videos is None else self._videos.names())
-        merge, want = by_kind[2].get("merge_size"), self.image_processor.merge_size
+        """Sort the arguments of a call into options of text, images and videos."""
+        options = sort_options(arguments, () if self._videos is None else self._videos.names())
+        merge, want = options[2].get("merge_size"), self.image_processor.merge_size
         if merge not in (None, want):
-            raise InvalidInputError(f"merge_size: got {merge!r:.80}, want {want}, by which tokens are counted")
-        return by_kind
+            raise InvalidInputError(f"merge_size: got {merge!r:.80}, want {want}, the merge_size of images")
+        return options
 
-    def _process_videos_of(
+    def _encode_videos(
         self, videos: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]
     ) -> VideoTokens | None:
-        """Put the pixels of videos and their grids into a batch, and return their tokens; None of such a processor."""
+        """Add the pixels and grids of videos to a batch, and return their tokens; None without a video processor."""
         settings = self._videos
         if settings is None:
             return None
-        named, counts = flat_videos(videos, texts)
-        made = process_videos(named, settings, self.images, options, self.read_files)
+        named, counts = flatten("videos", with_frames(videos), texts)
+        processed = process_videos(named, settings, self.images, options, self.read_files)
         merge = self.images.spatial_merge_size
-        grids = made.grid_thw // (1, merge, merge)
+        grids = processed.grid_thw // (1, merge, merge)
         if settings.timestamp is not None:
             grids = (grids * (0, 1, 1) + (1, 0, 0)).repeat(grids[:, 0], axis=0)
-        seconds = made.seconds_per_grid if settings.seconds else None
+        seconds = processed.seconds_per_grid if settings.seconds else None
         if named:
-            batch |= {"pixel_values_videos": np.concatenate(made.values), "video_grid_thw": made.grid_thw}
+            batch |= {"pixel_values_videos": np.concatenate(processed.values), "video_grid_thw": processed.grid_thw}
             if seconds is not None:
                 batch["second_per_grid_ts"] = seconds
             if options.get("return_metadata"):
-                batch["video_metadata"] = made.metadata
-        around = self._marker_ids if not self.add_markers else self._marker_ids._replace(begin=None, end=None)
-        return VideoTokens(settings.token_id, grids, counts, made.written(settings, around, self._adapted), seconds)
+                batch["video_metadata"] = processed.metadata
+        markers = self._marker_ids if not self.add_markers else self._marker_ids._replace(begin=None, end=None)
+        unexpanded = processed.unexpanded(settings, markers, self._adapted)
+        return VideoTokens(settings.token_id, grids, counts, unexpanded, seconds)
 
     def _tokens(
         self,
@@ -494,16 +496,16 @@ class MMPosProcessor(ProcessorMixin):
         videos: VideoTokens | None,
         options: TextOptions,
     ) -> dict[str, Any]:
-        """Make everything that follows from the texts and from the sizes of the images and videos."""
+        """Compute every key that depends only on the texts and the sizes of images and videos."""
         encoded = options.encode(self.tokenizer, texts)
         markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
         rows = expand(encoded["input_ids"], grid_thw, counts, markers, videos)
         limit = options.limit(self.tokenizer)
         if limit is not None:
-            rows = rows.cut(limit, self.tokenizer.truncation_side, added_tokens(encoded))
+            rows = rows.truncated(limit, self.tokenizer.truncation_side, added_tokens(encoded))
         values = {"input_ids": rows.input_ids, "attention_mask": np.ones(rows.input_ids.size, np.int64)}
         if options.return_mm_token_type_ids:
-            # No other token has the ids of patches.
+            # Only patches have these two ids.
             types = (rows.input_ids == self.image_token_id).astype(np.int64)
             values["mm_token_type_ids"] = types + 2 * (rows.input_ids == self.video_token_id)
         if options.return_offsets_mapping:
@@ -519,32 +521,32 @@ class MMPosProcessor(ProcessorMixin):
 
 
 def _token_id(token: str | int | None, tokenizer: Tokenizer) -> int:
-    """Look up the id of the placeholder of videos."""
+    """Return the id of the placeholder of videos."""
     token_id = tokenizer.token_to_id(token) if isinstance(token, str) else token
     if token_id is None:
-        raise InvalidInputError(f"video_token: got {token!r}, want a token that is one id of the tokenizer")
+        raise InvalidInputError(f"video_token: got {token!r}, want a token with a single id in the tokenizer")
     return integer("video_token", token_id, minimum=0, maximum=INT32_MAX)
 
 
 def _texts(text: object, images: object, videos: object) -> list[str] | None:
-    """Return the texts of a call; None where only images or videos are given."""
+    """Return the texts of a call; None if there are only images or videos."""
     if text is None:
         if images is None and videos is None:
-            raise InvalidInputError("text: got None, want text, a chat or images")
+            raise InvalidInputError("text: got None, want text, a chat, images or videos")
         return None
     texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list | tuple) or not texts:
-        raise InvalidInputError(f"text: got {text!r:.80}, want a text, a chat, or a list of one kind")
+        raise InvalidInputError(f"text: got {text!r:.80}, want text, a chat, a list of texts or a list of chats")
     for i, each in enumerate(texts):
         if not isinstance(each, str):
-            raise InvalidInputError(f"text[{i}]: got {type(each).__name__}, want a text")
+            raise InvalidInputError(f"text[{i}]: got {type(each).__name__}, want text")
     return list(texts)
 
 
 class PositionBatch(BatchFeature):
-    """BatchFeature whose position ids keep their numbers when the batch is cast to another dtype."""
+    """BatchFeature whose position ids keep their dtype when the batch is cast to another dtype."""
 
-    skip_tensor_conversion = _NOT_TENSORS  # of the class, since Transformers forgets that of a pickled batch
+    skip_tensor_conversion = _NOT_TENSORS  # on the class, since pickling a batch loses the attribute of the instance
 
     def __init__(self, data: dict[str, object], tensor_type: str | None = None) -> None:
         super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
@@ -552,7 +554,7 @@ class PositionBatch(BatchFeature):
     def convert_to_tensors(
         self, tensor_type: str | TensorType | None = None, skip_tensor_conversion: list[str] | set[str] | None = None
     ) -> PositionBatch:
-        """Convert lists of rows of one length to tensors, in the shapes that a call with ``return_tensors`` gives."""
+        """Convert lists of rows of one length to tensors, in the shapes of a call with ``return_tensors``."""
         ids = self.data.get("mm_position_ids")
         if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
             self.data["mm_position_ids"] = np.stack(ids, axis=1)
@@ -560,7 +562,7 @@ class PositionBatch(BatchFeature):
         return self
 
     def to(self, *args: object, **kwargs: object) -> PositionBatch:
-        """Move all tensors and cast floating ones, except fractional position ids, which bfloat16 would round."""
+        """Move all tensors, and cast floating-point ones except fractional position ids, which would be rounded."""
         ids = self.data.get("mm_position_ids")
         super().to(*args, **kwargs)
         if ids is not None and hasattr(ids, "to"):
@@ -575,13 +577,13 @@ def _per_token(
     tokenizer: PreTrainedTokenizerBase,
     options: TextOptions,
 ) -> dict[str, Any]:
-    """Collect everything with an entry per token: padded arrays, or a list with one array for each row.
+    """Convert values per token to padded arrays, or to lists with one array per row.
 
     Args:
-        values: (tokens, …) of all rows, one after the other; what is padded is 0, but for input_ids.
-        lengths: (rows,) of the rows.
-        width: tokens of each row; None where they are not padded.
-        tokenizer: its padding side and token are the defaults.
+        values: (tokens, …) values of all rows, concatenated. Padding is 0, except in input_ids.
+        lengths: (rows,) number of tokens of each row.
+        width: number of tokens to pad rows to; None if they are not padded.
+        tokenizer: has the token for padding and the default side.
         options: padding and type of the result.
     """
     batch: dict[str, Any]
@@ -589,10 +591,10 @@ def _per_token(
         split = lengths.cumsum()[:-1]
         batch = {name: np.split(each, split) for name, each in values.items()}
     else:
-        fill = tokenizer.pad_token_id
-        if fill is None and (lengths < width).any():
-            raise InvalidInputError("tokenizer.pad_token: got None, want a token to pad with")
-        side, fills = options.side(tokenizer), {"input_ids": fill or 0}
+        pad_id = tokenizer.pad_token_id
+        if pad_id is None and (lengths < width).any():
+            raise InvalidInputError("tokenizer.pad_token: got None, want a token for padding")
+        side, fills = options.side(tokenizer), {"input_ids": pad_id or 0}
         batch = {name: _padded(each, lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
     for name in batch:
         if options.return_tensors is None or name in _NOT_TENSORS:
@@ -603,7 +605,7 @@ def _per_token(
 def _positions(
     table: PositionTable, rows: TextRows, width: int | None, side: Side, return_tensors: str | None
 ) -> dict[str, Any]:
-    """Return the dense ids of all rows, padded as the rows are, and their table."""
+    """Return the dense ids of all rows, padded like the rows, and their table."""
     dtype = None if table.fractional else np.int64
     if width is None:
         return {
@@ -620,7 +622,7 @@ def _positions(
 def _padded(
     values: npt.NDArray[np.integer], lengths: IntArray, width: int, side: str, fill: int = 0
 ) -> npt.NDArray[np.integer]:
-    """Pad the values of all rows, one after the other, to (rows, width, …)."""
+    """Pad the concatenated values of all rows to (rows, width, …)."""
     out = np.full((lengths.size, width, *values.shape[1:]), fill, values.dtype)
     column = np.arange(width)
     real = column < lengths[:, None] if side == "right" else column >= width - lengths[:, None]
@@ -629,35 +631,35 @@ def _padded(
 
 
 def video_processor_of(source: Any) -> VideoProcessor:
-    """Return a video processor of Transformers as it is, or make it of its fields in JSON.
+    """Return a video processor of Transformers unchanged, or create it from its JSON fields.
 
     Raises:
-        InvalidInputError: something else, or fields that do not name a video processor of Transformers.
+        InvalidInputError: the source is of another type, or does not name a video processor of Transformers.
     """
-    made = source
+    processor = source
     if isinstance(source, Mapping):
-        kind = source.get("video_processor_type")
-        make = getattr(import_module("transformers"), str(kind), None)
-        made = make(**source) if str(kind).endswith("VideoProcessor") and callable(make) else None
-    if not callable(made) or not hasattr(made, "valid_kwargs"):
-        want = "a video processor of Transformers, or its fields, video_processor_type among them"
+        name = str(source.get("video_processor_type"))
+        kind = getattr(import_module("transformers"), name, None)
+        processor = kind(**source) if name.endswith("VideoProcessor") and callable(kind) else None
+    if not callable(processor) or not hasattr(processor, "valid_kwargs"):
+        want = "a video processor of Transformers, or its fields including video_processor_type"
         raise InvalidInputError(f"video_processor: got {source!r:.80}, want {want}")
-    return made
+    return processor
 
 
-def video_processor_in(folder: Path, as_images: bool) -> VideoProcessor | None:
-    """Read the video processor of a folder, which may be that of its images; None where it has none."""
-    whole = folder / "processor_config.json"
-    inside = whole.is_file() and "video_processor" in json.loads(whole.read_bytes())
-    names = ["video_preprocessor_config.json"] + ["preprocessor_config.json"] * as_images
-    if not inside and not any((folder / name).is_file() for name in names):
+def video_processor_in(folder: Path, videos_as_images: bool) -> VideoProcessor | None:
+    """Load the video processor in a folder, or return None if there is no file for it."""
+    config = folder / "processor_config.json"
+    in_config = config.is_file() and "video_processor" in json.loads(config.read_bytes())
+    names = ["video_preprocessor_config.json"] + ["preprocessor_config.json"] * videos_as_images
+    if not in_config and not any((folder / name).is_file() for name in names):
         return None
-    made: VideoProcessor = import_module("transformers").AutoVideoProcessor.from_pretrained(folder)
-    return made
+    processor: VideoProcessor = import_module("transformers").AutoVideoProcessor.from_pretrained(folder)
+    return processor
 
 
 def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:
-    """Return a scheme as it is, by its name, or made of its name and parameters in JSON."""
+    """Return a scheme unchanged, by its name, or created from its name and parameters as JSON values."""
     if not isinstance(source, Mapping):
         return get_scheme(source)
     parameters = dict(source)
@@ -673,10 +675,10 @@ def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:
 
 
 def scheme_to_json(scheme: Scheme) -> dict[str, object]:
-    """Return the name of a scheme and its parameters.
+    """Return the name of a scheme and its parameters as JSON values.
 
     Raises:
-        UnsupportedError: a scheme of the caller's own, which no file can name.
+        UnsupportedError: the scheme is not in mmpos.SCHEMES, so that a file cannot name it.
     """
     if SCHEMES.get(scheme.name) is not type(scheme):
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES to write it to a file")
@@ -684,10 +686,10 @@ def scheme_to_json(scheme: Scheme) -> dict[str, object]:
 
 
 def object_of(name: str, kind: type[T], source: object) -> T:
-    """Return an object of this kind as it is, or make one of its fields in JSON.
+    """Return an object of this class unchanged, or create one from its JSON fields.
 
     Raises:
-        InvalidInputError: something else, or a field that the kind does not have.
+        InvalidInputError: the source is of another type, or has a field that the class does not have.
     """
     if isinstance(source, kind):
         return source
@@ -700,7 +702,7 @@ def object_of(name: str, kind: type[T], source: object) -> T:
 
 
 def to_json(settings: Any) -> dict[str, object]:
-    """Convert a frozen object to JSON: tuples become lists, fractions "3/2", and numpy's numbers Python's."""
+    """Convert a frozen object to JSON values: tuples to lists, fractions to "3/2", numpy scalars to Python's."""
     return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
 
 

@@ -1,4 +1,4 @@
-"""Options of a processor's call, and rows of token ids whose placeholders are expanded to the tokens of images."""
+"""Options of a processor's call, and the expansion of placeholders to the tokens of images and videos."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mmpos.sequence.builder import MarkerIds
 from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, integer, one_of
 
 __all__ = [
-    "FIXED",
-    "NORMALISING",
-    "OF_IMAGES",
+    "FIXED_OPTIONS",
+    "IMAGE_OPTIONS",
+    "PIXEL_OPTIONS",
     "TextOptions",
     "TextRows",
     "VideoTokens",
@@ -30,13 +30,13 @@ __all__ = [
     "sort_options",
 ]
 
-NORMALISING = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-"""Options of images that say what becomes of a byte, as Transformers has them."""
+PIXEL_OPTIONS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+"""Options of Transformers that control how bytes are rescaled and normalised."""
 
-OF_IMAGES = ("min_pixels", "max_pixels", "max_tokens", "size", *NORMALISING)
-"""Options of a call that are of its images; size is that of Transformers, shortest_edge and longest_edge."""
+IMAGE_OPTIONS = ("min_pixels", "max_pixels", "max_tokens", "size", *PIXEL_OPTIONS)
+"""Options of images; size has shortest_edge and longest_edge, as in Transformers."""
 
-FIXED: Mapping[str, object] = MappingProxyType(
+FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
         "do_resize": True,
         "do_convert_rgb": True,
@@ -46,85 +46,87 @@ FIXED: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size")),
     }
 )
-"""Options of images in Transformers that have one value here; the last three are those of the processor."""
+"""Image options of Transformers with the one value accepted here; the last three must equal the processor's."""
 
 
 def sort_options(
-    arguments: Mapping[str, Any], of_videos: Collection[str]
+    arguments: Mapping[str, Any], video_options: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Sort the arguments of a call into those of text, of images and of videos; what both have goes to both.
+    """Sort the arguments of a call into options of text, images and videos.
+
+    An option that both images and videos have is passed to both.
 
     Args:
-        arguments: by name; those in ``images_kwargs`` and ``videos_kwargs`` are of images and of videos alone.
-        of_videos: names that the processor of videos takes.
+        arguments: arguments by name; ``images_kwargs`` and ``videos_kwargs`` contain options of images or videos only.
+        video_options: names of the options that the video processor takes.
 
     Raises:
-        InvalidInputError: an argument that is given twice, or a group without such an argument.
+        InvalidInputError: an argument is passed twice, or a group contains an unknown option.
     """
     text = dict(arguments)
     groups: dict[str, dict[str, Any]] = {}
-    takes = {"images_kwargs": {*OF_IMAGES, *FIXED}, "videos_kwargs": set(of_videos)}
-    for group, known in takes.items():
-        own = _group(text, group)
-        for name in own.keys() - known:
-            listed = OF_IMAGES if group == "images_kwargs" else of_videos
+    known = {"images_kwargs": {*IMAGE_OPTIONS, *FIXED_OPTIONS}, "videos_kwargs": set(video_options)}
+    for group, names in known.items():
+        groups[group] = _pop_group(text, group)
+        for name in groups[group].keys() - names:
+            listed = IMAGE_OPTIONS if group == "images_kwargs" else video_options
             want = ", ".join(listed) or "none without a video_processor"
-            raise InvalidInputError(f"{group}: got an argument {name!r}, want {want}")
-        groups[group] = own
-    known_to_text = {each.name for each in fields(TextOptions)}
-    for name in text.keys() - known_to_text:
-        takers = [group for group, known in takes.items() if name in known]
-        value = text.pop(name) if takers else None
-        for group in takers:
+            raise InvalidInputError(f"{group}: got an unknown option {name!r}, want {want}")
+    text_options = {each.name for each in fields(TextOptions)}
+    for name in text.keys() - text_options:
+        matching = [group for group, names in known.items() if name in names]
+        value = text.pop(name) if matching else None
+        for group in matching:
             if name in groups[group]:
-                raise InvalidInputError(f"{name}: got it twice, want it beside {group} or in them")
+                raise InvalidInputError(f"{name} cannot be combined with {group}[{name!r}]")
             groups[group][name] = value
     return text, groups["images_kwargs"], groups["videos_kwargs"]
 
 
-def _group(arguments: dict[str, Any], group: str) -> dict[str, Any]:
-    """Take a group of options out of the arguments."""
-    grouped = arguments.pop(group, None) or {}
-    if not isinstance(grouped, Mapping):
-        raise InvalidInputError(f"{group}: got {type(grouped).__name__}, want options by their names")
-    return dict(grouped)
+def _pop_group(arguments: dict[str, Any], group: str) -> dict[str, Any]:
+    """Remove a group of options from the arguments, and return it."""
+    options = arguments.pop(group, None) or {}
+    if not isinstance(options, Mapping):
+        raise InvalidInputError(f"{group}: got {type(options).__name__}, want a mapping from names to options")
+    return dict(options)
 
 
 def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the arguments of a call with those in ``text_kwargs``.
 
     Raises:
-        InvalidInputError: an argument that is given twice, or ``text_kwargs`` that have no names.
+        InvalidInputError: an argument is passed twice, or ``text_kwargs`` is not a mapping.
     """
     flat = dict(arguments)
-    for name, value in _group(flat, "text_kwargs").items():
+    for name, value in _pop_group(flat, "text_kwargs").items():
         if name in flat:
-            raise InvalidInputError(f"{name}: got it twice, want it beside text_kwargs or in them")
+            raise InvalidInputError(f"{name} cannot be combined with text_kwargs[{name!r}]")
         flat[name] = value
     return flat
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Arguments of a call, checked; they mean what they mean in Transformers.
+    """Checked arguments of a call, with the meanings that they have in Transformers.
 
     Args:
-        return_tensors: "pt" or "np"; None gives lists of rows, and arrays of patches and grids.
+        return_tensors: "pt" or "np"; None returns lists of rows, but patches and grids as arrays.
         padding: True or "longest", "max_length", or False.
-        padding_side: "left" or "right"; None is the tokenizer's.
-        pad_to_multiple_of: of which the length of padded rows is made a multiple.
-        truncation: whether rows are cut to max_length, on the tokenizer's side, but for the special tokens that it
-            adds; never through an image. None is True where max_length is given and padding is False.
-        max_length: tokens of a row, of rows that are cut or padded to it; None is model_max_length of the tokenizer,
-            and where it has none nothing is cut or padded to it.
-        add_special_tokens: whether the tokenizer adds its own around each text; chats bring theirs.
-        sanitize_control_tokens: whether ``apply_chat_template`` marked user text; it sets this itself.
-        return_mm_token_type_ids: whether to return which tokens are patches.
-        return_positions: whether to return positions beside the keys of Transformers; None is the processor's setting.
-        return_offsets_mapping: whether to return the characters of each token in the text; tokens of an image have
-            those of its placeholder.
-        return_text_replacement_offsets: taken and not needed, since offsets are those of the text as it came.
-        add_generation_prompt: whether chats end in the start of an answer; not for text.
+        padding_side: "left" or "right"; None uses the tokenizer's.
+        pad_to_multiple_of: the length of padded rows is rounded up to a multiple of this number.
+        truncation: whether to truncate rows to max_length, on the tokenizer's side. Special tokens added by the
+            tokenizer are kept, and images are never cut. None is True if max_length is set and padding is False.
+        max_length: number of tokens to which rows are truncated or padded; None uses model_max_length of the tokenizer,
+            and if it has none, rows are neither truncated nor padded to it.
+        add_special_tokens: whether the tokenizer adds special tokens around each text; chat templates write their own.
+        sanitize_control_tokens: whether ``apply_chat_template``, which sets this option, has marked user text.
+        return_mm_token_type_ids: whether to return the types of tokens: text, image or video.
+        return_positions: whether to return positions in addition to the keys of Transformers; None uses the processor's
+            setting.
+        return_offsets_mapping: whether to return the range of characters of each token in the text; tokens of an image
+            have the range of its placeholder.
+        return_text_replacement_offsets: accepted and ignored, since offsets always refer to the original text.
+        add_generation_prompt: whether chats end with the start of an answer; not for text.
     """
 
     return_tensors: str | None = None
@@ -155,23 +157,23 @@ class TextOptions:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextOptions:
-        """Read the options; those that are left out are what the tokenizer was made with, if it was.
+        """Build the options; the defaults are those with which the tokenizer was created, if any.
 
         Raises:
-            InvalidInputError: an argument that there is not.
+            InvalidInputError: an argument is unknown.
         """
         known = [each.name for each in fields(cls)]
         for name in arguments.keys() - set(known):
-            want = ", ".join([*known, *OF_IMAGES, "images_kwargs", "videos_kwargs"])
-            raise InvalidInputError(f"{name}: got an argument of this name, want {want}")
-        made_with = tokenizer.init_kwargs  # what became an attribute may have been changed since
-        defaults = {name: getattr(tokenizer, name, made_with[name]) for name in known if name in made_with}
+            want = ", ".join([*known, *IMAGE_OPTIONS, "images_kwargs", "videos_kwargs"])
+            raise InvalidInputError(f"{name}: got an unknown option, want {want}")
+        initial = tokenizer.init_kwargs  # attributes of the same names may have been changed since
+        defaults = {name: getattr(tokenizer, name, initial[name]) for name in known if name in initial}
         return cls(**defaults | arguments)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
-        """Tokenize each text by itself, neither padded nor cut."""
+        """Tokenize each text separately, without padding or truncation."""
         marked = {"sanitize_control_tokens": True} if self.sanitize_control_tokens else {}
-        cuts = self.limit(tokenizer) is not None
+        truncates = self.limit(tokenizer) is not None
         encoded = tokenizer(
             texts,
             add_special_tokens=self.add_special_tokens,
@@ -179,13 +181,13 @@ class TextOptions:
             truncation=False,
             return_attention_mask=False,
             return_offsets_mapping=self.return_offsets_mapping,
-            return_special_tokens_mask=cuts,
-            verbose=not cuts,  # of texts that are too long for the model
+            return_special_tokens_mask=truncates,
+            verbose=not truncates,  # warns about texts longer than the model's limit
             **marked,
         )
         if self.return_offsets_mapping and "offset_mapping" not in encoded:
-            why = "sanitize_control_tokens=True" if marked else type(tokenizer).__name__
-            raise UnsupportedError(f"return_offsets_mapping: got True, want False: {why} gives no offsets")
+            cause = "sanitize_control_tokens=True" if marked else type(tokenizer).__name__
+            raise UnsupportedError(f"return_offsets_mapping: got True, want False: {cause} returns no offsets")
         return encoded
 
     def side(self, tokenizer: PreTrainedTokenizerBase) -> Side:
@@ -193,31 +195,33 @@ class TextOptions:
         return self.padding_side or cast("Side", tokenizer.padding_side)
 
     def limit(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Return the most tokens of a row; None where rows are not cut."""
+        """Return the number of tokens to which rows are truncated; None if they are not truncated."""
         if self.truncation is None:
-            cuts = self.max_length is not None and self.padding is False
+            truncates = self.max_length is not None and self.padding is False
         else:
-            cuts = self.truncation not in (False, "do_not_truncate")
-        return self._length(tokenizer) if cuts else None
+            truncates = self.truncation not in (False, "do_not_truncate")
+        return self._max_length(tokenizer) if truncates else None
 
-    def _length(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Return the tokens of a row that max_length stands for; None where there is no such number."""
+    def _max_length(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return max_length, or model_max_length of the tokenizer; None if neither is set."""
         length = tokenizer.model_max_length if self.max_length is None else self.max_length
         return int(length) if length <= INT32_MAX else None
 
     def width(self, lengths: IntArray, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Return the tokens of every row of the batch; None where rows are left as they are.
+        """Return the number of tokens to which every row is padded; None if rows keep their lengths.
 
         Raises:
-            InvalidInputError: a row that is longer than wanted, or rows of several lengths that are to be a tensor.
+            InvalidInputError: a row is too long, or a tensor is requested for rows of different lengths.
         """
         longest = int(lengths.max())
-        widths = {False: None, "do_not_pad": None, "max_length": self._length(tokenizer)}
+        widths = {False: None, "do_not_pad": None, "max_length": self._max_length(tokenizer)}
         width = widths.get(self.padding, longest)
         if width is None:
             if self.return_tensors is not None and (lengths != longest).any():
-                got, want = f"rows of {lengths.min()} to {longest} tokens", f"return_tensors={self.return_tensors!r}"
-                raise InvalidInputError(f"padding: got {got}, want padding=True for {want}")
+                raise InvalidInputError(
+                    f"padding: got {self.padding} for rows of {lengths.min()} to {longest} tokens, "
+                    f"want True for return_tensors={self.return_tensors!r}"
+                )
             return None if self.return_tensors is None else longest
         if longest > width:
             got = f"text[{int(lengths.argmax())}]: got {longest} tokens"
@@ -234,33 +238,33 @@ class VideoTokens:
 
     Args:
         token_id: the placeholder of a video, and of each of its patches.
-        grid_thw: (grids, 3) frames, height and width after merging, of one grid a video or one for each of its frames.
-        per_row: (rows,) videos given for each row; None where they are given for all together.
-        written: token ids that stand for each video before its grids are expanded, a placeholder for each of them.
-        seconds_per_frame: (grids,) or None where the scheme has no use for it.
+        grid_thw: (grids, 3) frames, height and width after merging: a grid per video, or a grid per frame.
+        per_row: (rows,) number of videos passed for each row; None if they are passed as one list for all rows.
+        unexpanded: token ids of each video, with one placeholder per grid.
+        seconds_per_frame: (grids,) seconds, or None if the scheme does not use them.
     """
 
     token_id: int
     grid_thw: IntArray
     per_row: IntArray | None
-    written: Sequence[IntArray]
+    unexpanded: Sequence[IntArray]
     seconds_per_frame: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """Token ids of several documents, one after the other, and the images and videos in them, here called images.
+    """Concatenated token ids of several rows, and their images; videos and frames count as images.
 
     Args:
-        input_ids: (tokens,) of all rows.
-        lengths: (rows,) tokens of each row.
-        source: (tokens,) the token, before expansion, that each one comes of.
-        first: (images,) first token of each image, a marker before it included.
-        stop: (images,) one past its last token, likewise.
+        input_ids: (tokens,) token ids of all rows.
+        lengths: (rows,) number of tokens of each row.
+        source: (tokens,) index, before expansion, of the token from which each token was expanded.
+        first: (images,) first token of each image, including a start marker.
+        stop: (images,) one past the last token of each image, including an end marker.
         document: (images,) the row of each image.
         grid_thw: (images, 3) frames, height and width after merging.
-        markers: the tokens that were put around and into the images.
-        seconds_per_frame: (images,) of videos, None for other images; None where there are none.
+        markers: the marker tokens inserted around and inside images.
+        seconds_per_frame: (images,) seconds for videos and None for images; None if no image has seconds.
     """
 
     input_ids: IntArray
@@ -274,64 +278,62 @@ class TextRows:
     seconds_per_frame: Sequence[float | None] | None = field(default=None, kw_only=True)
 
     def segments(self) -> SegmentTable:
-        """Make the table of segments; no token is read."""
+        """Build the table of segments from the spans of images."""
         starts = self.lengths.cumsum() - self.lengths
-        offsets = self.first + self.markers.margins[0] - starts[self.document]
-        separated = self.markers.row is not None
         return SegmentTable.from_spans(
             self.lengths,
-            offsets,
+            self.first + self.markers.margins[0] - starts[self.document],
             self.grid_thw,
             self.document,
             seconds_per_frame=self.seconds_per_frame,
-            row_separator=separated,
+            row_separator=self.markers.row is not None,
         )
 
-    def cut(self, length: int, side: str, added: IntArray) -> TextRows:
-        """Cut every row to at most so many tokens, on the right or on the left, but never through an image.
+    def truncated(self, length: int, side: str, added: IntArray) -> TextRows:
+        """Truncate every row to at most ``length`` tokens without removing any token of an image.
 
         Args:
             length: most tokens of a row.
             side: "right" or "left".
-            added: (rows, 2) tokens at the start and at the end of each row that stay.
+            added: (rows, 2) number of tokens at the start and at the end of each row to keep.
 
         Raises:
-            InvalidInputError: an image would be cut, or cut off: its pixels would have no place; or there would be no
-                room for what stays.
+            InvalidInputError: a token of an image would be removed, although its pixels remain; or the tokens to keep
+                are more than ``length``.
         """
-        long = self.lengths > length
-        least = int((added.sum(axis=1) * long).max())
+        is_long = self.lengths > length
+        least = int((added.sum(axis=1) * is_long).max())
         if least > length:
             raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
-        # What goes is one run of tokens, before those that stay at the end or behind those at the start.
+        # Remove one run of tokens: just before the kept tokens at the end, or just after those at the start.
         begin = length - added[:, 1] if side == "right" else added[:, 0]
-        begin = np.where(long, begin, self.lengths)
-        kept = np.minimum(self.lengths, length)
+        begin = np.where(is_long, begin, self.lengths)
+        lengths = np.minimum(self.lengths, length)
         starts = self.lengths.cumsum() - self.lengths
-        begin, end = starts + begin, starts + begin + self.lengths - kept
-        lost = (self.stop > begin[self.document]) & (self.first < end[self.document])
-        if lost.any():
-            i = int(lost.argmax())
+        begin, end = starts + begin, starts + begin + self.lengths - lengths
+        is_cut = (self.stop > begin[self.document]) & (self.first < end[self.document])
+        if is_cut.any():
+            i = int(is_cut.argmax())
             row = int(self.document[i])
             raise InvalidInputError(
-                f"max_length: got {length}, which cuts image {i} off text[{row}] of {self.lengths[row]} tokens, "
-                "want more, or truncation=False"
+                f"max_length: got {length}, which removes tokens of image {i} from text[{row}] of {self.lengths[row]} "
+                "tokens, want more, or truncation=False"
             )
         token = np.arange(self.input_ids.size)
-        inside = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
-        before = inside.cumsum() - inside
+        kept = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
+        before = kept.cumsum() - kept
         return replace(
             self,
-            input_ids=self.input_ids[inside],
-            lengths=kept,
-            source=self.source[inside],
+            input_ids=self.input_ids[kept],
+            lengths=lengths,
+            source=self.source[kept],
             first=before[self.first],
             stop=before[self.stop - 1] + 1,
         )
 
 
 def added_tokens(encoded: BatchEncoding) -> IntArray:
-    """Count (rows, 2) special tokens that a tokenizer has put before and after each text, by its mask of them."""
+    """Count the (rows, 2) special tokens that a tokenizer added before and after each text."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
         for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
@@ -346,17 +348,17 @@ def expand(
     markers: MarkerIds,
     videos: VideoTokens | None = None,
 ) -> TextRows:
-    """Replace each placeholder by the tokens of its image, or of its video.
+    """Replace each placeholder by the tokens of its image or video.
 
     Args:
         texts: token ids of each row, with one placeholder per image and per video.
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
-        per_row: (rows,) images given for each row; None where they are given for all together.
-        markers: the tokens to put around and into the images, and each grid of a video.
-        videos: those of a processor that takes videos.
+        per_row: (rows,) number of images passed for each row; None if they are passed as one list for all rows.
+        markers: marker tokens to insert around and inside each image and each grid of a video.
+        videos: tokens of the videos; None if the processor does not take videos.
 
     Raises:
-        InvalidInputError: a row without tokens, or other placeholders than images and videos.
+        InvalidInputError: a row has no tokens, or the number of placeholders differs from that of images or videos.
     """
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)
@@ -369,9 +371,9 @@ def expand(
     seconds: Sequence[float | None] | None = None
     grids = grid_thw
     if videos is not None:
-        ids, source = _write_videos(ids, row, lengths.size, videos)
+        ids, source = _insert_videos(ids, row, lengths.size, videos)
         row = row[source]
-        grids, seconds = _grids(ids, grid_thw, markers.patch, videos)
+        grids, seconds = _merge_grids(ids, grid_thw, markers.patch, videos)
     patch = ids == markers.patch if videos is None else (ids == markers.patch) | (ids == videos.token_id)
     (at,) = patch.nonzero()
     frames, height, width = grids.T
@@ -398,34 +400,34 @@ def expand(
     return rows
 
 
-def _grids(
+def _merge_grids(
     ids: IntArray, grid_thw: IntArray, patch: int, videos: VideoTokens
 ) -> tuple[IntArray, Sequence[float | None] | None]:
-    """Merge the grids of images and of videos in the order of placeholders, and the seconds of those of videos."""
-    of_video = ids[(ids == patch) | (ids == videos.token_id)] == videos.token_id
-    grids = np.empty((of_video.size, 3), np.int64)
-    grids[of_video], grids[~of_video] = videos.grid_thw, grid_thw
+    """Merge the grids of images and videos in the order of their placeholders, and their seconds."""
+    is_video = ids[(ids == patch) | (ids == videos.token_id)] == videos.token_id
+    grids = np.empty((is_video.size, 3), np.int64)
+    grids[is_video], grids[~is_video] = videos.grid_thw, grid_thw
     if not videos.seconds_per_frame:
         return grids, None
-    each = iter(videos.seconds_per_frame)
-    return grids, [next(each) if video else None for video in of_video.tolist()]
+    seconds = iter(videos.seconds_per_frame)
+    return grids, [next(seconds) if video else None for video in is_video.tolist()]
 
 
-def _write_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
-    """Write the tokens of each video for its placeholder; return them all, and the token that each one comes of."""
+def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
+    """Replace the placeholder of each video by its unexpanded tokens; return all ids, and the source of each."""
     at = ids == videos.token_id
-    _check_counts("video", row[at], rows, len(videos.written), videos.per_row)
+    _check_counts("video", row[at], rows, len(videos.unexpanded), videos.per_row)
     counts = np.ones(ids.size, np.int64)
-    counts[at] = [written.size for written in videos.written]
+    counts[at] = [tokens.size for tokens in videos.unexpanded]
     source = np.arange(ids.size).repeat(counts)
-    written = ids[source]
+    inserted = ids[source]
     if at.any():
-        written[at[source]] = np.concatenate(videos.written)
-    return written, source
+        inserted[at[source]] = np.concatenate(videos.unexpanded)
+    return inserted, source
 
 
-def _check_counts(kind: str, placeholders: IntArray, rows: int, given: int, per_row: IntArray | None) -> None:
-    """Refuse other placeholders than images, or than videos; the row of each placeholder says where they are."""
+def _check_counts(kind: str, placeholders: IntArray, rows: int, number: int, per_row: IntArray | None) -> None:
+    """Check that there is one placeholder per image or video; ``placeholders`` are the rows of the placeholders."""
     if per_row is not None:
         in_rows = np.bincount(placeholders, minlength=rows)
         wrong = in_rows != per_row
@@ -433,6 +435,6 @@ def _check_counts(kind: str, placeholders: IntArray, rows: int, given: int, per_
             i = int(wrong.argmax())
             want = f"{in_rows[i]}, the placeholders of text[{i}]"
             raise InvalidInputError(f"{kind}s[{i}]: got {counted(per_row[i], kind)}, want {want}")
-    elif placeholders.size != given:
+    elif placeholders.size != number:
         want = f"{placeholders.size}, the placeholders of text"
-        raise InvalidInputError(f"{kind}s: got {counted(given, kind)}, want {want}")
+        raise InvalidInputError(f"{kind}s: got {counted(number, kind)}, want {want}")

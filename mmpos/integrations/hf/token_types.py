@@ -1,4 +1,4 @@
-"""Tokens of a batch as ``get_rope_index`` is given them: read on the host, and its ids brought back."""
+"""Token types, as passed to ``get_rope_index``: copied to the host, and ids copied back to the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
     "VIDEO",
     "Ids",
     "TokenTypes",
-    "answer",
     "check_tensors",
-    "merged",
-    "moved",
+    "ids_and_deltas",
+    "merge_grids",
+    "on_device",
     "on_host",
     "scan_tensors",
     "shapes",
@@ -35,13 +35,13 @@ Ids = tuple[Tensor, Tensor]
 """(axes, batch, seq) position ids and (batch, 1) deltas."""
 
 IMAGE, VIDEO = 1, 2
-"""Of mm_token_type_ids; text is 0."""
+"""Values of mm_token_type_ids; text is 0."""
 
 _MASKS = (torch.int64, torch.bool, torch.int32, torch.uint8)
 
 
 def check_tensors(**named: Tensor | None) -> list[Tensor]:
-    """Return the arguments that are there, but refuse what is no tensor, and other shapes of tokens than input_ids."""
+    """Return the arguments that are tensors, after checking their types and that token arguments have one shape."""
     tensors = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -53,7 +53,8 @@ def check_tensors(**named: Tensor | None) -> list[Tensor]:
         raise InvalidInputError(f"input_ids: got shape {tuple(shape)}, want (batch, seq)")
     for name in ("mm_token_type_ids", "attention_mask"):
         if name in tensors and tensors[name].shape != shape:
-            raise InvalidInputError(f"{name}: got shape {tuple(tensors[name].shape)}, want {tuple(shape)} as input_ids")
+            got = tuple(tensors[name].shape)
+            raise InvalidInputError(f"{name}: got shape {got}, want {tuple(shape)} as for input_ids")
     return [*tensors.values()]
 
 
@@ -67,9 +68,9 @@ def scan_tensors(
     images_per_document: Tensor | None = None,
     marker_ids: Tensor | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
-    """Make the table of token ids, or of their types, in one pass in C; see ``mmpos.segments.table.scan``.
+    """Build the table of token ids, or of token types, in one pass in C; see ``mmpos.segments.table.scan``.
 
-    Args are tensors on the host; None for all that the pass does not take, as masks with holes.
+    All tensors are on the host. Return None for input that the pass declines, such as masks with holes.
     """
     if attention_mask is not None and attention_mask.dtype not in _MASKS:
         return None
@@ -85,36 +86,19 @@ def scan_tensors(
     )
 
 
-def answer(positions: PositionTable, input_ids: Tensor) -> Ids:
-    """Expand the ids of whole rows in the dtype of input_ids, and int64 deltas, on its device.
-
-    Their scheme gives every document a next position.
-    """
-    (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
-    if not input_ids.is_cpu:
-        numbers = np.empty(axes * batch * seq + batch, np.int64)
-        positions.dense(out=numbers[: numbers.size - batch].reshape(axes, -1))
-        numbers[numbers.size - batch :] = positions.documents[DELTA]
-        ids, after = moved(numbers, input_ids, axes)
-        return ids.to(dtype), after
-    exact = dtype in (torch.int64, torch.int32)
-    ids = input_ids.new_empty((axes, batch, seq), dtype=dtype if exact else torch.int64)
-    positions.dense(out=ids.numpy().reshape(axes, batch * seq))
-    deltas = torch.from_numpy(positions.documents[DELTA, :, None].copy())
-    return ids if exact else ids.to(dtype), deltas
-
-
 def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Copy tensors to the host, those of one device in one copy."""
-    away = [tensor for tensor in tensors if tensor is not None and not tensor.is_cpu]
-    if not away:
+    """Copy tensors to the host, in a single copy if all of them are on one device."""
+    remote = [tensor for tensor in tensors if tensor is not None and not tensor.is_cpu]
+    if not remote:
         return [*tensors]
-    if len({tensor.device for tensor in away}) != 1:
+    if len({tensor.device for tensor in remote}) != 1:
         return [tensor if tensor is None else tensor.cpu() for tensor in tensors]
-    away.sort(key=lambda tensor: -tensor.element_size())  # the widest first, so that all stand at multiples of theirs
-    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in away]).cpu()
-    parts = joined.split([tensor.numel() * tensor.element_size() for tensor in away])
-    copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(away, parts, strict=True)}
+    remote.sort(key=lambda tensor: -tensor.element_size())  # widest first, so that every dtype is aligned
+    joined = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in remote]).cpu()
+    parts = joined.split([tensor.numel() * tensor.element_size() for tensor in remote])
+    copies = {
+        id(source): part.view(source.dtype).view(source.shape) for source, part in zip(remote, parts, strict=True)
+    }
     return [copies.get(id(tensor), tensor) for tensor in tensors]
 
 
@@ -123,10 +107,10 @@ class TokenTypes:
     """Token types of a batch.
 
     Args:
-        types: (batch, seq), 0 under padding; or (tokens,) those alone that a mask with holes leaves.
-        videos: whether tokens of videos are among them.
-        real: (batch, seq) the mask, (batch · seq,) where it has holes; None where it leaves everything.
-        cu_seqlens: (batch + 1,) first token of each row, then the total, if the mask has holes; else None.
+        types: (batch, seq) types, 0 for padding; or, if the mask has holes, the (tokens,) types that it keeps.
+        videos: whether there are types above IMAGE.
+        real: (batch, seq) mask, flattened to (batch · seq,) if it has holes; None if it keeps every token.
+        cu_seqlens: (batch + 1,) first token of each row, then the total, if the types are packed; else None.
     """
 
     types: IntArray
@@ -136,8 +120,8 @@ class TokenTypes:
 
     @classmethod
     def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = VIDEO) -> TokenTypes:
-        """Read token types, at most ``most``, and a mask of the same shape, both on the host."""
-        assert mm_token_type_ids is not None, "the call has looked"
+        """Build TokenTypes from types up to ``most`` and a mask of the same shape, both on the host."""
+        assert mm_token_type_ids is not None, "checked by the caller"
         types = mm_token_type_ids.numpy()
         if types.dtype.kind not in "biu":
             raise InvalidInputError(f"mm_token_type_ids: got {mm_token_type_ids.dtype}, want integers")
@@ -159,19 +143,19 @@ class TokenTypes:
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
-        """Merge the grids of a kind, and leave out those at the end that no token is left for.
+        """Merge the grids of one kind, and drop grids at the end that have no tokens.
 
-        Videos whose frames are apart are as many grids as they have frames, and those of 0 frames none.
+        With ``frames_apart``, a video becomes one grid per frame, and no grid if it has 0 frames.
         """
         room = int(np.count_nonzero(self.types == kind))
-        grids = merged(name, grid_thw, merge, room, frames_apart)
+        grids = merge_grids(name, grid_thw, merge, room, frames_apart)
         if grids is None or not frames_apart:
             return grids
         if grids.prod(axis=1, dtype=np.float64).sum() <= room:
             return grids[grids[:, 0] > 0]
         grids = grids.repeat(np.minimum(grids[:, 0], room), axis=0)
         grids[:, 0] = 1
-        return _up_to(room, grids)
+        return _first_grids(room, grids)
 
     def segments(
         self,
@@ -180,7 +164,7 @@ class TokenTypes:
         placeholders: Placeholders | None = None,
         **more: Any,
     ) -> SegmentTable:
-        """Make segments of the types as if they were token ids; ``more`` is of ``SegmentTable.from_input_ids``."""
+        """Build segments from the types as if they were token ids; ``more`` goes to ``SegmentTable.from_input_ids``."""
         if placeholders is None:
             placeholders = Placeholders(IMAGE, VIDEO if self.videos or video_grid_thw is not None else None)
         return SegmentTable.from_input_ids(
@@ -193,25 +177,8 @@ class TokenTypes:
             **more,
         )
 
-    def answer(self, positions: PositionTable, input_ids: Tensor, padding: int = 0) -> Ids:
-        """Copy ids, with this one under the mask, and int64 deltas to the device of input_ids, at once."""
-        (batch, seq), axes = input_ids.shape, positions.axes
-        size = axes * batch * seq
-        numbers = np.empty(size + batch, np.int64)
-        dense, deltas = numbers[:size].reshape(axes, -1), numbers[size:]
-        if self.cu_seqlens is None:
-            positions.dense(out=dense)
-        else:
-            dense[:] = 0
-            dense[:, self.real] = positions.dense()
-        if padding and self.real is not None:
-            dense[:, ~self.real.ravel()] = padding
-        deltas[:] = positions.deltas
-        ids, after = moved(numbers, input_ids, axes)
-        return ids.to(input_ids.dtype), after
-
     def packed(self) -> TokenTypes:
-        """Leave padding out."""
+        """Remove padding, and return all rows packed."""
         if self.cu_seqlens is not None:
             return self
         if self.real is None:
@@ -221,51 +188,82 @@ class TokenTypes:
         return replace(self, types=self.types[self.real], real=self.real.ravel(), cu_seqlens=cu_seqlens)
 
     @property
-    def own(self) -> npt.NDArray[np.bool_] | slice:
-        """The places of packed tokens among all, as an index."""
+    def packed_index(self) -> npt.NDArray[np.bool_] | slice:
+        """Index of the packed tokens among the tokens of the batch."""
         return slice(None) if self.real is None else self.real
 
 
-def moved(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
-    """Copy ids of the rows of input_ids, and the deltas behind them, to its device at once."""
+def ids_and_deltas(
+    positions: PositionTable, input_ids: Tensor, tokens: TokenTypes | None = None, padding: int = 0
+) -> Ids:
+    """Return ids in the dtype of input_ids, and int64 deltas, both on the device of input_ids, copied at once.
+
+    Args:
+        positions: table whose scheme gives every document a next position.
+        input_ids: (batch, seq) tensor with the shape, dtype and device of the ids.
+        tokens: types with the mask of the batch; None if the table has batch · seq tokens.
+        padding: id of tokens where the mask is 0.
+    """
+    (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
+    if tokens is None and input_ids.is_cpu and dtype in (torch.int64, torch.int32):
+        ids = input_ids.new_empty((axes, batch, seq))
+        positions.dense(out=ids.numpy().reshape(axes, batch * seq))
+        return ids, torch.from_numpy(positions.documents[DELTA, :, None].copy())
+    size = axes * batch * seq
+    numbers = np.empty(size + batch, np.int64)
+    dense = numbers[:size].reshape(axes, batch * seq)
+    if tokens is None or tokens.cu_seqlens is None:
+        positions.dense(out=dense)
+    else:
+        dense[:] = 0
+        dense[:, tokens.real] = positions.dense()
+    if padding and tokens is not None and tokens.real is not None:
+        dense[:, ~tokens.real.ravel()] = padding
+    numbers[size:] = positions.documents[DELTA]
+    ids, deltas = on_device(numbers, input_ids, axes)
+    return ids.to(dtype), deltas
+
+
+def on_device(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
+    """Copy the ids of a batch, followed by its deltas, to the device of input_ids in one copy."""
     batch, seq = input_ids.shape
-    whole = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
-    ids, after = whole.split([axes * batch * seq, batch])
-    # A model keeps the deltas, which are not to hold the memory of the ids.
-    return ids.view(axes, batch, seq), after.view(batch, 1).clone()
+    copied = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
+    ids, deltas = copied.split([axes * batch * seq, batch])
+    # A model keeps the deltas; as a view, they would keep the memory of the ids allocated.
+    return ids.view(axes, batch, seq), deltas.view(batch, 1).clone()
 
 
-def merged(
+def merge_grids(
     name: str, grid_thw: Tensor | None, merge: IntArray, room: int | None = None, frames_apart: bool = False
 ) -> IntArray | None:
-    """Merge patches, (grids, sizes) by (sizes,); a 0 in ``merge`` makes that size 1.
+    """Divide (grids, sizes) counts of patches by (sizes,) ``merge``; a size whose ``merge`` is 0 becomes 1.
 
-    With ``room``, the number of tokens, grids after the last one that has a token are left out, whatever their sizes;
-    with ``frames_apart``, a grid may have 0 frames.
+    With ``room``, the number of tokens, drop the grids at the end that have no tokens, whatever their sizes.
+    With ``frames_apart``, allow grids of 0 frames.
     """
     if grid_thw is None:
         return None
-    given = int_array(name, grid_thw.numpy(), (None, merge.size))
-    grids = np.where(merge > 0, given // np.maximum(merge, 1), 1)
+    patches = int_array(name, grid_thw.numpy(), (None, merge.size))
+    grids = np.where(merge > 0, patches // np.maximum(merge, 1), 1)
     if room is not None:
-        grids = _up_to(room, grids)
-    small = (given[: len(grids)] < merge).any(axis=1)
+        grids = _first_grids(room, grids)
+    too_small = (patches[: len(grids)] < merge).any(axis=1)
     if frames_apart:
-        small &= given[: len(grids), 0] != 0
-    if small.any():
-        g, least = int(small.argmax()), tuple(merge.tolist())
-        raise InvalidInputError(f"{name}[{g}]: got {tuple(given[g].tolist())}, want at least {least}, one token")
+        too_small &= patches[: len(grids), 0] != 0
+    if too_small.any():
+        g, least = int(too_small.argmax()), tuple(merge.tolist())
+        raise InvalidInputError(f"{name}[{g}]: got {tuple(patches[g].tolist())}, want at least {least}, one token")
     return grids
 
 
-def _up_to(room: int, grids: IntArray) -> IntArray:
-    """Return the first grids, as many as these tokens need."""
+def _first_grids(tokens: int, grids: IntArray) -> IntArray:
+    """Return the first grids, up to the grid that contains the last of these tokens."""
     stops = grids.clip(0).prod(axis=1, dtype=np.float64).cumsum()
-    return grids[: np.searchsorted(stops, room) + (room > 0)]
+    return grids[: np.searchsorted(stops, tokens) + (tokens > 0)]
 
 
 def _has_videos(types: Array, most: int) -> bool:
-    """Check that types are 0 to ``most``; returns whether there are others than text and images."""
+    """Check that types are from 0 to ``most``, and return whether there are types above IMAGE."""
     least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
     if least < 0 or highest > most:
         got = least if least < 0 else highest
@@ -274,6 +272,6 @@ def _has_videos(types: Array, most: int) -> bool:
 
 
 def shapes(input_ids: Tensor, *_: object) -> Ids:
-    """Give results without values, for graphs that are traced."""
+    """Return empty results of the right shapes and dtypes, for tracing."""
     batch, seq = input_ids.shape
     return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Pixels of a processor beside its text: its image processor as Transformers knows one, and its videos."""
+"""Pixels of a processor: an image processor with the interface of Transformers, and videos."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers.image_utils import SizeDict
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageProcessor
-from mmpos.integrations.hf.chat import FRAMES, Frames, flat, process, read_image, without_url
-from mmpos.integrations.hf.texts import FIXED, NORMALISING, OF_IMAGES
+from mmpos.integrations.hf.chat import FRAMES, Frames, flatten, local_path, process, read_image
+from mmpos.integrations.hf.texts import FIXED_OPTIONS, IMAGE_OPTIONS, PIXEL_OPTIONS
 from mmpos.sequence.builder import MarkerIds, join_patches
 from mmpos.sequence.tokenizers import Tokenizer
 from mmpos.support.checks import IntArray, boolean, finite, integer, naming
@@ -27,24 +27,24 @@ __all__ = [
     "VideoProcessor",
     "VideoSettings",
     "Videos",
-    "flat_videos",
     "process_videos",
+    "with_frames",
     "with_options",
 ]
 
 
 def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int = 1) -> ImageProcessor:
-    """Return the image processor with the options of a call, those of ``OF_IMAGES``.
+    """Return the image processor with the options of a call applied.
 
     Args:
-        images: of the processor.
-        options: of the call, by name.
-        frames: images whose pixels ``size`` counts together.
+        images: the image processor.
+        options: ``IMAGE_OPTIONS`` of the call by name.
+        frames: number of frames whose pixels ``size`` counts together.
 
     Raises:
-        InvalidInputError: a value of the wrong type or out of range, or size with other edges than Transformers has.
+        InvalidInputError: a value has the wrong type or is out of range, or size has unknown edges.
     """
-    changes = {name: value for name, value in options.items() if value is not None and name not in NORMALISING}
+    changes = {name: value for name, value in options.items() if value is not None and name not in PIXEL_OPTIONS}
     size = changes.pop("size", None)
     if size is not None:
         edges = dict(size) if isinstance(size, Mapping | SizeDict) else {}
@@ -54,20 +54,20 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
             or changes.keys() & {"min_pixels", "max_pixels"}
         ):
             raise InvalidInputError(
-                f"size: got {size!r:.80}, want shortest_edge and longest_edge, the least and the most pixels, "
-                "and neither min_pixels nor max_pixels beside them"
+                f"size: got {size!r:.80}, want shortest_edge and longest_edge, the minimum and maximum number of "
+                "pixels, without min_pixels and max_pixels"
             )
-        named = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+        limits = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
         for edge, value in edges.items():
             if frames > 1 and integer(f"size: {edge}", value) % frames:
                 raise InvalidInputError(f"size: {edge}: got {value}, want a multiple of {frames}, frames in a patch")
-            changes[named[edge]] = value if frames == 1 else value // frames
+            changes[limits[edge]] = value if frames == 1 else value // frames
     images = replace(images, **changes) if changes else images
-    return _normalised(images, options) if options.keys() & set(NORMALISING) else images
+    return _normalised(images, options) if options.keys() & set(PIXEL_OPTIONS) else images
 
 
 def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProcessor:
-    """Return the image processor whose mean and std make of bytes what a call wants."""
+    """Return the image processor with the mean and std that the options of a call lead to."""
     values: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
     if boolean("do_normalize", options.get("do_normalize", True)):
         values = {name: options.get(f"image_{name}", getattr(images, name)) for name in values}
@@ -84,16 +84,16 @@ def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProc
 
 
 class ImagesOfProcessor:
-    """Image processor inside a processor, by the names that Transformers has for it.
+    """Image processor of a processor, with the interface of Transformers.
 
-    ``size``, also edge by edge, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` may be assigned, and
-    hold for all later calls, the first of which refuses limits that contradict each other.
+    ``size`` and its edges, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` can be assigned, and apply
+    to all later calls. The next call refuses contradictory limits.
 
     Args:
-        images: that reads them.
-        temporal_patch_size: frames in a patch of pixel_values; None for patches of uint8.
+        images: reads the images.
+        temporal_patch_size: frames in a patch of pixel_values; None for uint8 patches.
         read_files: whether text may name a file.
-        assigned: values that may be assigned, which several such objects may share; empty for those of images.
+        assigned: assignable values, which several objects may share; an empty dictionary is filled from ``images``.
     """
 
     do_resize = do_convert_rgb = do_rescale = do_normalize = True
@@ -102,7 +102,7 @@ class ImagesOfProcessor:
     _images: ImageProcessor
     _read_files: bool
     _assigned: dict[str, Any]
-    _frames: int  # images whose pixels size counts together
+    _frames: int  # number of frames whose pixels size counts together
 
     def __init__(
         self,
@@ -133,8 +133,9 @@ class ImagesOfProcessor:
             self._assigned[name] = self.size | dict(value) if name == "size" else value
         elif name not in self.to_dict() or value != getattr(self, name):
             raise InvalidInputError(
-                f"image_processor.{name}: got {value!r:.80}, want assignments to size, min_pixels, max_pixels, "
-                f"image_mean or image_std; {', '.join(NORMALISING[:3])} as options of a call; all else in images="
+                f"image_processor.{name}: got {value!r:.80}, want an assignment to size, min_pixels, max_pixels, "
+                f"image_mean or image_std: {', '.join(PIXEL_OPTIONS[:3])} are options of a call, "
+                "everything else is set in images="
             )
 
     def __repr__(self) -> str:
@@ -142,7 +143,7 @@ class ImagesOfProcessor:
 
     @property
     def images(self) -> ImageProcessor:
-        """The ImageProcessor with what was assigned."""
+        """The ImageProcessor with the assigned values."""
         return with_options(self._images, self._assigned, self._frames)
 
     @property
@@ -152,53 +153,53 @@ class ImagesOfProcessor:
 
     @property
     def merge_size(self) -> int:
-        """Patches on a side of the square that becomes one token."""
+        """Patches merged into one token along each side."""
         return self._images.spatial_merge_size
 
     @property
     def min_pixels(self) -> int:
-        """Pixels that smaller images are scaled up to."""
+        """Number of pixels to which smaller images are scaled up."""
         return self.size["shortest_edge"] // self._frames
 
     @property
     def max_pixels(self) -> int:
-        """Most pixels of an image."""
+        """Maximum number of pixels of an image."""
         return self.size["longest_edge"] // self._frames
 
     @property
     def size(self) -> dict[str, int]:
-        """Least and most pixels, as Transformers names them; in GLM-V those of all frames in a patch."""
+        """Minimum and maximum number of pixels under the names of Transformers; of all frames of a patch in GLM-V."""
         return cast("dict[str, int]", self._assigned["size"])
 
     @property
     def image_mean(self) -> list[float]:
-        """Mean of red, green and blue, as parts of 1."""
+        """Mean of red, green and blue, from 0 to 1."""
         return cast("list[float]", self._assigned["image_mean"])
 
     @property
     def image_std(self) -> list[float]:
-        """Standard deviation of red, green and blue, as parts of 1."""
+        """Standard deviation of red, green and blue, on the scale from 0 to 1."""
         return cast("list[float]", self._assigned["image_std"])
 
     @property
     def image_processor_type(self) -> str:
-        """Class of Transformers that resizes likewise."""
+        """Class of Transformers that resizes images in the same way."""
         kinds = {"qwen-vl": "Qwen2VL", "glm-v": "Glm4v", "paddleocr-vl": "PaddleOCRVL"}
         return f"{kinds[self._images.small_images]}ImageProcessor"
 
     @property
     def model_input_names(self) -> list[str]:
-        """Keys of a call's result."""
+        """Keys of the result of a call."""
         return ["patches" if self.temporal_patch_size is None else "pixel_values", "image_grid_thw"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its settings, by which Transformers makes its own image processor."""
+        """Return the settings from which Transformers can create an equivalent image processor."""
         sizes = ("size", "patch_size", "merge_size", "temporal_patch_size", "resample", "do_resize", "do_convert_rgb")
-        names = ("image_processor_type", *sizes, *NORMALISING)
+        names = ("image_processor_type", *sizes, *PIXEL_OPTIONS)
         return {name: copy(getattr(self, name)) for name in names}
 
     def __call__(self, images: object, return_tensors: str | None = None, **options: Any) -> BatchFeature:
-        """Make the patches and grids of images; the arguments and errors are those of the processor's call."""
+        """Return the patches and grids of images; arguments and errors are those of the processor's call."""
         data: dict[str, object] = {}
         self.process(images, None, options, data)
         return BatchFeature(data, tensor_type=return_tensors)
@@ -208,93 +209,92 @@ class ImagesOfProcessor:
     def process(
         self, images: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]
     ) -> tuple[IntArray, IntArray | None]:
-        """Put the pixels of images and their grids before merging into a batch.
+        """Add the pixels of images and their grids before merging to a batch.
 
         Args:
-            images: as the processor's call has them.
-            texts: number of texts; None where there is no text.
-            options: of images.
-            batch: of the call's result, changed in place.
+            images: as in the processor's call.
+            texts: number of texts; None if there is no text.
+            options: options of images.
+            batch: result of the call, changed in place.
 
         Returns:
-            (images, 3) frames, height and width after merging; and (texts,) images of each text, or None.
+            (images, 3) frames, height and width after merging; and the (texts,) number of images of each text, or None.
         """
-        used = self._told(options)
-        named, counts = flat("images", images, texts)
-        processed = process(named, used, self.temporal_patch_size, self._read_files)
+        processor = self._with_options(options)
+        named, counts = flatten("images", images, texts)
+        processed = process(named, processor, self.temporal_patch_size, self._read_files)
         grid_thw = np.array([image.grid.extents for image in processed], np.int64).reshape(-1, 3)
         if processed:
             pixels, grid = self.model_input_names
             batch[grid] = grid_thw * (1, self.merge_size, self.merge_size)
             patches = join_patches("images", processed)
             if patches is not None:
-                if used.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
+                if processor.small_images == "paddleocr-vl" and self.temporal_patch_size is not None:
                     patches = patches.reshape(len(patches), -1, self.patch_size, self.patch_size)
                 if not (options.get("do_rescale", True) or options.get("do_normalize", True)):
-                    patches = patches.astype(np.uint8)  # as Transformers leaves them
+                    patches = patches.astype(np.uint8)  # as in Transformers
                 batch[pixels] = patches
         return grid_thw, counts
 
     def get_number_of_image_patches(
         self, height: int, width: int, images_kwargs: Mapping[str, Any] | None = None
     ) -> int:
-        """Count the patches, before merging, of an image of this size; no pixel is needed."""
-        grid = self._told(images_kwargs or {}).grid(height, width)
+        """Count the patches of an image of this size before merging."""
+        grid = self._with_options(images_kwargs or {}).grid(height, width)
         return grid.height * grid.width * self.merge_size**2
 
-    def _told(self, options: Mapping[str, Any]) -> ImageProcessor:
-        """Return the ImageProcessor with the options of a call.
+    def _with_options(self, options: Mapping[str, Any]) -> ImageProcessor:
+        """Return the ImageProcessor with the options of a call applied.
 
         Raises:
-            InvalidInputError: an option that is not known, or has another value than images have here.
+            InvalidInputError: an option is unknown, or is fixed at another value.
         """
         own = {name: getattr(self, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
-        fixed = {**FIXED, **own}
+        fixed = {**FIXED_OPTIONS, **own}
         for name, value in options.items():
-            if name in OF_IMAGES:
+            if name in IMAGE_OPTIONS:
                 continue
             if name not in fixed:
-                raise InvalidInputError(f"{name}: got an argument of this name, want {', '.join(OF_IMAGES)}")
+                raise InvalidInputError(f"{name}: got an unknown option, want {', '.join(IMAGE_OPTIONS)}")
             if value != fixed[name] and (value is not None or fixed[name]):
-                other = "make another processor for others" if name in own else "prepare them before the call"
-                want = f"{fixed[name]} for images: {other}, and put what is meant for videos alone into videos_kwargs"
+                remedy = "create another processor" if name in own else "prepare them before the call"
+                want = f"{fixed[name]} for images: {remedy}, or pass options of videos in videos_kwargs"
                 raise InvalidInputError(f"{name}: got {value!r:.80}, want {want}")
         if self.temporal_patch_size is None and self._images.dtype == "uint8":
-            for name in options.keys() & set(NORMALISING):
-                raise InvalidInputError(
-                    f"{name}: got one, want none: patches are bytes, normalised where the model runs"
-                )
-        changes = {name: value for name, value in options.items() if name in OF_IMAGES}
+            for name in options.keys() & set(PIXEL_OPTIONS):
+                raise InvalidInputError(f"{name} cannot be combined with uint8 patches, which the model normalises")
+        changes = {name: value for name, value in options.items() if name in IMAGE_OPTIONS}
         return with_options(self.images, changes, self._frames)
 
 
 class VideoProcessor(Protocol):
-    """Video processor of Transformers whose patches span several frames, as those of Qwen-VL models."""
+    """Video processor of Transformers with patches of several frames, as for Qwen-VL models."""
 
     merge_size: int
     temporal_patch_size: int
     valid_kwargs: Any
 
     def __call__(self, videos: object, **options: Any) -> Mapping[str, Any]:
-        """Decode, sample and cut videos."""
+        """Decode and sample videos, and divide them into patches."""
 
     def get_num_of_video_patches(
         self, num_frames: int, height: int, width: int, videos_kwargs: Mapping[str, Any]
     ) -> int:
-        """Count the patches, before merging, of a video of this size."""
+        """Count the patches of a video of this size before merging."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON has them."""
+        """Return the settings as JSON values."""
 
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """Settings of a processor that takes videos.
+    """Video settings of a processor.
 
     Args:
-        processor: of Transformers, which decodes, samples and cuts them.
+        processor: video processor of Transformers.
         token_id: the placeholder of a video, and of each of its patches.
-        timestamp: text before each grid of frames, a format of ``seconds``; None for one grid of all frames.
+        timestamp: format string with ``seconds`` for the text before each grid of frames; None if all frames are one
+            grid.
         seconds: whether the scheme places frames by their time.
     """
 
@@ -304,7 +304,7 @@ class VideoSettings:
     seconds: bool
 
     def names(self) -> list[str]:
-        """Names of the options that a call may have for videos."""
+        """Return the names of the options of videos."""
         return sorted(set(self.processor.valid_kwargs.__annotations__) - {"return_tensors", "device"})
 
 
@@ -313,9 +313,9 @@ class Videos:
     """Processed videos of a batch.
 
     Args:
-        values: pixel_values_videos of each.
+        values: pixel_values_videos of each video.
         grid_thw: (videos, 3) frames, height, width before merging.
-        metadata: of each, as Transformers has it.
+        metadata: VideoMetadata of Transformers for each video.
         temporal_patch_size: frames in a patch.
     """
 
@@ -330,34 +330,30 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Compute the seconds of each grid of frames, the mean of its first and last frame; floats, as Transformers."""
+        """Return the mean time in seconds of the first and last frame of each grid, in floats as in Transformers."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)
         times = [index / (data.fps or 24) for index in indices]
         return [(first + last) / 2 for first, last in zip(times[::size], times[size - 1 :: size], strict=True)]
 
-    def written(self, settings: VideoSettings, around: MarkerIds, tokenizer: Tokenizer) -> list[IntArray]:
-        """Write the tokens that stand for each video: a placeholder for each grid, after its time where it has one.
+    def unexpanded(self, settings: VideoSettings, markers: MarkerIds, tokenizer: Tokenizer) -> list[IntArray]:
+        """Return the tokens of each video with one placeholder per grid, each after its timestamp if there is one.
 
         Args:
-            settings: of the processor.
-            around: markers that are written around each grid here; None where they are written later.
-            tokenizer: encodes timestamps, each by itself.
+            settings: video settings of the processor.
+            markers: markers to insert around the grids of timestamped videos; begin and end are None if they are
+                inserted later.
+            tokenizer: encodes each timestamp separately.
         """
         if settings.timestamp is None:
             return [np.array([settings.token_id])] * len(self.values)
-        grid = [token for token in (around.begin, settings.token_id, around.end) if token is not None]
+        grid = [token for token in (markers.begin, settings.token_id, markers.end) if token is not None]
         rows = []
         for video in range(len(self.values)):
             times = [settings.timestamp.format(seconds=seconds) for seconds in self.timestamps(video)]
             rows.append(np.concatenate([np.array([*tokenizer.encode(text), *grid], np.int64) for text in times]))
         return rows
-
-
-def flat_videos(videos: object, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
-    """Name the videos, and count those of each text where they are nested; see ``flat``."""
-    return flat("videos", _clips(videos), texts)
 
 
 def process_videos(
@@ -367,24 +363,24 @@ def process_videos(
     options: Mapping[str, Any],
     read_files: bool,
 ) -> Videos:
-    """Process each video; an error names the video.
+    """Process each video; errors name the video.
 
     Args:
-        named: names, and paths, arrays or Frames.
-        settings: of the processor.
-        images: reads frames that are files.
-        options: of videos, by the names that Transformers has for them.
+        named: paths, arrays or Frames with their names.
+        settings: video settings of the processor.
+        images: reads frames in files.
+        options: options of videos, under the names of Transformers.
         read_files: whether text may name a file.
     """
     size = options.get("temporal_patch_size") or settings.processor.temporal_patch_size
-    told = {name: value for name, value in options.items() if name not in ("video_metadata", "return_metadata")}
-    known = _metadata(options.get("video_metadata"), len(named))
+    processing = {name: value for name, value in options.items() if name not in ("video_metadata", "return_metadata")}
+    sources = _metadata(options.get("video_metadata"), len(named))
     values, grids, metadata = [], [], []
-    for (name, video), known_of_it in zip(named, known, strict=True):
+    for (name, video), source_metadata in zip(named, sources, strict=True):
         source = _source(name, video, images, read_files)
         try:
             out = settings.processor(
-                source, **told, video_metadata=known_of_it, return_metadata=True, return_tensors="pt"
+                source, **processing, video_metadata=source_metadata, return_metadata=True, return_tensors="pt"
             )
         except MmposError:
             raise
@@ -397,24 +393,24 @@ def process_videos(
 
 
 def _metadata(known: Any, videos: int) -> list[list[Any] | None]:
-    """Return the metadata of each video in a list of its own, as Transformers takes that of one video."""
+    """Return a list for each video with its metadata, the form that Transformers expects for one video."""
     if known is None:
         return [None] * videos
     flat_list = [known] if isinstance(known, Mapping) else list(known)
     if any(isinstance(each, list | tuple) for each in flat_list):
         flat_list = [each for row in flat_list for each in row]
     if len(flat_list) != videos:
-        raise InvalidInputError(f"video_metadata: got {len(flat_list)} of them, want {videos}, one for each video")
+        raise InvalidInputError(f"video_metadata: got {len(flat_list)} entries, want {videos}, one per video")
     return [[dict(each)] for each in flat_list]
 
 
-def _clips(videos: Any) -> Any:
-    """Mark the lists that are the frames of one video: those of images."""
+def with_frames(videos: Any) -> Any:
+    """Convert lists of images, which are the frames of one video, to Frames."""
     if not isinstance(videos, list | tuple):
         return videos
-    if videos and all(_is_frame(each) for each in videos):
+    if videos and all(map(_is_frame, videos)):
         return Frames(tuple(videos))
-    return [_clips(each) for each in videos]
+    return [with_frames(each) for each in videos]
 
 
 def _is_frame(value: Any) -> bool:
@@ -424,12 +420,12 @@ def _is_frame(value: Any) -> bool:
 
 
 def _source(name: str, video: Any, images: ImageProcessor, read_files: bool) -> object:
-    """Return a video as Transformers takes it: the path of a file, or (frames, …) pixels."""
+    """Return a video in a form that Transformers takes: the path of a file, or (frames, …) pixels."""
     if isinstance(video, Frames):
         named = ((f"{name}.frames[{k}]", frame) for k, frame in enumerate(video.images))
-        return _stacked(name, [_frame(*each, images, read_files) for each in named])
+        return _stack_frames(name, [_frame(*each, images, read_files) for each in named])
     if isinstance(video, str):
-        return str(without_url(name, video, read_files, FRAMES))
+        return str(local_path(name, video, read_files, FRAMES))
     if isinstance(video, PathLike):
         return str(video)
     if getattr(video, "ndim", 0) != 4:
@@ -438,13 +434,14 @@ def _source(name: str, video: Any, images: ImageProcessor, read_files: bool) -> 
 
 
 def _frame(name: str, frame: Any, images: ImageProcessor, read_files: bool) -> npt.NDArray[np.uint8]:
-    read = read_image(name, frame, read_files) if isinstance(frame, str) else frame
+    source = read_image(name, frame, read_files) if isinstance(frame, str) else frame
     with naming(name):
-        return images.pixels(read)
+        return images.pixels(source)
 
 
-def _stacked(name: str, frames: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+def _stack_frames(name: str, frames: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     shapes = sorted({frame.shape for frame in frames})
     if len(shapes) != 1:
-        raise InvalidInputError(f"{name}: got frames of {shapes or 'no pictures'}, want one size")
+        got = f"frames of the shapes {shapes}" if shapes else "no frames"
+        raise InvalidInputError(f"{name}: got {got}, want frames of one shape")
     return np.stack(frames)

@@ -41,23 +41,24 @@ def from_hf_config(
     """Read the scheme, token ids, merge size and rotations of a model from its config.
 
     Args:
-        config: the whole config object of a model, the mapping of its config.json, or the folder with that, where
-            preprocessor_config.json (or image_processor in processor_config.json) is read for `image_processor`.
-        engine: whose ids on videos, where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL, PaddleOCR-VL, Qwen Omni): of
-            "transformers", whose config this is, or of "serving" engines, where text goes on after the last id of a
-            video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``. Under HunYuan-VL, whose rotation, too, and whether
-            images are counted over the batch.
-        layer_type: type of layer, where the config has a rotation for each (Gemma 3).
+        config: the whole config object of a model, the mapping of its config.json, or the folder of config.json. From a
+            folder, preprocessor_config.json (or image_processor in processor_config.json) is also read, for
+            `image_processor`.
+        engine: implementation whose ids of videos to use, if they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
+            PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
+            the last id of a video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL it also selects the
+            rotation, and whether images are counted over the batch.
+        layer_type: type of layer, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
-        UnsupportedError: a model type that is not known, or whose positions have no scheme here; the message names
-            those that are known.
-        InvalidInputError: the config lacks a field, or contradicts itself; the message names the field. Or a file of
-            the folder is missing or not JSON; the message names the file.
+        UnsupportedError: the model type is unknown, and the message lists the known types; or no scheme has its
+            positions.
+        InvalidInputError: the config lacks a field or contradicts itself, and the message names the field; or a file
+            of the folder is missing or not JSON, and the message names the file.
     """
     one_of("engine", engine, ("transformers", "serving"))
     whole = Fields.of(config)
-    known = _known(whole)
+    known = _model_type(whole)
     fields = thinker(whole)
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
@@ -72,21 +73,21 @@ def from_hf_config(
         rotary=rotary,
         second_rotary=second,
         placeholders=_placeholders(fields, known, scheme, vision),
-        image_markers=_pair(fields, known.markers),
+        image_markers=_marker_pair(fields, known.markers),
         row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
         opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
-        video_markers=_pair(fields, known.video_markers),
+        video_markers=_marker_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
         generates=known.generates,
         start=known.start,
-        image_file=ImageFile.beside(Path(config)) if isinstance(config, str | PurePath) else None,
+        image_file=ImageFile.from_folder(Path(config)) if isinstance(config, str | PurePath) else None,
         audio_chunk=audio_chunk(fields) if isinstance(scheme, TMRopeQwen3) else None,
         **(settings if vision is None else settings | _encoder(fields, known, scheme, vision)),
     )
 
 
 def thinker(whole: Fields) -> Fields:
-    """Return the part of a config with the language model and the encoders; of most models all of it."""
+    """Return the part of a config with the language model and the encoders, which for most models is the whole."""
     fields = whole
     for name in ("thinker_config", "vlm_config"):
         fields = fields.part(name) or fields
@@ -95,12 +96,12 @@ def thinker(whole: Fields) -> Fields:
     return fields
 
 
-def _known(fields: Fields) -> ModelType:
+def _model_type(fields: Fields) -> ModelType:
     model = fields.model_type
     if not model:
         raise fields.missing("model_type", "the name of a model type")
     if model in UNSUPPORTED_TYPES:
-        raise UnsupportedError(f"config.model_type: got {model!r}, want another: {UNSUPPORTED_TYPES[model]}")
+        raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
         raise UnsupportedError(f"config.model_type: got {model!r}, want one of {_listed(MODEL_TYPES)}")
     return MODEL_TYPES[model]
@@ -128,11 +129,10 @@ def _scheme(
 
 
 def _check_actions(whole: Fields, fields: Fields, rotary: Rotary) -> None:
-    """Refuse a part for actions that turns otherwise than the language model (pi0)."""
+    """Raise UnsupportedError if the rotations of the action expert and the language model differ (pi0)."""
     actions = whole.part("dit_config")
     if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
-        want = f"that of {fields.name}, whose keys it reads"
-        raise UnsupportedError(f"{actions.name}: got a rotation of its own, want {want}")
+        raise UnsupportedError(f"{actions.name} must have the rotation of {fields.name}, whose keys it attends to")
 
 
 def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> Placeholders:
@@ -155,33 +155,33 @@ def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None
     names = (f"{kind}_token_id", f"{kind}_token_index")
     token = fields.integer(*names)
     vocabulary = fields.own("vocabulary_map") if kind == "image" and token is None else None
-    if isinstance(vocabulary, Mapping) and "<image>" in vocabulary:  # of Chameleon and Emu3
+    if isinstance(vocabulary, Mapping) and "<image>" in vocabulary:  # Chameleon and Emu3
         return integer(f"{fields.name}.vocabulary_map.<image>", vocabulary["<image>"], minimum=0)
     return vision.integer(*names) if token is None and vision is not None else token
 
 
 def audio_chunk(fields: Fields) -> int:
-    """Read how many frames of audio the encoder of Qwen3-Omni takes at a time."""
+    """Return the number of audio frames per chunk of the Qwen3-Omni encoder."""
     audio = fields.part("audio_config")
     window = None if audio is None else audio.integer("n_window", minimum=1)
     return 2 * (window or 50)
 
 
 def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
-    """Read the rotation of the language model, and that of the second channels where it is another."""
+    """Read the rotation of the language model, and the rotation of the second channels of pairs if it differs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
     inside = OTHER_TYPES.get(inside, inside)
     of_class = fields.defaults.get("parts", {}).get("text_config")
     allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
     if inside not in {None, fields.model_type, *allowed}:
-        got = f"{inside!r} inside {fields.model_type!r}"
+        got = f"{inside!r} in {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
     scheme = get_scheme(known.scheme)
-    if scheme.axes == 1 and text.rotation.section is not None:  # all its axes have the ids of text
+    if scheme.axes == 1 and text.rotation.section is not None:  # the ids of all its axes are equal
         overrides |= {"axes": 1, "allocation": "interleaved"}
-    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 turns by theta alone, and names head_dim otherwise
+    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 ignores scaling and has another name for head_dim
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
     arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides, released=isinstance(scheme, XDRope))
@@ -189,22 +189,25 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
         return Rotary(**{"axes": scheme.axes, **arguments}), None
     section = arguments.get("mrope_section", "none")
     if section == "none" or len(section) < 3:
-        want = "pairs of each of three axes or more"
+        want = "the pairs of at least three axes"
         raise InvalidInputError(f"{text.name}.rope_parameters.mrope_section: got {section}, want {want}")
     rotary = Rotary(**arguments)
-    return (rotary, None) if engine == "serving" else _apart(rotary)
+    return (rotary, None) if engine == "serving" else _channel_rotaries(rotary)
 
 
-def _apart(rotary: Rotary) -> tuple[Rotary, Rotary]:
-    """Allot axes to channels where Transformers has those of pairs, twice as many of each: (first, second channels)."""
+def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
+    """Return the rotations of the first and the second channels of pairs of HunYuan-VL in Transformers.
+
+    Transformers doubles the section sizes and applies them to channels instead of pairs.
+    """
     axes = rotary.pair_axis.repeat(2).tolist()
-    told: dict[str, Any] = {"axes": rotary.axes, "mrope_section": None}
+    common: dict[str, Any] = {"axes": rotary.axes, "mrope_section": None}
     first, second = axes[: rotary.num_pairs], axes[rotary.num_pairs :]
-    return replace(rotary, allocation=first, **told), replace(rotary, allocation=second, **told)
+    return replace(rotary, allocation=first, **common), replace(rotary, allocation=second, **common)
 
 
-def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
-    """Return the ids of a marker before and one after, where the config has both."""
+def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
+    """Return the token ids of the markers before and after, or None unless the config has both."""
     if names is None:
         return None
     begin, end = (fields.integer(name, name.replace("_id", "_index")) for name in names)
@@ -212,14 +215,14 @@ def _pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | No
         return None
     if begin == end:
         before, after = names
-        raise InvalidInputError(f"config.{after}: got {end}, want another than {before}")
+        raise InvalidInputError(f"config.{after} must differ from {before}, got {end}")
     return begin, end
 
 
 def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
-    """Read the sizes of an encoder, and its positions and rotation where it rotates by rows and columns."""
+    """Read the sizes of an encoder, and its scheme and rotation if it rotates by rows and columns."""
     settings: dict[str, Any] = {"patch_size": vision.integer("patch_size", minimum=1)}
-    if not known.merges_frames:  # whose patches are of one frame, whatever a file says
+    if not known.merges_frames:  # models that merge frames have patches of one frame
         settings["temporal_patch_size"] = vision.integer("temporal_patch_size", minimum=1)
     else:
         settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)
@@ -230,7 +233,7 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
-    # Halves of heads that share keys turn as no Rotary says.
+    # No Rotary describes heads whose halves rotate separately and share keys.
     shared = vision.kv_heads_of_halves not in (None, vision.get("num_attention_heads"))
     if vision.model_type in ENCODERS and not shared:
         settings |= {"vision_scheme": vision_scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
@@ -238,12 +241,12 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
 
 
 def vision_scheme(vision: Fields) -> Grid2D:
-    """Make the scheme of one of ENCODERS from its config.
+    """Build the scheme of an encoder in ENCODERS from its config.
 
     Raises:
-        InvalidInputError: the config has no spatial_merge_size, and the order of patches needs one.
+        InvalidInputError: the config has no spatial_merge_size, which the order of patches requires.
     """
     encoder = ENCODERS[vision.model_type]
-    assert encoder.order is not None, "those of ENCODERS have one"
+    assert encoder.order is not None, "all of ENCODERS have an order"
     side = 1 if encoder.order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
     return Grid2D(encoder.order, side, 3 if encoder.turns == "frames" else 2, encoder.first)

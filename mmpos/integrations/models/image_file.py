@@ -1,4 +1,4 @@
-"""ImageFile: how the images of a model are prepared, from the file beside its config.json."""
+"""ImageFile: the image processor settings of a model, from the file next to its config.json."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "PaddleOCRVLImageProcessor": {"shortest_edge": 384**2, "longest_edge": 1536**2, "temporal_patch_size": 1},
     }
 )
-"""Image processors of Transformers that resize as ImageProcessor does, and the defaults of their classes."""
+"""Image processors of Transformers that resize like ImageProcessor, with the defaults of their classes."""
 
 _SMALL_IMAGES = {
     "Glm46VImageProcessor": "glm-v",
     "Glm4vImageProcessor": "glm-v",
     "PaddleOCRVLImageProcessor": "paddleocr-vl",
 }
-"""What ImageProcessor is told of images with a side below one token, where it is not the default."""
+"""The ``small_images`` of ImageProcessor for image processors that do not use its default."""
 
 OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "GlmgaImageProcessor": "multiplies the side of a token by patch_expand_factor",
-        "PixtralImageProcessor": "rounds sides up, below a longest edge",
+        "PixtralImageProcessor": "rounds sides up and limits the longest edge",
         "Kimi_K25ImageProcessor": "pads images to whole tokens",
-        "MuseGlimmerImageProcessor": "resamples by Lanczos to the nearest ratio of sides",
+        "MuseGlimmerImageProcessor": "resamples with Lanczos to the nearest aspect ratio",
         "Llama4ImageProcessor": "cuts images into tiles",
         "Step3p7ImageProcessor": "cuts images into tiles",
     }
 )
-"""Image processors of models whose encoder is known, and what each does that ImageProcessor does not."""
+"""Image processors of models with a known encoder that ImageProcessor cannot replace, and the reason."""
 
 _UNREAD_SIZES = {"MiniMaxM3VLImageProcessor": [672, 672]}
-"""A size that a class takes for none, since files have it by mistake."""
+"""Sizes that a class ignores, because released files contain them by mistake."""
 
 _FIXED = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
-"""Fields with one value that ImageProcessor follows: resample 3 is bicubic."""
+"""Fields of which ImageProcessor supports one value; resample 3 is bicubic."""
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """Values of an image processor of Transformers, as its file has them.
+    """Settings of a Transformers image processor, as read from its file.
 
     Args:
-        path: the file, as messages call it.
-        values: of the image processor.
+        path: name of the file in messages.
+        values: fields of the file.
     """
 
     path: str
     values: Mapping[str, Any] = field(hash=False, repr=False)
 
     @classmethod
-    def beside(cls, folder: Path) -> ImageFile | None:
-        """Read image_processor in processor_config.json, or else preprocessor_config.json, as Transformers does.
+    def from_folder(cls, folder: Path) -> ImageFile | None:
+        """Read image_processor in processor_config.json, or else preprocessor_config.json, like Transformers.
 
         Raises:
-            InvalidInputError: a file that is not the JSON of an object; the message names file and line.
+            InvalidInputError: a file is not a JSON object; the message names the file and the line.
         """
         path = folder / "processor_config.json"
         if path.is_file():
@@ -87,11 +87,11 @@ class ImageFile:
         """Return mean, std, min_pixels, max_pixels and small_images for ImageProcessor.
 
         Args:
-            sizes: patch_size, merge_size and temporal_patch_size of the config, None where it has none.
+            sizes: patch_size, merge_size and temporal_patch_size of the config, None for a size that it lacks.
 
         Raises:
-            UnsupportedError: an image processor, or an option of it, that ImageProcessor does not follow.
-            InvalidInputError: sizes differ from those of the config, or a field has no such value.
+            UnsupportedError: ImageProcessor does not support the image processor or one of its options.
+            InvalidInputError: a size differs from the config, or a field has an invalid value.
         """
         kind, processor = self.values.get("image_processor_type"), self._processor
         defaults = IMAGE_TYPES.get(processor)
@@ -101,7 +101,7 @@ class ImageFile:
             other = OTHER_IMAGE_TYPES.get(processor, "is not known to resize as ImageProcessor does")
             raise UnsupportedError(
                 f"{self.path}: image_processor_type: got {got}, which {other}, "
-                f"want one of {want}, or mean, std, min_pixels and max_pixels told"
+                f"want one of {want}, or pass mean, std, min_pixels and max_pixels"
             )
         for name, value in _FIXED.items():
             if self._get(name, value) != value:
@@ -112,7 +112,7 @@ class ImageFile:
         for name, size in sizes.items():
             own = self._get(name, {"patch_size": 14, "merge_size": 2, **defaults}.get(name))
             if None not in (size, own) and own != size:
-                raise InvalidInputError(f"{self.path}: {name}: got {own!r}, want {size} as config.json has it")
+                raise InvalidInputError(f"{self.path}: {name}: got {own!r}, want {size} as in config.json")
         arguments: dict[str, Any] = {}
         limits = self._get("size", defaults)
         if limits == _UNREAD_SIZES.get(processor):
@@ -120,11 +120,11 @@ class ImageFile:
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             value = self._get(name, limits.get(edge) if isinstance(limits, Mapping) else None)
             if value is None:
-                raise InvalidInputError(f"{self.path}: size: got {limits!r}, want {edge}, or {name} beside it")
+                raise InvalidInputError(f"{self.path}: size: got {limits!r}, want {edge}, or the field {name}")
             arguments[name] = integer(f"{self.path}: {name}", value, minimum=1)
         if processor in _SMALL_IMAGES:
             arguments["small_images"] = _SMALL_IMAGES[processor]
-        if arguments.get("small_images") == "glm-v":  # its limits count the pixels of all frames of a patch
+        if arguments.get("small_images") == "glm-v":  # these limits count the pixels of all frames of a patch
             frames = self.temporal_patch_size or 1
             for name in ("min_pixels", "max_pixels"):
                 pixels, odd = divmod(arguments[name], frames)
@@ -139,16 +139,16 @@ class ImageFile:
 
     @property
     def temporal_patch_size(self) -> int | None:
-        """Frames in a patch; None where neither the file nor the class of the image processor says it."""
+        """Frames per patch; None if neither the file nor the class of the image processor defines it."""
         size = self._get("temporal_patch_size", IMAGE_TYPES.get(self._processor, {}).get("temporal_patch_size"))
         return None if size is None else integer(f"{self.path}: temporal_patch_size", size, minimum=1)
 
     @property
     def _processor(self) -> str:
-        """Name of its class, whatever it decodes with."""
+        """Name of the class without the suffix of its backend."""
         return str(self.values.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
 
     def _get(self, name: str, default: Any) -> Any:
-        """Read a field; the default of its class where it is left out or null."""
+        """Return a field, or the default if it is missing or null."""
         value = self.values.get(name)
         return default if value is None else value

@@ -1,4 +1,4 @@
-"""The model types whose positions are known: a row for each, whose language model and encoder `hf_models` describes."""
+"""Positions of the supported model types; `mmpos.rotary.hf_models` describes their language models and encoders."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ TEXT_TYPES = _names("""
     cohere cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3_text glm4 gpt_oss granite hyperclovax lfm2 lfm3 llama
     ministral3 mistral mistral4 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
 """)
-"""Language models with one id per token, from zero: models by themselves, and parts of others."""
+"""Language models with one id per token, from zero, on their own or as parts of other models."""
 
 
 @dataclass(frozen=True)
 class ModelType:
-    """Positions of a model type, as its code has them.
+    """Positions of a model type.
 
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
         note: peculiarities, for readers.
-        serving: name of the scheme in the serving engines; "" where it is the same.
-        text: types of language model that may stand inside; none: that of the model's class, or one of TEXT_TYPES where
-            its class leaves it open.
-        markers: fields of the config with the ids before and after an image.
-        video_markers: fields with the ids around a video, where its placeholders are those of images.
-        timed: frames are placed in seconds, at vision_config.tokens_per_second.
-        frames_apart: every frame of a video is a grid of its own.
-        timestamps: text before each frame is its time, as Qwen3-VL writes it.
-        videos_as_images: preprocessor_config.json is that of videos, too, where no other is.
-        merges_frames: vision_config.temporal_merge_size frames of a video become one.
-        row_markers: names of the tokens after the rows of an image, all but the last and the last, if its encoder is
-            Pixtral's; nothing stands around it then.
-        opening: field with the id of the token before an image, where one placeholder more stands between them and rows
-            end in a token of their own.
-        row_separator: rows of images end in one more placeholder, and images begin and end in one more.
-        generates: images are generated, and their grids stand behind those of the prompt.
+        serving: name of the scheme in the serving engines; "" if it is the same.
+        text: permitted types of the language model; if empty, the type that the model's class defines, or any of
+            TEXT_TYPES if the class defines none.
+        markers: config fields with the token ids before and after an image.
+        video_markers: config fields with the token ids around a video, if videos use the placeholders of images.
+        timed: whether frames are placed in seconds, at vision_config.tokens_per_second.
+        frames_apart: whether every frame of a video is a separate grid.
+        timestamps: whether the text before each frame is its time, as in Qwen3-VL.
+        videos_as_images: whether preprocessor_config.json also applies to videos if they have no other file.
+        merges_frames: whether vision_config.temporal_merge_size frames of a video become one.
+        row_markers: names of the token after each row but the last and of the token after the last row, if the encoder
+            is Pixtral's; such images have no markers around them.
+        opening: config field with the id of the token before an image, if one more placeholder follows this token and
+            rows end in a separate token.
+        row_separator: whether rows of images end in one more placeholder, and images begin and end in one more.
+        generates: whether the model generates images, whose grids follow those of the prompt.
         start: id of the first token of a document.
-        crop_markers: fields with the ids of CropMarkers, where images are thumbnails and tiles; their patches are then
-            merged by 4×4, or by 2×2 if downsample_mode is "4x".
+        crop_markers: config fields with the ids of CropMarkers, if images are thumbnails and tiles; their patches are
+            then merged by 4×4, or by 2×2 if downsample_mode is "4x".
     """
 
     scheme: str
@@ -71,7 +71,7 @@ class ModelType:
 
     @property
     def has_rope_index(self) -> bool:
-        """Whether its class in Transformers has a ``get_rope_index``, which all of more than two axes have."""
+        """Whether the class in Transformers has ``get_rope_index``, which is true for more than two axes."""
         return get_scheme(self.scheme).axes > 2
 
 
@@ -79,13 +79,13 @@ _VISION = ("vision_start_token_id", "vision_end_token_id")
 _IMAGE, _VIDEO = (("image_start_token_id", "image_end_token_id"), ("video_start_token_id", "video_end_token_id"))
 _GEMMA = ("boi_token_id", "eoi_token_id")
 _TIMES = "timestamps between frames"
-_QWEN35 = "a quarter of a head turns; only layers with full attention have rotations"
+_QWEN35 = "a quarter of each head is rotated; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
-_NO_ROPE = "layers of full attention have no rotation"
-_ENGINES = "other ids in serving engines: see engine"
+_NO_ROPE = "layers with full attention have no rotation"
+_ENGINES = "different ids in serving engines: see engine"
 
 
-def _apart(note: str, **fields: Any) -> ModelType:
+def _frames_apart(note: str, **fields: Any) -> ModelType:
     return ModelType("mrope-qwen3", note, markers=_VISION, frames_apart=True, **fields)
 
 
@@ -93,16 +93,16 @@ def _flat(note: str = "", text: str = "", **fields: Any) -> ModelType:
     return ModelType("flatten", note, text=_names(text), **fields)
 
 
-_TIMESTAMPS = _apart(_TIMES, timestamps=True, videos_as_images=True)
+_TIMESTAMPS = _frames_apart(_TIMES, timestamps=True, videos_as_images=True)
 _GLM = ModelType(
     "mrope-qwen3",
-    "frames of videos have the placeholders of images, between the markers of a video",
+    "video frames use the placeholders of images, between video markers",
     markers=_IMAGE,
     video_markers=_VIDEO,
     frames_apart=True,
 )
-_QWEN25_OMNI = ModelType("tmrope", f"audio and video on one clock, merged in chunks; {_ENGINES}", markers=_VISION)
-_QWEN3_OMNI = ModelType("tmrope-qwen3", f"audio and video on one clock, merged by token; {_ENGINES}", markers=_VISION)
+_QWEN25_OMNI = ModelType("tmrope", f"audio and video interleaved by time in chunks; {_ENGINES}", markers=_VISION)
+_QWEN3_OMNI = ModelType("tmrope-qwen3", f"audio and video interleaved by time per token; {_ENGINES}", markers=_VISION)
 
 MODEL_TYPES: Mapping[str, ModelType] = by_name(
     {
@@ -115,7 +115,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         ),
         "qwen2_5_vl": ModelType(
             "mrope-transformers",
-            "videos in seconds; the encoder attends in windows, whose order it undoes",
+            "videos in seconds; the encoder attends in windows and restores the order afterwards",
             "mrope-qwen2.5",
             markers=_VISION,
             timed=True,
@@ -123,10 +123,10 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         ),
         "qwen3_vl qwen3_vl_moe": _TIMESTAMPS,
         "qwen3_5 qwen3_5_moe": replace(_TIMESTAMPS, note=_QWEN35),
-        "qwen4_exp": _apart("partial_rotary_factor of a head turns; see Qwen3.5"),
-        "cohere_compass": _apart("layers turn by their type, or not: pass layer_type"),
-        "cosmos3_edge": _apart(f"{_TIMES}; the encoder has no rotation"),
-        "cosmos3_omni": _apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text")),
+        "qwen4_exp": _frames_apart("partial_rotary_factor of each head is rotated; see Qwen3.5"),
+        "cohere_compass": _frames_apart("the rotation depends on the type of layer: pass layer_type"),
+        "cosmos3_edge": _frames_apart(f"{_TIMES}; the encoder has no rotation"),
+        "cosmos3_omni": _frames_apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text")),
         "qwen2_5_omni qwen2_5_omni_thinker": _QWEN25_OMNI,
         "qwen3_omni_moe qwen3_omni_moe_thinker": _QWEN3_OMNI,
         "glm4v glm4v_moe": _GLM,
@@ -134,7 +134,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         "glm_ocr": _GLM,
         "ernie4_5_vl_moe": ModelType(
             "mrope-transformers",
-            "rows and columns alternate, frames have the lowest frequencies; frames of videos are merged",
+            "rows and columns alternate, frames have the lowest frequencies; video frames are merged",
             "mrope",
             markers=_IMAGE,
             merges_frames=True,
@@ -144,32 +144,33 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         ),
         "hunyuan_image_3_moe": ModelType(
             "rope-tie-v2",
-            "half-integers are floored; rope_scaling has no effect; size and time tokens stand before patches",
+            "half-integers are floored; rope_scaling has no effect; size and time tokens precede patches",
             text=_names("hunyuan_image_3_moe"),
         ),
         "hunyuan_vl": ModelType(
             "xd-rope",
-            "Transformers counts images over the batch and turns the channels of a pair apart: see second_rotary",
+            "Transformers counts images over the batch and rotates the two channels of a pair by different axes: see "
+            "second_rotary",
             markers=("im_start_id", "im_end_id"),
             row_separator=True,
         ),
         "glm_image": ModelType(
             "mrope",
-            "ids of the images that it generates are laid ahead of them: see generated",
+            "ids of generated images are computed in advance: see generated",
             markers=_IMAGE,
             generates=True,
         ),
         "neomme": ModelType(
             "naive-2d",
-            "two rotations: pass layer_type; an encoder; rows of images end in a token of their own",
+            "two rotations: pass layer_type; an encoder; rows of images end in a separate token",
             opening="document_token_id",
         ),
         "mistral3": _flat(
-            "rows end in [IMG_BREAK], the last in [IMG_END], whose ids the config does not hold",
+            "rows end in [IMG_BREAK], the last in [IMG_END], whose ids are not in the config",
             row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
         "llava": _flat(
-            "the encoder may be Pixtral's: rows end as those of mistral3 then",
+            "if the encoder is Pixtral's, rows end as in mistral3",
             row_markers=("[IMG_BREAK]", "[IMG_END]"),
         ),
         """
@@ -178,7 +179,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
             video_llava vipllava
         """: _flat(),
-        "emu3 fuyu molmo2": _flat("rows end in a token of their own: without grids all tokens count alike"),
+        "emu3 fuyu molmo2": _flat("rows end in a separate token: call segments without grids"),
         "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified": _flat(
             _SLIDING, markers=_GEMMA
         ),
@@ -190,7 +191,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         "muse_glimmer muse_spark": _flat(_NO_ROPE, frames_apart=True),
         "llama4": _flat("every fourth layer has no rotation"),
         "minimax_m3_vl": _flat(frames_apart=True),
-        "kimi_k25": _flat("a part of each head turns; a chunk of a video is a grid of one frame"),
+        "kimi_k25": _flat("a part of each head is rotated; a chunk of a video is a grid of one frame"),
         "minicpm_ocr minicpmv4_6": _flat(_QWEN35, "qwen3_5_text"),
         "minicpmv4_7": ModelType(
             "mrope-canvas",
@@ -198,40 +199,40 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             text=_names("qwen3_5_text"),
             crop_markers=("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"),
         ),
-        "video_llama_3": _flat("videos are merged by 2×2, images are not: without grids all tokens count alike"),
-        "blip-2 instructblip instructblipvideo": _flat("with a language model that turns: not OPT, not T5"),
+        "video_llama_3": _flat("videos are merged by 2×2, images are not: call segments without grids"),
+        "blip-2 instructblip instructblipvideo": _flat("only with a language model that has RoPE, not with OPT or T5"),
         "paligemma": _flat("ids count from one: see start", start=1),
-        "pi0": _flat("state and actions go on after the prompt as text; where masks leave it out, ids count from one"),
-        "idefics mllama": _flat("images are beside the text, in layers of cross-attention"),
+        "pi0": _flat("state and actions continue the prompt as text; if masks exclude the prompt, ids count from one"),
+        "idefics mllama": _flat("images are read through cross-attention and have no ids"),
         """
             phi4_multimodal audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
             moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
         """: _flat("audio is counted as text"),
         "voxtral_realtime": _flat("audio is counted as text", "voxtral_realtime_text"),
         "gemma3_text lfm3": _flat(_SLIDING),
-        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text alone"),
+        " ".join(sorted(TEXT_TYPES - {"gemma3_text", "lfm3"})): _flat("text only"),
     }
 )
-"""Every model type that from_hf_config knows."""
+"""All model types that from_hf_config supports."""
 
 _PASS_ONE = "pass the config of one to Rotary.from_hf_config"
 UNSUPPORTED_TYPES: Mapping[str, str] = by_name(
     {
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
         "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
-        "blip florence2 git pp_formulanet": "its positions are a learned table, nothing turns",
-        "kosmos-2 kosmos-2.5": "its positions are sinusoids added to the input, nothing turns",
-        "pix2struct udop": "distances fall into the buckets of T5, nothing turns",
-        "inkling2 inkling_mm_model": "distances have learned biases, nothing turns",
+        "blip florence2 git pp_formulanet": "its positions are a learned table, not a rotation",
+        "kosmos-2 kosmos-2.5": "its positions are sinusoids added to the input, not a rotation",
+        "pix2struct udop": "its positions are T5's distance buckets, not a rotation",
+        "inkling2 inkling_mm_model": "its positions are learned biases of distances, not a rotation",
         "glm5_next nemo_speechlm nemotron_h_omni": "its language model has no positions",
-        "t5gemma2": f"encoder and decoder have a sequence each: {_PASS_ONE}",
-        "vision-encoder-decoder": "images are beside the text: pass the config of its decoder",
-        "colmodernvbert colpali": "it embeds by the model in its vlm_config: pass that",
-        "colqwen2": "its images count as text unless it is given the ids of the model in its vlm_config: pass that",
-        "jev": "it decides by the model in its text_config: pass that",
-        "gemma4_assistant gemma4_unified_assistant": "it reads the keys of the model that it drafts for: pass that",
-        "pe_audio pe_audio_video pe_video": f"text and what it describes have an encoder each: {_PASS_ONE}",
-        "evolla": "it takes proteins, no images",
+        "t5gemma2": f"encoder and decoder have separate sequences: {_PASS_ONE}",
+        "vision-encoder-decoder": "images are not in the sequence of the text: pass the config of its decoder",
+        "colmodernvbert colpali": "it embeds with the model in its vlm_config: pass that config",
+        "colqwen2": "its images count as text unless it gets the ids of the model in its vlm_config: pass that config",
+        "jev": "it decides with the model in its text_config: pass that config",
+        "gemma4_assistant gemma4_unified_assistant": "it attends to the keys of its target model: pass that config",
+        "pe_audio pe_audio_video pe_video": f"text and media have separate encoders: {_PASS_ONE}",
+        "evolla": "its input is proteins instead of images",
     }
 )
-"""Model types that from_hf_config refuses, and why."""
+"""Model types that from_hf_config refuses, with the reason."""

@@ -1,4 +1,4 @@
-"""ModelSettings: the scheme, token ids, merge size and rotations of one deployed model, and their use."""
+"""ModelSettings: the scheme, token ids, merge size and rotations of a deployed model."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 __all__ = ["ModelSettings"]
 
 MERGES = {"4x": 2, "16x": 4}
-"""Patches merged along each side into one token, by the downsample_mode of MiniCPM-V 4.7."""
+"""Patches merged along each side into one token for each downsample_mode of MiniCPM-V 4.7."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model's positions; `from_hf_config` reads them from a config.
+    """Settings of a model's positions, read from a config by `from_hf_config`.
 
     Args:
-        model_type: of the config.
-        scheme: positions of text and grids in the language model.
-        rotary: rotation of its q and k; one axis where positions are those of text.
-        vision_scheme: positions in the encoder, of grids before merging; None where it has none of ours.
-        vision_rotary: rotation of the encoder's q and k; None where there is none, or it is not known.
-        placeholders: which tokens stand for patches, for audio where its place depends on that of videos, for ends of
-            rows and around crops, as far as the config names them.
-        image_markers: ids of the tokens before and after an image; None where the config does not name them.
-        row_markers: names of the tokens after the rows of an image, all but the last and the last; None where rows
-            follow each other.
-        opening_token_id: id of the token after which one placeholder without a patch begins an image (NeoMME); else
-            None.
-        video_markers: ids around a video whose frames have the placeholders of images; else None.
+        model_type: model_type of the config.
+        scheme: scheme of the language model.
+        rotary: rotation of the language model's q and k; one axis if images are placed as text.
+        vision_scheme: scheme of the encoder, for grids before merging; None if no scheme describes its positions.
+        vision_rotary: rotation of the encoder's q and k; None if it has none or an unknown one.
+        placeholders: tokens of patches, of audio whose ids depend on videos, of row ends and around crops, as far as
+            the config defines them.
+        image_markers: token ids before and after an image; None if the config does not define them.
+        row_markers: names of the token after each row but the last and of the token after the last row; None if there
+            are no tokens between rows.
+        opening_token_id: id of the token that is followed by one placeholder without a patch at the start of an image
+            (NeoMME), or None.
+        video_markers: token ids around a video whose frames use the placeholders of images, or None.
         spatial_merge_size: patches merged along each side into one token.
         temporal_merge_size: frames of video_grid_thw merged into one.
-        patch_size: side of a patch of the encoder in pixels; None where it is not in the config.
-        temporal_patch_size: frames in a patch; likewise.
-        frames_apart: every frame of a video is a grid of its own, with text between.
-        generates: images are generated, with their grids behind those of the prompt: see ``generated``.
-        start: id of the first token of a document: 1 of PaliGemma, 0 of all others.
-        second_rotary: rotation of the second channel of every pair, where other axes drive it than the first, which
-            rotary then describes alone: what turns are the first channels of the one and the second of the other.
-        image_file: how images are prepared, from the file beside a config.json; None where no folder was read.
-        audio_chunk: frames of audio that the encoder takes at a time; None where it takes all at once.
+        patch_size: side of an encoder patch in pixels; None if it is not in the config.
+        temporal_patch_size: frames per patch; None if it is not in the config.
+        frames_apart: whether every frame of a video is a separate grid, with text between frames.
+        generates: whether the model generates images, whose grids follow those of the prompt: see ``generated``.
+        start: id of the first token of a document: 1 for PaliGemma, 0 for all others.
+        second_rotary: rotation of the second channel of every pair if its axis differs from the first channel's, else
+            None. If set, take the first channels rotated by rotary and the second channels rotated by second_rotary.
+        image_file: image processor settings of the model's folder; None unless a folder was read.
+        audio_chunk: audio frames per chunk of the encoder; None if it processes all frames at once.
     """
 
     model_type: str
@@ -101,26 +101,26 @@ class ModelSettings:
         audio_lengths: npt.ArrayLike | None = None,
         images_per_sample: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Make the table of a tokenised batch from the processor of the model.
+        """Build the segment table of a batch tokenised by the processor of the model.
 
-        A model with one axis gives placeholders the ids of text; without grids they are counted as text.
+        In models with one axis, placeholders have the ids of text; without grids they become text segments.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
-            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; of MiniCPM-V 4.7 its
-                target_sizes, one for each thumbnail and slice, with a 1 before.
-            video_grid_thw: (videos, 3) likewise.
+            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; for MiniCPM-V 4.7 one
+                row of target_sizes per thumbnail and slice, preceded by 1.
+            video_grid_thw: (videos, 3) frames, height, width before merging.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            rows: the ids of row_markers, as of ``Placeholders``; None of NeoMME is the token after its first row.
-            audio_lengths: (audios,) tokens of each audio after the encoder, to be compared with input_ids; or None.
-            images_per_sample: (documents,) how many of image_grid_thw belong to each document, those to generate last,
-                which are left out; None where there are none of these.
+            rows: ids of row_markers, as in ``Placeholders``; None for NeoMME selects the token after the first row.
+            audio_lengths: (audios,) tokens of each audio after the encoder, checked against input_ids; or None.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document, in which images to generate
+                come last and are ignored; None if there are no images to generate.
 
         Raises:
-            InvalidInputError: as by ``SegmentTable.from_input_ids``.
-            UnsupportedError: images_per_sample of a model that generates no images.
+            InvalidInputError: see ``SegmentTable.from_input_ids``.
+            UnsupportedError: images_per_sample for a model that generates no images.
         """
         as_text, image, video = self.scheme.axes == 1, self.placeholders.image, self.placeholders.video
         as_text = as_text and image_grid_thw is None and video_grid_thw is None
@@ -152,100 +152,101 @@ class ModelSettings:
     def generated(
         self, prompt: SegmentTable, image_grid_thw: npt.ArrayLike, images_per_sample: npt.ArrayLike
     ) -> SegmentTable:
-        """Make the table of the images that a model generates after its prompts, the last grid first, and their end.
+        """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        Placed at ``start=settings.place(prompt).next_positions``, its ids are laid ahead of the decoding.
+        Place it at ``start=settings.place(prompt).next_positions`` to get the ids of decoding in advance.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:
-            prompt: the table of the prompts, of ``segments``.
-            image_grid_thw: (images, 3) of each document those of its prompt, then those to generate, in tokens.
-            images_per_sample: (documents,) how many belong to each.
+            prompt: segment table of the prompts, from ``segments``.
+            image_grid_thw: (images, 3) frames, height, width in tokens: for each document the images of its prompt,
+                then the images to generate.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document.
 
         Returns:
-            a document for each prompt: a grid for each image to generate, then one token, the marker at the end.
+            One document per prompt: a grid per image to generate, then one text token for the end marker.
 
         Raises:
-            UnsupportedError: a model that generates no images.
-            InvalidInputError: fewer grids for a document than its prompt has.
+            UnsupportedError: the model generates no images.
+            InvalidInputError: a document has fewer grids than its prompt.
         """
         if not self.generates:
             raise UnsupportedError(f"generated: got {self.model_type!r}, want a model that generates images")
         return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
-        """Count the tokens that the encoder makes of audio, as ``segments`` takes them for audio_lengths.
+        """Return the number of tokens that the encoder outputs for each audio, the audio_lengths of ``segments``.
 
         Source: _get_feat_extract_output_lengths of Qwen2.5-Omni and Qwen3-Omni in Transformers.
 
         Args:
-            frames: (audios,) of the features before the encoder: the sums of the rows of the processor's
-                feature_attention_mask, which get_rope_index calls audio_seqlens.
+            frames: (audios,) number of feature frames before the encoder: the row sums of the processor's
+                feature_attention_mask, called audio_seqlens in get_rope_index.
 
         Raises:
-            UnsupportedError: a model that counts audio as text.
-            InvalidInputError: no integers >= 0.
+            UnsupportedError: the model places audio as text.
+            InvalidInputError: frames are not integers >= 0.
         """
         if self.placeholders.audio is None:
-            raise UnsupportedError(f"audio_tokens: got {self.model_type!r}, want a model of Qwen Omni")
+            raise UnsupportedError(f"audio_tokens: got {self.model_type!r}, want a Qwen Omni model")
         return audio_tokens("frames", frames, self.audio_chunk)
 
     def place(self, segments: SegmentTable, start: npt.ArrayLike | None = None) -> PositionTable:
-        """Place segments as the language model does, from self.start on unless start is told; see ``mmpos.place``."""
+        """Place segments with the scheme of the language model, from self.start by default; see ``mmpos.place``."""
         return place(segments, self.scheme, self.start if start is None else start)
 
     @property
     def markers(self) -> Markers:
-        """Tokens around and inside an image, for ``SequenceBuilder``: by id, those that end rows by name.
+        """Markers for ``SequenceBuilder``: tokens around an image by id, tokens after rows by name.
 
         Raises:
-            UnsupportedError: the config does not name them, or images have tokens that Markers cannot describe
+            UnsupportedError: the config does not define them, or Markers cannot describe the tokens of images
                 (HunYuan-VL, NeoMME, MiniCPM-V 4.7).
         """
         image = self.placeholders.image
         if self.row_markers is not None and image is not None:
             return Markers(None, None, image, *self.row_markers)
-        for there, what in (
+        for applies, tokens in (
             (self.placeholders.framed, "placeholders without a patch before, between and after their rows"),
             (self.opening_token_id is not None, "a placeholder without a patch before their rows"),
-            (self.placeholders.crops is not None, "a thumbnail and tiles, each with markers of its own"),
+            (self.placeholders.crops is not None, "a thumbnail and tiles, each with separate markers"),
         ):
-            if there:
+            if applies:
                 raise UnsupportedError(
-                    f"markers: got {self.model_type!r}, whose images have {what}, which SequenceBuilder does not make, "
-                    "want the input_ids of its processor, which segments reads"
+                    f"markers: got {self.model_type!r}, whose images have {tokens}, which SequenceBuilder cannot make; "
+                    "pass the input_ids of its processor to segments"
                 )
         if self.image_markers is None or image is None:
             raise UnsupportedError(
-                f"markers: got a config of {self.model_type!r} that does not name the tokens around images, "
-                "want Markers of your own"
+                f"markers: the config of {self.model_type!r} does not define the tokens around images; "
+                "pass Markers to SequenceBuilder"
             )
         return Markers(*self.image_markers, image)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
-        """Make an ImageProcessor with the patches, merging and order of the encoder.
+        """Build an ImageProcessor with the patch size, merge size and patch order of the encoder.
 
         Args:
-            arguments: of ImageProcessor, in place of what the image_file says.
+            arguments: arguments of ImageProcessor; they override the image_file.
 
         Raises:
-            UnsupportedError: the order of the encoder's patches is not known, or the image_file is of an image
-                processor that ImageProcessor does not follow.
-            InvalidInputError: mean, std, min_pixels and max_pixels are neither told nor in an image_file: a config.json
-                does not hold them; or the image_file contradicts the config.
+            UnsupportedError: the order of the encoder's patches is unknown, or ImageProcessor does not support the
+                image processor of the image_file.
+            InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor in an image_file (config.json
+                does not contain them), or the image_file contradicts the config.
         """
         from mmpos.images import ImageProcessor
 
         if self.vision_scheme is None or self.patch_size is None:
             raise UnsupportedError(
-                f"image_processor: got {self.model_type!r}, want a model whose config says how patches are ordered"
+                f"image_processor: got {self.model_type!r}, want a model whose config defines the order of patches"
             )
         sizes: dict[str, Any] = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
         missing = [name for name in ("mean", "std", "min_pixels", "max_pixels") if name not in arguments]
         if missing and self.image_file is None:
             raise InvalidInputError(
-                f"image_processor: got no {', '.join(missing)}, which a config.json does not hold, want them told, or "
-                "mmpos.from_hf_config(folder) of a folder with its preprocessor_config.json"
+                f"image_processor: got no {', '.join(missing)}, which config.json does not contain; pass them, or call "
+                "mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"
             )
         if missing and self.image_file is not None:
             sizes |= self.image_file.arguments(
@@ -258,9 +259,11 @@ class ModelSettings:
     def _sources(
         self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
-        """Select the grids of images that are complete in a prompt: those before as many markers of an image's end."""
+        """Return the grids of images that are complete in each prompt, counted by its end markers."""
         if not self.generates:
-            raise UnsupportedError(f"images_per_sample: got one of {self.model_type!r}, want None: it generates none")
+            raise UnsupportedError(
+                f"images_per_sample must be None for {self.model_type!r}, a model that generates no images"
+            )
         grids, counts = per_sample(image_grid_thw, images_per_sample, batch.starts.size)
         at = np.flatnonzero(batch.ids == (self.image_markers or (-1, -1))[1])
         document = np.searchsorted(batch.starts, at, side="right") - 1
@@ -285,12 +288,12 @@ class ModelSettings:
 
 
 def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArray:
-    """Count the tokens of audio, (audios,); see ``ModelSettings.audio_tokens``."""
+    """Return the number of tokens of each audio, (audios,); see ``ModelSettings.audio_tokens``."""
     lengths = int_array(name, frames, (None,))
     first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
     if chunk is None:
         return ((lengths - 1) // 2 - 1) // 2 + 1
-    # Three convolutions halve what is left of whole chunks, of which each gives 13, however many frames it has.
+    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions halve the rest.
     rest = lengths % chunk
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -300,7 +303,7 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
 def per_sample(
     image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
 ) -> tuple[IntArray, IntArray]:
-    """Check grids, (images, 3), and how many belong to each document, (documents,)."""
+    """Check and return grids, (images, 3), and the number of grids per document, (documents,)."""
     grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
     counts = int_array("images_per_sample", images_per_sample, (documents,))
     first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
@@ -310,7 +313,7 @@ def per_sample(
 
 
 def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> SegmentTable:
-    """Make the table of images to come, of what ``per_sample`` gives; see ``ModelSettings.generated``."""
+    """Build the table of the images to generate from checked grids and counts; see ``ModelSettings.generated``."""
     sources = np.zeros(prompt.num_documents, np.int64)
     np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
     if (sources > counts).any():
@@ -328,28 +331,28 @@ def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> Segmen
 
 
 def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, int]) -> IntArray:
-    """Return new ids, in which placeholders of images between the markers of a video are those of videos.
+    """Return ids in which image placeholders between video markers are replaced by video placeholders.
 
-    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video where more videos of its document
-    have begun than ended.
+    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video if more videos have begun than
+    ended before it in its document.
     """
     ids = batch.ids.astype(np.int64)
     begin, end = (ids == marker for marker in markers)
     open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
     at = np.flatnonzero(ids == image)
-    if at.size:  # and so there is a document
+    if at.size:  # implies at least one document
         document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
         ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video
     return ids
 
 
 def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
-    """Return new ids, in which placeholders that begin images, and hold no patch, are the tokens before them.
+    """Return ids in which the placeholders without a patch at the start of images are replaced by the opening token.
 
-    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token holds none.
+    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token has no patch.
 
     Returns:
-        the ids, and the token after the first row of patches, None where there is none.
+        The ids, and the token after the first row of patches, or None if there is none.
     """
     ids = batch.ids.astype(np.int64)
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)

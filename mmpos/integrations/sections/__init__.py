@@ -1,9 +1,9 @@
-"""Contiguous M-RoPE sections, as serving engines have them: three rows of ids, a cos/sin cache, weights in order.
+"""Contiguous M-RoPE sections for serving engines: three rows of ids, a cos/sin cache and permuted weights.
 
 Shapes used throughout:
 
     ids            (3, tokens) int64, one row per section of pairs
-    delta          position of a token after the prompt − its index in the request
+    delta          id of a token after the prompt − its index in the request
     cos_sin_cache  (max_position, rotary_dim), cos of all pairs, then sin
 """
 

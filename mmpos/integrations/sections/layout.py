@@ -1,4 +1,4 @@
-"""Contiguous M-RoPE sections: how an engine carries a rotation, and the ids of requests, windows and drafts."""
+"""Contiguous M-RoPE sections: the layout of a rotation in an engine, and the ids of requests, windows and drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
 
 
 def pair_order(rotary: Rotary) -> IntArray:
-    """Sort pairs by their axis: (pairs,) the old pair at each new one; evens then odds, if interleaved.
+    """Return the indices that sort pairs stably by axis, (pairs,): for two interleaved axes the even, then the odd.
 
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -44,14 +44,14 @@ def pair_order(rotary: Rotary) -> IntArray:
 
 
 def _axes(rotary: Rotary) -> IntArray:
-    """Return the axis of each pair: the first for one that does not turn, as the cache has it by no id."""
+    """Return the axis of each pair; pairs that are not rotated count as axis 0, since no id affects them."""
     return np.maximum(rotary.pair_axis, 0)
 
 
 def qk_channels(rotary: Rotary) -> IntArray:
-    """Sort the channels of q and k by the axis of their pairs: (head_dim,) the old channel at each new one.
+    """Return the indices that sort the channels of q and k by the axis of their pairs, (head_dim,).
 
-    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that do not turn stay.
+    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that are not rotated do not move.
 
     >>> qk_channels(Rotary(head_dim=10, rotary_dim=8)).tolist()
     [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
@@ -72,17 +72,17 @@ def _check_rotary(rotary: Rotary) -> None:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if rotary.own_heads:
-        want = "one for all heads, as kernels of engines have it"
+        want = "one rotation for all heads, as in the kernels of engines"
         raise UnsupportedError(f"rotary: got one with {rotary.told_by}, want {want}")
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Rotation of one to three axes as engines with contiguous M-RoPE sections carry it.
+    """Layout of a rotation with one to three axes in engines with contiguous M-RoPE sections.
 
-    Their kernels turn the first pairs by the first row of ids, the next ones by the second and the last by the third.
-    Pairs that are sorted by axis fit as they are. Others fit once the channels of q and k come in that order in the
-    weights (``permute_qk``), which changes no score: q·k is a sum over channels, whatever their order.
+    The kernels of such engines rotate the first pairs by the first row of ids, the next pairs by the second row and the
+    last pairs by the third. A rotation whose pairs are sorted by axis needs no change. Any other rotation needs weights
+    with sorted channels of q and k (``permute_qk``). This changes no attention score, since q·k is a sum over channels.
 
     >>> from mmpos.rotary import Rotary
     >>> sections = Sections(Rotary(head_dim=128), max_position=131072, permuted=True)
@@ -90,13 +90,13 @@ class Sections:
     ((0, 32, 32), (0, 0, 1))
 
     Args:
-        rotary: the rotation that the model was trained with.
+        rotary: rotation of the trained model.
         max_position: rows of the engine's cos/sin cache; ids are 0 to max_position − 1.
-        permuted: whether the weights of q and k are those of ``permute_qk``.
+        permuted: whether the weights of q and k were permuted by ``permute_qk``.
 
     Raises:
-        UnsupportedError: more than three axes, or an allocation that needs ``permute_qk`` without it; a rotary with
-            head_axes.
+        UnsupportedError: the rotary has more than three axes or has head_axes, or its allocation requires
+            ``permute_qk`` and permuted is False.
     """
 
     rotary: Rotary
@@ -109,31 +109,31 @@ class Sections:
         object.__setattr__(self, "max_position", maximum)
         object.__setattr__(self, "permuted", boolean("permuted", self.permuted))
         if self.rotary.axes > len(ROWS):
-            raise UnsupportedError(f"rotary: got {self.rotary.axes} axes, want at most 3, the rows of ids of an engine")
+            raise UnsupportedError(f"rotary: got {self.rotary.axes} axes, want at most 3, an engine's rows of ids")
         if not self.permuted and (np.diff(_axes(self.rotary)) < 0).any():
             raise UnsupportedError(
-                f"rotary: got allocation {self.rotary.allocation!r}, want one of contiguous sections, such as 'split', "
-                "or weights from permute_qk and permuted=True"
+                f"rotary: got allocation {self.rotary.allocation!r}, want contiguous sections, such as 'split', or "
+                "weights from permute_qk and permuted=True"
             )
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Pairs rotated by each row of ids, as the engine's config has them; 0 for the first row of two axes."""
+        """Number of pairs rotated by each row of ids, as in the engine's config; two axes have 0 for the first row."""
         counts = np.bincount(_axes(self.rotary), minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Axis of each row of ids: (0, 0, 1) is row, row, column."""
+        """Axis of each row of ids, such as (0, 0, 1) for row, row, column."""
         return ROWS[self.rotary.axes - 1]
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """Fields of the checkpoint's config by which an engine builds modules of this shape; a new dict."""
+        """Fields of the checkpoint's config from which an engine builds matching modules; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
-        if int(head_dim * factor) < self.rotary.rotary_dim:  # as engines round it
+        if int(head_dim * factor) < self.rotary.rotary_dim:  # engines truncate this product
             factor = math.nextafter(factor, 1)
         return {
             "rope_type": "default",
@@ -144,22 +144,22 @@ class Sections:
 
     @property
     def order(self) -> IntArray:
-        """(pairs,) the model's pair at each of the engine's."""
+        """(pairs,) the model's pair for each pair of the engine."""
         return pair_order(self.rotary)
 
     @property
     def is_neox_style(self) -> bool:
-        """Whether pairs are channels (j, j + rotary_dim/2), in the words of engines."""
+        """Whether pairs are channels (j, j + rotary_dim/2), under the engines' name."""
         return self.rotary.pairing == "half"
 
     def cos_sin_cache(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
-        """Compute the cache that engines gather from, in the order of the sections, times the attention factor.
+        """Compute the cos/sin cache of the engine in the order of the sections, multiplied by the attention factor.
 
-        With ``precision="exact"`` every entry is within 2e-7 of the truth before it is rounded to dtype; with "hf" it
-        is that of Transformers' float32 angles. Scalings that depend on the length are those of ``Rotary.for_length``.
+        With ``precision="exact"`` every entry is within 2e-7 of the exact value before it is rounded to dtype; with
+        "hf" it is computed from Transformers' float32 angles. See ``Rotary.for_length`` for scaling by length.
 
         Args:
-            dtype: of the cache; engines hold that of the model, or float32.
+            dtype: dtype of the cache; engines use the model's dtype or float32.
             device: device of the cache; None is the CPU.
 
         Returns:
@@ -181,24 +181,25 @@ class Sections:
 def request_positions(
     positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0, computed: int = 0
 ) -> tuple[Tensor, int]:
-    """Return the ids of a prompt, and the delta by which the engine places what it generates.
+    """Return the ids of a prompt, and the delta of the tokens generated after it.
 
-    The engine gives token i of the request, counted from 0, the id i + delta once i is beyond the prompt.
+    The engine gives token i of the request, counted from 0, the id i + delta if i is beyond the prompt.
 
     Args:
-        positions: one document: the prompt, or what is left of it after a cached prefix, placed with ``start`` at the
+        positions: one document: the prompt, or the rest of it after a cached prefix, placed with ``start`` at the
             cursor of the prefix.
         sections: layout of the engine's rotation.
-        max_new_tokens: tokens that it may generate, drafts included.
-        computed: tokens of the request before this document.
+        max_new_tokens: maximum number of generated tokens, including drafts.
+        computed: number of tokens of the request before this document.
 
     Returns:
         (3, tokens) int64 ids, a new tensor, and delta.
 
     Raises:
-        InvalidInputError: other than one document; padding; a negative id; axes other than those of the rotary.
-        UnsupportedError: ids that may be fractions, or a scheme without a next position.
-        LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cache.
+        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
+            rotary in their axes.
+        UnsupportedError: ids may be fractions, or the scheme has no next position.
+        LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cache.
     """
     _check_table(positions, sections)
     if positions.num_documents != 1:
@@ -209,8 +210,8 @@ def request_positions(
     ids = _checked_ids(positions, sections, np.zeros(1, np.int64))
     if cursor + new > sections.max_position:
         raise LimitExceededError(
-            f"documents[0]: got cursor {cursor} and max_new_tokens {new}, want at most max_position "
-            f"{sections.max_position} in all, the rows of the cos/sin cache"
+            f"documents[0]: got cursor {cursor} plus max_new_tokens {new}, want at most max_position "
+            f"{sections.max_position}, the rows of the cos/sin cache"
         )
     return torch.from_numpy(ids), cursor - positions.num_tokens - before
 
@@ -222,17 +223,17 @@ def window_positions(
     starts: npt.ArrayLike,
     lengths: npt.ArrayLike,
 ) -> Tensor:
-    """Return the ids of one step: windows of requests, as for chunked prefill, cached prefixes and drafts.
+    """Return the ids of one step, which consists of windows of requests: chunked prefill, cached prefixes, drafts.
 
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
-        documents: (windows,) the request of each window, in any order.
-        starts: (windows,) tokens of the request that are computed already.
-        lengths: (windows,) tokens scheduled; those past the prompt are generated, or drafts one after the other.
+        documents: (windows,) index of each window's request, in any order.
+        starts: (windows,) number of tokens of the request that are already computed.
+        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated, or a chain of drafts.
 
     Returns:
-        (3, sum of lengths) int64 ids, the windows one after the other; a new tensor.
+        (3, sum of lengths) int64 ids, concatenated windows; a new tensor.
     """
     _check_table(positions, sections)
     documents = int_array("documents", documents, (None,))
@@ -243,14 +244,14 @@ def window_positions(
 def draft_positions(
     positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
 ) -> Tensor:
-    """Return the ids of a tree of drafts after a request; drafts of one depth share one id.
+    """Return the ids of a draft tree after a request; drafts of the same depth share an id.
 
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
-        start: tokens of the request before the root of the tree; at least those of the prompt.
+        start: number of tokens of the request before the root of the tree, at least the length of the prompt.
         depths: (drafts,) depth of each draft; 0 for the root.
-        document: the request.
+        document: index of the request.
 
     Returns:
         (3, drafts) int64 ids; a new tensor.
@@ -278,10 +279,10 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
     if positions.fractional:
         raise UnsupportedError(
             f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "
-            "the engine's cos/sin cache, and each generated token is one row further"
+            "the engine's cos/sin cache, and each generated token has the next row"
         )
     if positions.is_padding.any():
-        raise InvalidInputError("positions: got padding, want a table without: engines pack requests")
+        raise InvalidInputError("positions: got padding, want none: engines pack requests")
 
 
 def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray) -> IntArray:
@@ -292,7 +293,7 @@ def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray)
 
 
 def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sections) -> None:
-    """Raise unless all ids are rows of the cache; each owner has the tokens from its first to the next one's."""
+    """Raise unless all ids are rows of the cache; the tokens of owner i begin at ``firsts[i]``."""
     if not ids.size or (ids.min() >= 0 and ids.max() < sections.max_position):
         return
     low = np.minimum.reduceat(ids, firsts, axis=1).min(axis=0)

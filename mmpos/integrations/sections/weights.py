@@ -1,4 +1,4 @@
-"""Weights of q and k in the order of an engine's sections and back, and the cos/sin cache of a loaded model."""
+"""Permuting weights of q and k into the order of an engine's sections and back, and installing the cos/sin cache."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ LEAF = re.compile(
     r"(base_layer\.)?(weight|bias|weight_scale|lora_B(\.[^.]+)?\.(weight|bias)|lora_magnitude_vector(\..+)?)"
 )
 OUTPUT = re.compile(r"(?P<layer>(?:.*\.)?)o_proj\.weight")
-UNTURNED = re.compile(r"lora_A\..+|lora_embedding_A.*")
+UNCHANGED = re.compile(r"lora_A\..+|lora_embedding_A.*")
 QUERY_OR_KEY = re.compile(
     r"(^|[._])(w?(q|k|qk|kq|qkv)|(q|k)(ln|norm)|(ln|norm)(q|k)|quer(y|ies)|keys?)\d*([._]|$)", re.I
 )
-"""Names of what may hold channels of q or k, under whatever name."""
+"""Names of tensors that may hold channels of q or k."""
 OTHERS = re.compile(
     r"(v|o|c|g|out|output|gate)_\w+|wo|dense|gate|proj|sinks?|rotary_emb|attn_sub_norm|inner_attn_ln", re.I
 )
-"""Parts of attention beside q_proj and k_proj without channels of q and k, in models of Transformers."""
+"""Parts of attention modules of Transformers, other than q_proj and k_proj, that hold no channels of q and k."""
 
 
 class _Options(TypedDict, total=False):
@@ -72,59 +72,59 @@ def permute_qk(
     leave: str | None = None,
     inverse: bool = False,
 ) -> dict[str, Tensor] | Iterator[tuple[str, Tensor]]:
-    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as ``Sections`` needs it.
+    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as required by ``Sections``.
 
-    Rows of q_proj, k_proj and of the q and k in qkv_proj are sorted inside each head, with their biases, the weights
-    of q and k norms (q_norm, q_layernorm, query_layernorm and those of k), per-row scales, and LoRA's B. What else
-    could hold channels of q or k is refused until ``norms`` or ``leave`` says what it is: by its name, or since it lies
-    beside q_proj and is no known part of attention. All other tensors are passed on as they are. A
-    checkpoint does not show whether it is sorted: do this once, and save the result under another name.
+    Sort the rows of q_proj, k_proj and of q and k in qkv_proj inside each head, with their biases, the weights of the
+    norms of q and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and LoRA's B. Other
+    tensors that may hold channels of q or k, by their name or because they are next to q_proj and no known part of
+    attention, are refused unless ``norms`` or ``leave`` matches them. All other tensors are passed through unchanged.
+    A checkpoint does not show whether it is sorted: permute once, and save the result under another name.
 
     Args:
-        weights: name to tensor, or (name, tensor) pairs as engines load them; the whole model, or a whole adapter.
-        rotary: the rotation that the model was trained with; it says head_dim, pairing and allocation.
-        num_heads: heads of q; needed for qkv_proj only.
-        num_kv_heads: heads of k and v; likewise.
-        fused: rows of qkv_proj: "stacked" q, k, v, or "grouped": of each kv head its q heads, k, v (HunyuanImage-3.0).
-        names: regular expression that a name must contain; None takes all names but those of towers for vision,
-            audio or video, whose rotations are their own.
-        norms: regular expression for names of further norms or scales of the channels of q or k, which are sorted, too.
-        leave: regular expression for names to pass on as they are, whatever they look like.
-        inverse: give back the checkpoint that ``permute_qk`` came from, bit for bit.
+        weights: mapping of names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
+        rotary: rotation of the trained model, which defines head_dim, pairing and allocation.
+        num_heads: number of q heads; required for qkv_proj only.
+        num_kv_heads: number of k and v heads; required for qkv_proj only.
+        fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
+        names: regular expression that a name must contain; None selects all names outside of vision, audio and video
+            towers, which have other rotations.
+        norms: regular expression for names of further norms or scales of the channels of q or k, to be sorted.
+        leave: regular expression for names to pass through unchanged.
+        inverse: undo an earlier ``permute_qk``, bit for bit.
 
     Returns:
-        a dict for a mapping, else an iterator of pairs, one tensor at a time; tensors that change are new.
+        A dict for a mapping, else an iterator of pairs, one tensor at a time; changed tensors are new.
 
     Raises:
-        InvalidInputError: no weight of q and k among the names, or q without k, or rows that are not whole heads; a
-            tensor that may hold channels of q or k under a name that is not known.
-        UnsupportedError: weights whose rows are packed or scaled in blocks; permute before quantising. Gates among the
-            rows of q_proj (Qwen3-Next, Qwen3.5), seen by an o_proj of half as many columns.
+        InvalidInputError: there is no weight of q and k, or q without k; rows are not whole heads; or a tensor with an
+            unknown name may hold channels of q or k.
+        UnsupportedError: rows of weights are packed or scaled in blocks, so permute before quantising; or q_proj
+            contains gates (Qwen3-Next, Qwen3.5), so it has two rows per column of o_proj.
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
     patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
-    turn = _Turn(channels, _turns(num_heads, num_kv_heads, fused), *patterns)
+    permutation = _Permutation(channels, _sorted_heads(num_heads, num_kv_heads, fused), *patterns)
     source: object = weights
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
-    return dict(turn.pairs(weights.items())) if isinstance(weights, Mapping) else turn.pairs(weights)
+    return dict(permutation.pairs(weights.items())) if isinstance(weights, Mapping) else permutation.pairs(weights)
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """One pass over a checkpoint.
+class _Permutation:
+    """A permutation of the channels of q and k in a checkpoint.
 
     Args:
-        channels: (head_dim,) old channel at each new one of a head.
-        turns: (heads,) 1 for those of a fused qkv that are sorted; None without their numbers.
-        names: pattern of the names that are sorted; None is all but towers.
-        norms: names of further norms.
-        leave: names of what is passed on.
+        channels: (head_dim,) old channel for each new channel of a head.
+        sorted_heads: (heads,) 1 for the heads of a fused qkv that are sorted; None if their numbers are unknown.
+        names: pattern of names to sort; None is all except towers.
+        norms: pattern of names of further norms.
+        leave: pattern of names to pass through.
     """
 
     channels: IntArray
-    turns: IntArray | None
+    sorted_heads: IntArray | None
     names: re.Pattern[str] | None
     norms: re.Pattern[str] | None
     leave: re.Pattern[str] | None
@@ -137,26 +137,26 @@ class _Turn:
                 yield name, tensor
             elif self.norms is not None and self.norms.search(name):
                 seen.counterparts[name] = name
-                yield name, self._turned(name, tensor, "weight", "norm", norm=True)
+                yield name, self._permuted(name, tensor, "weight", "norm", norm=True)
             elif match is None:
-                self._look_at(name, tensor, seen)
+                self._record(name, tensor, seen)
                 yield name, tensor
             else:
                 role = match["role"] or match["norm"][0]
-                # An adapter may be of q alone.
+                # An adapter may change q only.
                 counterpart = _counterpart(match) if match["leaf"] == "weight" and role != "qkv" else name
-                turned = self._turned(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
+                permuted = self._permuted(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
                 seen.counterparts[name] = counterpart
-                seen.rows[name] = len(turned) if turned.dim() else 1
+                seen.rows[name] = len(permuted) if permuted.dim() else 1
                 seen.blocks.add(match["layer"])
-                yield name, turned
+                yield name, permuted
         seen.check()
 
-    def _look_at(self, name: str, tensor: Tensor, seen: _Seen) -> None:
-        """Note a tensor that is passed on, or refuse it if its name says that it is of q or k."""
+    def _record(self, name: str, tensor: Tensor, seen: _Seen) -> None:
+        """Record a tensor that is passed through; raise if its name is one of q or k."""
         if output := OUTPUT.fullmatch(name):
             seen.outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
-        shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold other things
+        shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold values that are not tensors
         if any(size and size % self.channels.size == 0 for size in shape):
             if QUERY_OR_KEY.search(name):
                 raise _unknown(name, shape)
@@ -167,10 +167,10 @@ class _Turn:
             return False
         return TOWER.search(name) is None if self.names is None else self.names.search(name) is not None
 
-    def _turned(self, name: str, tensor: Tensor, leaf: str, role: str, norm: bool) -> Tensor:
+    def _permuted(self, name: str, tensor: Tensor, leaf: str, role: str, norm: bool) -> Tensor:
         if not isinstance(tensor, Tensor):
             raise InvalidInputError(f"{name}: got {type(tensor).__name__}, want a tensor")
-        if tensor.numel() == 1 or UNTURNED.fullmatch(leaf):
+        if tensor.numel() == 1 or UNCHANGED.fullmatch(leaf):
             return tensor
         packed = LEAF.fullmatch(leaf) is None or not tensor.is_floating_point()
         if packed or (leaf == "weight_scale" and tensor.shape[1:].numel() > 1):
@@ -187,24 +187,26 @@ class _Turn:
             raise InvalidInputError(f"{name}: got {rows} rows, want a multiple of head_dim {head_dim}")
         order = np.broadcast_to(self.channels, (heads, head_dim))
         if role == "qkv":
-            if self.turns is None:
-                raise InvalidInputError(f"num_heads: got None, want it and num_kv_heads to tell q, k and v in {name}")
-            if heads != self.turns.size:
-                raise InvalidInputError(f"{name}: got {rows} rows, want {self.turns.size * head_dim} for q, k and v")
-            order = np.where(self.turns[:, None], order, np.arange(head_dim))
+            if self.sorted_heads is None:
+                raise InvalidInputError(f"{name} requires num_heads and num_kv_heads to separate q, k and v")
+            if heads != self.sorted_heads.size:
+                raise InvalidInputError(
+                    f"{name}: got {rows} rows, want {self.sorted_heads.size * head_dim} for q, k and v"
+                )
+            order = np.where(self.sorted_heads[:, None], order, np.arange(head_dim))
         return (order + head_dim * np.arange(heads)[:, None]).ravel()
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Facts of a pass over a checkpoint that only its end can judge.
+    """Records of a pass over a checkpoint, to be checked at its end.
 
     Args:
-        counterparts: of every tensor of q and k, the name of the one that must be there, too.
-        rows: of every tensor of q and k.
-        blocks: names of the modules that hold them, which end in a dot.
-        outputs: columns of o_proj, by the name of the q_proj beside it.
-        others: shapes of tensors that were passed on and have whole heads of channels.
+        counterparts: name of the tensor that must accompany each tensor of q and k.
+        rows: number of rows of each tensor of q and k.
+        blocks: names of the modules that hold tensors of q and k, with a dot at the end.
+        outputs: columns of o_proj, by the name of the q_proj in the same module.
+        others: shapes of the tensors passed through whose sizes are whole heads.
     """
 
     counterparts: dict[str, str] = field(default_factory=dict)
@@ -220,11 +222,11 @@ class _Seen:
             )
         for name, other in self.counterparts.items():
             if other not in self.counterparts:
-                raise InvalidInputError(f"weights: got {name} alone, want {other} too")
-        for name, columns in self.outputs.items():  # gates lie beside q in q_proj, and belong to the channels of v
+                raise InvalidInputError(f"weights: got {name} without {other}, want both")
+        for name, columns in self.outputs.items():  # q_proj with gates has two rows per column of o_proj
             if self.rows.get(name) == 2 * columns:
                 raise UnsupportedError(
-                    f"{name}: got {2 * columns} rows beside {columns} columns of o_proj, want no gates"
+                    f"{name}: got {2 * columns} rows for {columns} columns of o_proj, want no gates in q_proj"
                 )
         for name, shape in self.others.items():
             parts = name.split(".")
@@ -234,21 +236,21 @@ class _Seen:
 
 
 def _counterpart(match: re.Match[str]) -> str:
-    """Return the name of k beside that of q, or of q beside that of k."""
+    """Return the name of the tensor of k for a tensor of q, or of q for a tensor of k."""
     other = {"q": "k", "k": "q", "query": "key", "key": "query"}
-    which, rest = match["part"].split("_", 1)
-    return f"{match['layer']}{other[which]}_{rest}.{match['leaf']}"
+    role, rest = match["part"].split("_", 1)
+    return f"{match['layer']}{other[role]}_{rest}.{match['leaf']}"
 
 
 def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
     return InvalidInputError(
-        f"{name}: got {shape}, which may hold channels of q or k under a name that is not known, want norms= to sort "
-        "it as a norm is sorted, or leave= if its channels are no rotated ones"
+        f"{name}: got an unknown tensor of shape {shape}, which may hold channels of q or k; pass norms= to sort it "
+        "like a norm, or leave= if its channels are not rotated"
     )
 
 
-def _turns(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """Return (heads,) 1 for the heads of q and k in a fused qkv, 0 for those of v."""
+def _sorted_heads(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
+    """Return 1 for each head of q and k in a fused qkv and 0 for each head of v, (heads,)."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None
@@ -268,38 +270,38 @@ def _pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
 
 
 def install_cache(model: nn.Module, sections: Sections) -> int:
-    """Replace the cos/sin cache of every M-RoPE module of a model, in place, in its dtype and on its device.
+    """Replace the cos/sin cache of every M-RoPE module of a model in place, keeping its dtype and device.
 
     Engines fill their caches in the natural order of frequencies, with float32 angles. SGLang also appends rows to a
-    cache that is too short for its context; those of these modules are exact as well, attention factor included.
+    cache that is too short; after this call appended rows are exact as well and include the attention factor.
 
     Args:
-        model: anything that holds modules with ``cos_sin_cache`` and ``mrope_section``, as vLLM and SGLang name them.
-        sections: the layout to install; each module's sizes, pairing and sections are compared with it.
+        model: model with modules that have ``cos_sin_cache`` and ``mrope_section``, the names in vLLM and SGLang.
+        sections: layout to install; the sizes, pairing and sections of each module must equal it.
 
     Returns:
-        how many modules were changed.
+        Number of changed modules.
 
     Raises:
-        InvalidInputError: no such module, or one that does not fit.
+        InvalidInputError: there is no such module, or a module differs from sections.
     """
     modules = [module for module in model.modules() if _is_rotary(module)]
     if not modules:
         raise InvalidInputError("model: got no module with cos_sin_cache and mrope_section, want at least one")
     for module in modules:
         _check(module, sections)
-    made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    caches: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     for module in modules:
-        where = (module.cos_sin_cache.dtype, module.cos_sin_cache.device)
-        if where not in made:
-            made[where] = sections.cos_sin_cache(*where)
-        module.cos_sin_cache = made[where]
+        key = (module.cos_sin_cache.dtype, module.cos_sin_cache.device)
+        if key not in caches:
+            caches[key] = sections.cos_sin_cache(*key)
+        module.cos_sin_cache = caches[key]
         module._ensure_cos_sin_cache_length = partial(_grow, module, sections)
     return len(modules)
 
 
 class _EngineRotary(Protocol):
-    """Part of an engine's module of M-RoPE that is used here."""
+    """Attributes of an engine's M-RoPE module that are used here."""
 
     cos_sin_cache: Tensor
     _ensure_cos_sin_cache_length: Callable[[int], None]
@@ -330,8 +332,8 @@ def _check(module: _EngineRotary, sections: Sections) -> None:
 
 
 def _grow(module: _EngineRotary, sections: Sections, needed_max_pos: int) -> None:
-    """Extend the cache to all ids up to this one, in place of SGLang's ``_ensure_cos_sin_cache_length``."""
+    """Extend the cache to ids up to ``needed_max_pos``; replaces SGLang's ``_ensure_cos_sin_cache_length``."""
     cache = module.cos_sin_cache
     if needed_max_pos >= len(cache):
-        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # many at a time, since ids may come one by one
+        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # in blocks, since decoding adds one id at a time
         module.cos_sin_cache = replace(sections, max_position=rows).cos_sin_cache(cache.dtype, cache.device)

@@ -1,6 +1,6 @@
-"""Positions for vLLM: ids of a request from its multimodal features, and weights and caches for its kernels.
+"""Positions for vLLM: ids of a request from its multimodal features, and models with the weights and caches to match.
 
-Nothing here imports vLLM but ``plugin.register``, which vLLM calls, and ``models``, which it then asks for.
+Only ``plugin.register``, which vLLM calls, and ``models``, which it loads afterwards, import vLLM.
 """
 
 from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions, request_segments

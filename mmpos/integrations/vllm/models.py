@@ -1,4 +1,4 @@
-"""vLLM's Qwen-VL models with positions of two axes; this file alone imports vLLM's models."""
+"""vLLM's Qwen-VL models with positions on two axes; only this file imports vLLM's models."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs, TimingContext
 
 NO_DRAFT_MODEL = ("ngram", "suffix")
-"""Speculation whose drafts come without a model; a draft model takes slots of the cache by ids of rows."""
+"""Methods of speculative decoding without a draft model; vLLM derives the cache slots of a draft model from ids."""
 
 
 class _Placed:
-    """Base of the models below: ids, weights and rotations of the scheme in their config."""
+    """Base class of the models: ids, weights and rotations of the scheme in their config."""
 
     language_model: torch.nn.Module
 
@@ -42,7 +42,7 @@ class _Placed:
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Place a request for SupportsMRoPE; touching images are placed, since an exception would end the engine."""
+        """Place a request for SupportsMRoPE, also with adjacent images, since an exception would end the engine."""
         return mrope_input_positions(
             input_tokens,
             mm_features,
@@ -53,16 +53,16 @@ class _Placed:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the weights of a whole checkpoint, q and k in the order of the sections."""
+        """Load the weights of a whole checkpoint with q and k in the order of the sections."""
         if self.served.permute:
             weights = permute_qk(weights, self.served.sections.rotary)
         return super().load_weights(weights)  # type: ignore[misc]
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """Give all layers one rotation of this model alone: vLLM shares its own between models, and with fewer rows."""
+    """Replace the rotation of all layers, since vLLM shares its own between models and gives it fewer rows."""
     rotary = sections.rotary
-    own = MRotaryEmbedding(
+    new = MRotaryEmbedding(
         rotary.head_dim,
         rotary.rotary_dim,
         sections.max_position,
@@ -72,48 +72,48 @@ def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
         mrope_section=list(sections.mrope_section),
         positions_factor=1,
     )
-    install_cache(own, sections)
+    install_cache(new, sections)
     for layer in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
-        _check_same(layer.rotary_emb, own)
-        layer.rotary_emb = own
+        _check_same(layer.rotary_emb, new)
+        layer.rotary_emb = new
 
 
-def _check_same(old: object, own: MRotaryEmbedding) -> None:
+def _check_same(old: object, new: MRotaryEmbedding) -> None:
     for name in ("head_size", "rotary_dim", "is_neox_style"):
-        got, want = getattr(old, name, None), getattr(own, name)
+        got, want = getattr(old, name, None), getattr(new, name)
         if got != want or not isinstance(old, MRotaryEmbedding):
-            raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding of {want}")
+            raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding with {want}")
 
 
 def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
-    """Refuse configs that would be served wrongly in silence."""
+    """Raise UnsupportedError for configs that vLLM would serve silently with wrong ids, weights or limits."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
-            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM takes "
-            "the slots of a draft model from ids, which are not token indexes here"
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM derives "
+            "the cache slots of a draft model from ids, which are not token indices here"
         )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would pass every limit")
+        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would bypass the limits")
     if multimodal.is_multimodal_pruning_enabled():
-        raise UnsupportedError("multimodal pruning: got it enabled, want none: it computes ids of its own")
+        raise UnsupportedError("multimodal pruning: got enabled, want disabled: it computes its own ids")
     if permute and vllm_config.lora_config is not None:
-        raise UnsupportedError("lora_config: got one, want none, or a checkpoint and adapters that are permuted")
+        raise UnsupportedError("lora_config: got one, want none, or a permuted checkpoint and permuted adapters")
     if permute and vllm_config.quant_config is not None:
         got = type(vllm_config.quant_config).__name__
-        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before they were quantised")
+        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before quantisation")
 
 
-class _Images:
-    """Refusal of videos where requests come in, since two axes cannot place frames."""
+class _ImagesOnly:
+    """Processing info that refuses videos when a request arrives, since two axes cannot place frames."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None, "video": 0}  # named, since Qwen3-VL looks for it
+        return {"image": None, "video": 0}  # Qwen3-VL reads the entry of video
 
 
-class _Apart:
-    """Refusal of images that touch where requests come in, as the scheme asks for."""
+class _SeparateImages:
+    """Processor that refuses adjacent images when a request arrives, if the scheme requires text between them."""
 
     info: BaseProcessingInfo
 
@@ -123,46 +123,46 @@ class _Apart:
         return processed
 
 
-class Qwen2VLInfo(_Images, qwen2_vl.Qwen2VLProcessingInfo):
-    """Images only."""
+class Qwen2VLInfo(_ImagesOnly, qwen2_vl.Qwen2VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen2VLProcessor(_Apart, qwen2_vl.Qwen2VLMultiModalProcessor):
-    """Images apart."""
+class Qwen2VLProcessor(_SeparateImages, qwen2_vl.Qwen2VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen2VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
 )
 class PlacedQwen2VL(_Placed, qwen2_vl.Qwen2VLForConditionalGeneration):
-    """Qwen2-VL with positions of two axes."""
+    """Qwen2-VL with positions on two axes."""
 
 
-class Qwen25VLInfo(_Images, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
-    """Images only."""
+class Qwen25VLInfo(_ImagesOnly, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen25VLProcessor(_Apart, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
-    """Images apart."""
+class Qwen25VLProcessor(_SeparateImages, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen25VLProcessor, info=Qwen25VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
 class PlacedQwen25VL(_Placed, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
-    """Qwen2.5-VL with positions of two axes."""
+    """Qwen2.5-VL with positions on two axes."""
 
 
-class Qwen3VLInfo(_Images, qwen3_vl.Qwen3VLProcessingInfo):
-    """Images only."""
+class Qwen3VLInfo(_ImagesOnly, qwen3_vl.Qwen3VLProcessingInfo):
+    """Processing info that permits images only."""
 
 
-class Qwen3VLProcessor(_Apart, qwen3_vl.Qwen3VLMultiModalProcessor):
-    """Images apart."""
+class Qwen3VLProcessor(_SeparateImages, qwen3_vl.Qwen3VLMultiModalProcessor):
+    """Processor that refuses adjacent images if the scheme requires text between them."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     Qwen3VLProcessor, info=Qwen3VLInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
 class PlacedQwen3VL(_Placed, qwen3_vl.Qwen3VLForConditionalGeneration):
-    """Qwen3-VL with positions of two axes."""
+    """Qwen3-VL with positions on two axes."""

@@ -1,4 +1,4 @@
-"""The plugin that vLLM finds by its entry point: architectures by name, imported once a checkpoint asks for one."""
+"""The entry point of vLLM's plugin: architectures by name, imported when a checkpoint has one of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def register() -> None:
-    """Register the architectures with vLLM, which may call this many times, in every process."""
+    """Register the architectures with vLLM, which may call this function repeatedly, in every process."""
     from vllm import ModelRegistry
 
-    for architecture, where in ARCHITECTURES.items():
-        ModelRegistry.register_model(architecture, where)
+    for architecture, path in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, path)

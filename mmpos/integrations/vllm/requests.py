@@ -1,4 +1,4 @@
-"""Positions of a vLLM request: its segments from spans and grids, and the three rows of ids that vLLM takes."""
+"""Positions of a vLLM request: its segments from spans and grids, and the three rows of ids for vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AS_TEXT = "prompt_embeds"
 
 
 class Span(Protocol):
-    """Part of vLLM's PlaceholderRange that is used here."""
+    """Fields of vLLM's PlaceholderRange that are used here."""
 
     offset: int
     length: int
@@ -34,7 +34,7 @@ class Span(Protocol):
 
 
 class Feature(Protocol):
-    """Part of vLLM's MultiModalFeatureSpec that is used here."""
+    """Fields of vLLM's MultiModalFeatureSpec that are used here."""
 
     modality: str
     data: Mapping[str, Any] | None
@@ -44,31 +44,30 @@ class Feature(Protocol):
 def request_segments(
     num_tokens: int, mm_features: Sequence[Feature], *, spatial_merge_size: int, row_separator: bool = False
 ) -> SegmentTable:
-    """Make the segments of one request from the spans and grids of its images and videos.
+    """Build the segment table of one request from the spans and grids of its images and videos.
 
-    A feature is vLLM's MultiModalFeatureSpec, or anything with its fields: ``modality``, ``data`` with the grid, and
-    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. Where ``is_embed`` marks the patches of a span, their
-    runs show what they are: one run is the whole grid, and a run per frame is a video with text between
-    its frames (Qwen3-VL).
+    A feature is vLLM's MultiModalFeatureSpec, or any object with its fields: ``modality``, ``data`` with the grid, and
+    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the patches of a span, one run
+    of patches is a whole grid, and one run per frame is a video with text between its frames (Qwen3-VL).
 
     Args:
-        num_tokens: tokens of the prompt.
-        mm_features: of the request, in any order; those of modality "prompt_embeds" are text.
-        spatial_merge_size: patches merged along each side into one token; grids in ``data`` are those before it.
+        num_tokens: number of tokens of the prompt.
+        mm_features: features of the request, in any order; features of modality "prompt_embeds" are text.
+        spatial_merge_size: patches merged along each side into one token; grids in ``data`` are sized before merging.
         row_separator: whether every row of a grid ends in one more token of its span (Pixtral).
 
     Returns:
-        a SegmentTable of one document, new.
+        A new SegmentTable of one document.
 
     Raises:
-        InvalidInputError: a feature whose span is not that of its grid; grids that overlap or leave the prompt.
-        UnsupportedError: a modality without a grid.
+        InvalidInputError: the span of a feature does not match its grid, or grids overlap or exceed the prompt.
+        UnsupportedError: a modality has no grid.
     """
     num_tokens = integer("num_tokens", num_tokens, minimum=1)
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     separators = int(boolean("row_separator", row_separator))
     items = [
-        _read(f"mm_features[{i}]", feature, merge)
+        _item(f"mm_features[{i}]", feature, merge)
         for i, feature in enumerate(mm_features)
         if getattr(feature, "modality", None) != AS_TEXT
     ]
@@ -85,14 +84,14 @@ def request_segments(
 
 
 def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Scheme) -> None:
-    """Refuse images without text between them, if the scheme does, by their spans, before their grids are known.
+    """Check that there is text between images, if the scheme requires it; only their spans are needed.
 
     Args:
-        mm_placeholders: of each modality the spans of its items, with ``offset`` and ``length``.
+        mm_placeholders: spans of the items of each modality, with ``offset`` and ``length``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
 
     Raises:
-        InvalidInputError: naming the span that begins where another ends.
+        InvalidInputError: a span begins where another ends; the message names it.
     """
     if not get_scheme(scheme).strict:
         return
@@ -101,12 +100,12 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Sch
         if start == stop:
             raise InvalidInputError(
                 f"mm_placeholders: got an image at token {start} right after an image, want text between them in "
-                f"{get_scheme(scheme).name}"
+                f"scheme {get_scheme(scheme).name!r}"
             )
 
 
 class _Item(NamedTuple):
-    """Span of a feature, and its frames, height and width after merging."""
+    """Span of a feature, with its frames, height and width after merging in ``grid``."""
 
     name: str
     offset: int
@@ -116,7 +115,7 @@ class _Item(NamedTuple):
     seconds: float | None
 
 
-def _read(name: str, feature: Feature, merge: int) -> _Item:
+def _item(name: str, feature: Feature, merge: int) -> _Item:
     try:
         modality, data, position = feature.modality, feature.data, feature.mm_position
         offset, length, is_embed = position.offset, position.length, position.is_embed
@@ -150,13 +149,13 @@ def _mask(name: str, is_embed: object, length: int) -> npt.NDArray[np.bool_] | N
 
 
 def _pieces(item: _Item, separators: int) -> list[tuple[int, list[int]]]:
-    """Return the first token of each grid of a feature, and its sides."""
+    """Return the first token and the sides of each grid of a feature."""
     frames, height, width = item.grid
-    rows, ended = frames * height, " and a token after each row" * separators
+    rows, separated = frames * height, " and a token after each row" * separators
     if item.is_embed is None:
         tokens = rows * (width + separators)
         if item.length != tokens:
-            want = f"{tokens} for {frames}x{height}x{width} after merging{ended}"
+            want = f"{tokens} for {frames}x{height}x{width} after merging{separated}"
             raise InvalidInputError(f"{item.name}.mm_position.length: got {item.length}, want {want}")
         return [(item.offset, item.grid)]
     starts, stops = true_runs(item.is_embed).T
@@ -169,8 +168,8 @@ def _pieces(item: _Item, separators: int) -> list[tuple[int, list[int]]]:
         return [(offsets[0], item.grid)]
     elif sizes == [height * width] * frames:
         return [(offset, [1, height, width]) for offset in offsets]
-    plain = f"one of {rows * width}, one per frame, or row_separator=True"
-    want = f"{rows} of {width} with a token after each" if separators else plain
+    unseparated = f"one of {rows * width}, one per frame, or row_separator=True"
+    want = f"{rows} of {width} with a token after each" if separators else unseparated
     raise InvalidInputError(
         f"{item.name}.mm_position.is_embed: got runs of {sizes[:8]} patches, want {want} for "
         f"{frames}x{height}x{width} after merging"
@@ -188,29 +187,29 @@ def mrope_input_positions(
     strict: bool | None = None,
     row_separator: bool = False,
 ) -> tuple[Tensor, int]:
-    """Return the ids of a prompt as ``SupportsMRoPE.get_mrope_input_positions`` does.
+    """Return the ids and the delta of a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
 
-    vLLM slices them for chunks and cached prefixes, and gives token i after the prompt the id i + delta. An exception
-    in its worker ends the engine with all its requests: call this once where a request comes in, with
-    ``max_new_tokens``, to refuse it there.
+    vLLM slices the ids for chunks and cached prefixes, and gives token i after the prompt the id i + delta. An
+    exception in a worker of vLLM ends the engine and all its requests: to refuse a request, call this function with
+    ``max_new_tokens`` when the request arrives.
 
     Args:
-        input_tokens: of the prompt; only counted.
-        mm_features: of the request, as vLLM holds them; see ``request_segments``.
+        input_tokens: tokens of the prompt, of which only the number is used.
+        mm_features: vLLM's features of the request; see ``request_segments``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         sections: layout of vLLM's rotation.
         spatial_merge_size: patches merged along each side into one token.
-        max_new_tokens: tokens that may be generated.
-        strict: whether two images without text between are an error; None asks the scheme.
+        max_new_tokens: maximum number of generated tokens.
+        strict: whether two images without text between them are an error; None is the default of the scheme.
         row_separator: whether every row of a grid ends in one more token of its span.
 
     Returns:
         (3, tokens) int64 ids, a new tensor on the CPU, and delta.
 
     Raises:
-        InvalidInputError: a feature whose span is not that of its grid; touching images; a negative id.
-        UnsupportedError: a scheme with fractions or without a next position, or with no place for what is there.
-        LimitExceededError: ids, or the cursor and max_new_tokens, reach beyond the cos/sin cache.
+        InvalidInputError: the span of a feature does not match its grid, images are adjacent, or an id is negative.
+        UnsupportedError: ids may be fractions, the scheme has no next position, or it cannot place a segment.
+        LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """
     segments = request_segments(
         len(input_tokens), mm_features, spatial_merge_size=spatial_merge_size, row_separator=row_separator

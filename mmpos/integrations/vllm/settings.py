@@ -1,4 +1,4 @@
-"""ServedModel: the positions that vLLM serves a checkpoint with, from the ``mmpos`` part of its config."""
+"""ServedModel: the positions with which vLLM serves a checkpoint, from the ``mmpos`` part of its config."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mmpos.support.checks import boolean, integer, one_of
 __all__ = ["IDS_PER_TOKEN", "ServedModel", "mmpos_options"]
 
 IDS_PER_TOKEN = 3
-"""Most ids that a token consumes under a scheme of two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
+"""Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
 
 KEYS = ("scheme", "allocation", "precision", "permuted")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scheme, sections and merge size of a model of two axes; ``from_config`` reads them.
+    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them.
 
     Args:
-        scheme: positions of text and images.
+        scheme: scheme of the model.
         sections: layout of vLLM's rotation.
         spatial_merge_size: patches merged along each side into one token.
-        permute: whether weights are still to be permuted as they are loaded.
+        permute: whether to permute the weights while loading them.
     """
 
     scheme: Scheme
@@ -49,9 +49,9 @@ class ServedModel:
         if boolean("permute", self.permute) and not self.sections.permuted:
             raise InvalidInputError("permute: got True, want False for sections that are not permuted")
         if self.scheme.axes != 2:
-            raise UnsupportedError(f"scheme: got {self.scheme.name!r} of {self.scheme.axes} axes, want one of two")
+            raise UnsupportedError(f"scheme: got {self.scheme.name!r} with {self.scheme.axes} axes, want two axes")
         probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
-        request_positions(place(probe, self.scheme), self.sections)  # refuses what no request could be served with
+        request_positions(place(probe, self.scheme), self.sections)  # raises if no request could be served
 
     @classmethod
     def from_config(cls, config: object, max_model_len: int) -> ServedModel:
@@ -59,14 +59,14 @@ class ServedModel:
 
         Args:
             config: the whole config object of a model, or the mapping of its config.json. ``mmpos`` holds ``scheme``
-                (a name), ``allocation`` ("interleaved", as ``Rotary`` has it by default, or "split"), ``precision``
-                ("exact" or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``; False by default).
-            max_model_len: most tokens of a request; the cos/sin cache has rows for all ids that they may consume.
+                (a name), ``allocation`` ("interleaved", the default of ``Rotary``, or "split"), ``precision`` ("exact"
+                or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``; False by default).
+            max_model_len: maximum number of tokens of a request; the cos/sin cache has rows for all ids that they may
+                consume.
 
         Raises:
-            InvalidInputError: ``mmpos`` is missing or holds something else, or mrope_section is not what it asks for.
-            UnsupportedError: a scheme that vLLM cannot serve: of other than two axes, with fractions, or without a
-                next position.
+            InvalidInputError: ``mmpos`` is missing or has an unknown field, or mrope_section does not match it.
+            UnsupportedError: vLLM cannot serve the scheme, which must have two axes, integer ids and a next position.
         """
         options = mmpos_options(config)
         for key in options:
@@ -80,7 +80,7 @@ class ServedModel:
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
         if permuted and not sections.permuted:
             raise InvalidInputError(
-                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no order"
+                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no permutation"
             )
         _check_sections(config, sections)
         merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
@@ -101,7 +101,7 @@ def mmpos_options(config: object) -> Mapping[str, Any]:
 
 
 def _check_sections(config: object, sections: Sections) -> None:
-    """Check the config's mrope_section, by which vLLM sizes its buffers and chooses M-RoPE."""
+    """Check the config's mrope_section, from which vLLM sizes its buffers and enables M-RoPE."""
     text = read_field(config, "text_config") or config
     rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")
     got, want = read_field(rope, "mrope_section"), list(sections.mrope_section)

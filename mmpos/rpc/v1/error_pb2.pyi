@@ -28,17 +28,17 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INVALID_INPUT: _ErrorCode.ValueType  # 1
     """The item is wrong; as a status, INVALID_ARGUMENT."""
     ERROR_CODE_UNSUPPORTED: _ErrorCode.ValueType  # 2
-    """The item is right, but the scheme has no such thing; as a status, UNIMPLEMENTED."""
+    """The item is valid, but the scheme does not support it; as a status, UNIMPLEMENTED."""
     ERROR_CODE_LIMIT_EXCEEDED: _ErrorCode.ValueType  # 3
-    """The item is right, but beyond a limit; as a status, RESOURCE_EXHAUSTED."""
+    """The item is valid, but exceeds a limit; as a status, RESOURCE_EXHAUSTED."""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 4
-    """The fault is the server's; as a status, INTERNAL."""
+    """The server failed; as a status, INTERNAL."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
-    """Why one item of a batch or of a stream has no result. A call that fails as a whole has a gRPC status instead, whose
-    message is that of an Error; trailing metadata "x-request-id" names the call in the server's log, and
-    "grpc-retry-pushback-ms" beside RESOURCE_EXHAUSTED means overload instead of a limit: retry after that number of
-    milliseconds. A code that a client does not know is a fault of the server.
+    """Reason why an item of a batch or a stream has no result. A call that fails as a whole has a gRPC status with the same
+    message instead. Its trailing metadata "x-request-id" identifies the call in the server's log. If
+    "grpc-retry-pushback-ms" accompanies RESOURCE_EXHAUSTED, the server is overloaded rather than a limit exceeded: retry
+    after that number of milliseconds. Clients treat unknown codes as internal errors.
     """
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
@@ -46,25 +46,25 @@ ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INVALID_INPUT: ErrorCode.ValueType  # 1
 """The item is wrong; as a status, INVALID_ARGUMENT."""
 ERROR_CODE_UNSUPPORTED: ErrorCode.ValueType  # 2
-"""The item is right, but the scheme has no such thing; as a status, UNIMPLEMENTED."""
+"""The item is valid, but the scheme does not support it; as a status, UNIMPLEMENTED."""
 ERROR_CODE_LIMIT_EXCEEDED: ErrorCode.ValueType  # 3
-"""The item is right, but beyond a limit; as a status, RESOURCE_EXHAUSTED."""
+"""The item is valid, but exceeds a limit; as a status, RESOURCE_EXHAUSTED."""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 4
-"""The fault is the server's; as a status, INTERNAL."""
+"""The server failed; as a status, INTERNAL."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """What is wrong with one item."""
+    """Error of one item."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
-    """Its kind."""
+    """Code of the error."""
     message: _builtins.str
-    """What, got and want, as in "documents[3].parts[1]: got ..., want ..."."""
+    """Message with the argument, its value and the expected value: "documents[3].parts[1]: got ..., want ..."."""
     def __init__(
         self,
         *,

@@ -31,16 +31,16 @@ class SchemeInfo(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """Name."""
     axes: _builtins.int
-    """Numbers in a position, with default parameters."""
+    """Number of position axes, with default parameters."""
     fractional: _builtins.bool
-    """Whether ids may be fractions, with default parameters."""
+    """Whether ids may be fractional, with default parameters."""
     resumable: _builtins.bool
     """Whether next positions and decoding exist."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of its parameters: fields of Scheme."""
+        """Names of its parameters, which are fields of Scheme."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ Global___SchemeInfo: _TypeAlias = SchemeInfo  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Most that one request may ask for; more is refused with RESOURCE_EXHAUSTED before work is done."""
+    """Limits of one request. A request above a limit fails with RESOURCE_EXHAUSTED before any work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -81,9 +81,9 @@ class Limits(_message.Message):
     documents: _builtins.int
     """Documents."""
     segments: _builtins.int
-    """Segments of the documents, and of what views make of them."""
+    """Segments of the documents, and of the results of views."""
     tokens: _builtins.int
-    """Tokens, padding included."""
+    """Tokens, including padding."""
     images: _builtins.int
     """Images and videos."""
     pixels: _builtins.int
@@ -91,7 +91,7 @@ class Limits(_message.Message):
     views: _builtins.int
     """Views of a query."""
     shared_bytes: _builtins.int
-    """Bytes of tensors in shared memory, those of the request and the room for those of the answer."""
+    """Bytes of tensors in shared memory: those of the request, and the space for those of the answer."""
     def __init__(
         self,
         *,
@@ -115,7 +115,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class ProfileInfo(_message.Message):
-    """The settings of a model."""
+    """Settings of a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -128,22 +128,22 @@ class ProfileInfo(_message.Message):
     SPATIAL_MERGE_SIZE_FIELD_NUMBER: _builtins.int
     ROTARY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """Name."""
     scheme: _builtins.str
-    """The scheme's name."""
+    """Name of the scheme."""
     begin_token_id: _builtins.int
-    """The id before an image's patches, or -1 where nothing stands there."""
+    """Id of the token before the patches of an image, or -1 if there is none."""
     end_token_id: _builtins.int
-    """The id after an image's patches, or -1."""
+    """Id of the token after the patches of an image, or -1 if there is none."""
     patch_size: _builtins.int
     """Side of a patch in pixels."""
     spatial_merge_size: _builtins.int
     """Patches merged along each side."""
     rotary: _builtins.bool
-    """Whether it has a rotation."""
+    """Whether the profile has a rotation."""
     @_builtins.property
     def placeholders(self) -> _table_pb2.Placeholders:
-        """The ids of patches, audio and ends of rows, those of requests that name this profile and no others."""
+        """Placeholder ids of patches, audio and row ends; the default for requests that name this profile."""
 
     def __init__(
         self,
@@ -196,14 +196,16 @@ class GetInfoResponse(_message.Message):
     SHARED_MEMORY_PREFIX_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_PROCESSES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Of mmpos."""
+    """Version of mmpos."""
     device: _builtins.str
-    """Where Rotate runs: "cuda", "cpu", or empty if this server does not rotate."""
+    """Device of Rotate: "cuda" or "cpu"; empty if the server does not rotate."""
     shared_memory_prefix: _builtins.str
-    """How names of shared memory objects must begin after their "/"; empty if this server takes none."""
+    """Required prefix of the names of shared memory objects, after the "/"; empty if the server does not use shared
+    memory.
+    """
     shared_memory_processes: _builtins.str
-    """The link /proc/self/ns/pid of this server: where a client's is the same, its objects may be links to sealed ones, as
-    message SharedMemory says. Empty if this server takes none.
+    """Target of the link /proc/self/ns/pid of the server. If a client has the same, its objects may be links to sealed
+    memfds, see message SharedMemory. Empty if the server does not use shared memory.
     """
     @_builtins.property
     def schemes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchemeInfo]:
@@ -211,7 +213,7 @@ class GetInfoResponse(_message.Message):
 
     @_builtins.property
     def limits(self) -> Global___Limits:
-        """Per request."""
+        """Limits of one request."""
 
     @_builtins.property
     def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfileInfo]:

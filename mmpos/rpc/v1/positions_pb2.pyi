@@ -30,29 +30,29 @@ class _ShardLayout:
 class _ShardLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardLayout.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SHARD_LAYOUT_UNSPECIFIED: _ShardLayout.ValueType  # 0
-    """Not a layout: a shard must name one."""
+    """Not a layout; a shard must have one."""
     SHARD_LAYOUT_ZIGZAG: _ShardLayout.ValueType  # 1
-    """Rank r of C has the blocks r and 2C - 1 - r of 2C, of every document."""
+    """Rank r of C has blocks r and 2C - 1 - r of the 2C blocks of every document."""
     SHARD_LAYOUT_CONTIGUOUS: _ShardLayout.ValueType  # 2
-    """Rank r of C has block r of C, of every document."""
+    """Rank r of C has block r of the C blocks of every document."""
     SHARD_LAYOUT_ZIGZAG_SEQUENCE: _ShardLayout.ValueType  # 3
-    """Rank r of C has the blocks r and 2C - 1 - r of 2C, of all tokens, wherever documents end."""
+    """Rank r of C has blocks r and 2C - 1 - r of the 2C blocks of the whole batch, regardless of documents."""
     SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: _ShardLayout.ValueType  # 4
-    """Rank r of C has block r of C, of all tokens, wherever documents end."""
+    """Rank r of C has block r of the C blocks of the whole batch, regardless of documents."""
 
 class ShardLayout(_ShardLayout, metaclass=_ShardLayoutEnumTypeWrapper):
-    """How context-parallel ranks share the tokens of a batch."""
+    """Distribution of the tokens of a batch over context-parallel ranks."""
 
 SHARD_LAYOUT_UNSPECIFIED: ShardLayout.ValueType  # 0
-"""Not a layout: a shard must name one."""
+"""Not a layout; a shard must have one."""
 SHARD_LAYOUT_ZIGZAG: ShardLayout.ValueType  # 1
-"""Rank r of C has the blocks r and 2C - 1 - r of 2C, of every document."""
+"""Rank r of C has blocks r and 2C - 1 - r of the 2C blocks of every document."""
 SHARD_LAYOUT_CONTIGUOUS: ShardLayout.ValueType  # 2
-"""Rank r of C has block r of C, of every document."""
+"""Rank r of C has block r of the C blocks of every document."""
 SHARD_LAYOUT_ZIGZAG_SEQUENCE: ShardLayout.ValueType  # 3
-"""Rank r of C has the blocks r and 2C - 1 - r of 2C, of all tokens, wherever documents end."""
+"""Rank r of C has blocks r and 2C - 1 - r of the 2C blocks of the whole batch, regardless of documents."""
 SHARD_LAYOUT_CONTIGUOUS_SEQUENCE: ShardLayout.ValueType  # 4
-"""Rank r of C has block r of C, of all tokens, wherever documents end."""
+"""Rank r of C has block r of the C blocks of the whole batch, regardless of documents."""
 Global___ShardLayout: _TypeAlias = ShardLayout  # noqa: Y015
 
 class _Side:
@@ -62,17 +62,17 @@ class _Side:
 class _SideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Side.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SIDE_UNSPECIFIED: _Side.ValueType  # 0
-    """Not a side: padding must name one."""
+    """Not a side; padding must have one."""
     SIDE_LEFT: _Side.ValueType  # 1
     """Before the document."""
     SIDE_RIGHT: _Side.ValueType  # 2
     """After the document."""
 
 class Side(_Side, metaclass=_SideEnumTypeWrapper):
-    """Where padding goes."""
+    """Side of the padding."""
 
 SIDE_UNSPECIFIED: Side.ValueType  # 0
-"""Not a side: padding must name one."""
+"""Not a side; padding must have one."""
 SIDE_LEFT: Side.ValueType  # 1
 """Before the document."""
 SIDE_RIGHT: Side.ValueType  # 2
@@ -81,7 +81,7 @@ Global___Side: _TypeAlias = Side  # noqa: Y015
 
 @_typing.final
 class Spans(_message.Message):
-    """Documents as inference engines hold them: lengths, and the placeholder spans of their images."""
+    """Documents in the form of inference engines: lengths, and the placeholder spans of images."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -94,14 +94,14 @@ class Spans(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
     row_separator: _builtins.bool
-    """Whether the rows of all these grids end in one more token."""
+    """Whether each row of all these grids ends in an additional token."""
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of each document."""
 
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each span, counted from its document's first token, ascending within a document."""
+        """First token of each span within its document, ascending."""
 
     @_builtins.property
     def grid_thw(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -109,21 +109,21 @@ class Spans(_message.Message):
 
     @_builtins.property
     def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Document of each span, ascending; may be left out for one document."""
+        """Document of each span, ascending; may be empty for a single document."""
 
     @_builtins.property
     def seconds_per_frame(self) -> _containers.RepeatedCompositeFieldContainer[_table_pb2.Rational]:
-        """Time between two frames of each span, numerator 0 where there is none; empty if none is given."""
+        """Time between two frames of each span, with numerator 0 for none; empty if no span has one."""
 
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[_table_pb2.SegmentKind.ValueType]:
-        """What each span is: a grid, audio, a clip, a thumbnail or a tile, the last three with markers and extra tokens; empty
+        """Kind of each span: grid, audio, clip, thumbnail or tile, the last three including markers and extra tokens; empty
         if all are grids.
         """
 
     @_builtins.property
     def extra_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each span beside patches and markers, as in SegmentTable, 0 where it has none; empty if all are 0."""
+        """Tokens of each span in addition to patches and markers, as in SegmentTable; empty if all are 0."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
 class InputIds(_message.Message):
-    """Documents as a tokenizer and a processor leave them: input_ids with placeholders, and grids."""
+    """Documents in the form of a tokenizer and a processor: input_ids with placeholders, and grids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,17 +162,17 @@ class InputIds(_message.Message):
     FRAMES_APART_FIELD_NUMBER: _builtins.int
     AUDIO_LENGTHS_FIELD_NUMBER: _builtins.int
     spatial_merge_size: _builtins.int
-    """Patches merged along each side; left out, that of the profile, or 1 where the query names none."""
+    """Patches merged along each side. The default is that of the profile named by the query, or 1."""
     frames_apart: _builtins.bool
-    """Whether every frame of a video is a grid of its own, with text between."""
+    """Whether every frame of a video is a separate grid, with text between them."""
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
         """INT32 or INT64, (tokens) or (batch, seq)."""
 
     @_builtins.property
     def placeholders(self) -> _table_pb2.Placeholders:
-        """Which tokens stand for patches and audio. What is left out is that of the profile, where the query names one and
-        this names no image.
+        """Placeholder tokens of patches and audio. If the query names a profile and this message has no image token, unset
+        fields are those of the profile.
         """
 
     @_builtins.property
@@ -185,19 +185,19 @@ class InputIds(_message.Message):
 
     @_builtins.property
     def cu_seqlens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each packed document, then the total; empty if not packed."""
+        """First token of each packed document, then the number of tokens; empty if not packed."""
 
     @_builtins.property
     def attention_mask(self) -> _tensor_pb2.Tensor:
-        """UINT8, INT32 or INT64 of 0 and 1, (batch, seq), ones in one run."""
+        """UINT8, INT32 or INT64 (batch, seq) of 0 and 1, with one run of ones per row."""
 
     @_builtins.property
     def seconds_per_frame(self) -> _containers.RepeatedCompositeFieldContainer[_table_pb2.Rational]:
-        """Time between two frames of each video, numerator 0 where there is none; empty if none is given."""
+        """Time between two frames of each video, with numerator 0 for none; empty if no video has one."""
 
     @_builtins.property
     def audio_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each audio after the encoder, to be compared with the runs of placeholders; empty: not compared."""
+        """Tokens of each audio after the encoder, compared with the runs of placeholders; empty to skip the comparison."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ Global___InputIds: _TypeAlias = InputIds  # noqa: Y015
 
 @_typing.final
 class Take(_message.Message):
-    """The tokens of several ranges, in the order given."""
+    """Tokens of several ranges, in the given order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,7 +264,7 @@ Global___Take: _TypeAlias = Take  # noqa: Y015
 
 @_typing.final
 class Window(_message.Message):
-    """Windows of tokens, each a document of its own: chunked prefill, decoding, drafts."""
+    """Windows of tokens, each of which becomes a document: chunked prefill, decoding, speculative drafts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -273,15 +273,15 @@ class Window(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The document of each window, in any order."""
+        """Document of each window, in any order."""
 
     @_builtins.property
     def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each window, counted from the document's first token."""
+        """First token of each window within its document."""
 
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each window; those past the document's end are text at its next position."""
+        """Tokens of each window. Tokens past the end of the document are text at its next position."""
 
     def __init__(
         self,
@@ -300,17 +300,17 @@ Global___Window: _TypeAlias = Window  # noqa: Y015
 
 @_typing.final
 class Decode(_message.Message):
-    """The next tokens of every document: text."""
+    """The next tokens of every document, which are text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
     STEPS_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """Tokens of every document; left out, 1."""
+    """Number of tokens for every document, 1 by default."""
     @_builtins.property
     def steps_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each document, instead."""
+        """Number of tokens for each document, instead of one for all."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ Global___Decode: _TypeAlias = Decode  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """The tokens of one context-parallel rank; documents stay, and may become empty."""
+    """The tokens of one context-parallel rank. The number of documents stays the same; documents may become empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,11 +338,11 @@ class Shard(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """0 to world_size - 1."""
+    """Rank, 0 to world_size - 1."""
     world_size: _builtins.int
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     layout: Global___ShardLayout.ValueType
-    """How they share the tokens."""
+    """Distribution of the tokens."""
     def __init__(
         self,
         *,
@@ -360,7 +360,7 @@ Global___Shard: _TypeAlias = Shard  # noqa: Y015
 
 @_typing.final
 class Pad(_message.Message):
-    """Padding of every document; its id is 0 on every axis."""
+    """Padding of every document, with id 0 on every axis."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -368,12 +368,12 @@ class Pad(_message.Message):
     LENGTH_PER_DOCUMENT_FIELD_NUMBER: _builtins.int
     SIDE_FIELD_NUMBER: _builtins.int
     length: _builtins.int
-    """Tokens of every document; left out, those of the longest."""
+    """Length of every document. The default is that of the longest."""
     side: Global___Side.ValueType
-    """Where padding goes."""
+    """Side of the padding."""
     @_builtins.property
     def length_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each document, instead."""
+        """Number of tokens for each document, instead of one for all."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ Global___Pad: _TypeAlias = Pad  # noqa: Y015
 
 @_typing.final
 class View(_message.Message):
-    """One step from a table to another."""
+    """A view: one step from a table to another."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,15 +413,15 @@ class View(_message.Message):
 
     @_builtins.property
     def decode(self) -> Global___Decode:
-        """Tokens to come."""
+        """Next tokens."""
 
     @_builtins.property
     def shard(self) -> Global___Shard:
-        """The share of one rank."""
+        """Tokens of one rank."""
 
     @_builtins.property
     def pad(self) -> Global___Pad:
-        """Documents of given lengths."""
+        """Padding to given lengths."""
 
     def __init__(
         self,
@@ -444,17 +444,17 @@ Global___View: _TypeAlias = View  # noqa: Y015
 
 @_typing.final
 class Dense(_message.Message):
-    """A reply of one id per token instead of the table."""
+    """Request for the ids of all tokens instead of the table."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DTYPE_FIELD_NUMBER: _builtins.int
     AXES_FIELD_NUMBER: _builtins.int
     dtype: _tensor_pb2.DataType.ValueType
-    """INT32, INT64 or FLOAT64; unspecified: INT32, or FLOAT64 for schemes with fractions, which have no other."""
+    """INT32, INT64 or FLOAT64. The default is INT32, or FLOAT64 for schemes with fractions, which allow no other."""
     @_builtins.property
     def axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which axes, in which order, repeats allowed; empty: all."""
+        """Axes, in any order and possibly repeated; empty for all."""
 
     def __init__(
         self,
@@ -472,7 +472,7 @@ Global___Dense: _TypeAlias = Dense  # noqa: Y015
 
 @_typing.final
 class PositionsQuery(_message.Message):
-    """A batch of documents, how to place them, and what of them is wanted."""
+    """A batch of documents, how to place them, and which results to return."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -488,11 +488,11 @@ class PositionsQuery(_message.Message):
     DENSE_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
-    """Settings of a model; left out, the server's default profile."""
+    """Name of the settings of a model. The default is the server's first profile."""
     start: _builtins.int
-    """Id of every document's first token; left out, 0."""
+    """Id of the first token of every document, 0 by default."""
     strict: _builtins.bool
-    """Whether two grids without text between are an error; left out, the scheme decides."""
+    """Whether two grids without text between them are an error. By default the scheme decides."""
     @_builtins.property
     def segments(self) -> _table_pb2.SegmentTable:
         """As segments."""
@@ -507,23 +507,25 @@ class PositionsQuery(_message.Message):
 
     @_builtins.property
     def scheme(self) -> _scheme_pb2.Scheme:
-        """The scheme; left out, that of the profile."""
+        """Scheme. The default is that of the profile."""
 
     @_builtins.property
     def start_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Id of each document's first token, instead; to go on with a document, the next position of its earlier part."""
+        """Id of the first token of each document, instead of one for all. To continue a document, use the next position of
+        its earlier part.
+        """
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]:
-        """What to make of the placed table, in this order."""
+        """Views of the placed table, applied in this order."""
 
     @_builtins.property
     def dense(self) -> Global___Dense:
-        """Set for ids instead of the table."""
+        """If set, the answer has ids instead of the table."""
 
     @_builtins.property
     def output(self) -> _tensor_pb2.SharedMemory:
-        """Where the tensors of the answer go instead of into data, as message SharedMemory says; left out, into data."""
+        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
 
     def __init__(
         self,
@@ -588,23 +590,25 @@ class Positions(_message.Message):
     CU_SEQLENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def table(self) -> _table_pb2.PositionTable:
-        """The table, unless dense ids were asked for."""
+        """Position table, unless dense ids were requested."""
 
     @_builtins.property
     def dense(self) -> _tensor_pb2.Tensor:
-        """(axes, tokens) ids, if they were asked for."""
+        """(axes, tokens) ids, if requested."""
 
     @_builtins.property
     def next_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The id, equal on all axes, of the token after each document; empty if the scheme has none."""
+        """Id of the next token after each document, equal on all axes; empty if the scheme has no next position."""
 
     @_builtins.property
     def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Next position less start less tokens without padding, of each document; empty if the scheme has none."""
+        """Next position minus start minus number of tokens without padding, of each document; empty if the scheme has no next
+        position.
+        """
 
     @_builtins.property
     def cu_seqlens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each document, then the total."""
+        """First token of each document, then the number of tokens."""
 
     def __init__(
         self,
@@ -639,7 +643,7 @@ class PlaceRequest(_message.Message):
     QUERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def query(self) -> Global___PositionsQuery:
-        """The batch."""
+        """Batch."""
 
     def __init__(
         self,
@@ -663,7 +667,7 @@ class PlaceResponse(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def positions(self) -> Global___Positions:
-        """Its positions."""
+        """Positions of the batch."""
 
     def __init__(
         self,
@@ -687,10 +691,10 @@ class StreamPlaceRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Chosen by the client and sent back."""
+    """Number chosen by the client and returned with the answer."""
     @_builtins.property
     def query(self) -> Global___PositionsQuery:
-        """The batch."""
+        """Batch."""
 
     def __init__(
         self,
@@ -716,14 +720,14 @@ class StreamPlaceResponse(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """That of the request."""
+    """Id of the request."""
     @_builtins.property
     def positions(self) -> Global___Positions:
-        """The positions."""
+        """Positions of the batch."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why there are none."""
+        """Error of the request."""
 
     def __init__(
         self,

@@ -28,17 +28,17 @@ class _Pairing:
 class _PairingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pairing.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PAIRING_UNSPECIFIED: _Pairing.ValueType  # 0
-    """Not a pairing: left out, HALF."""
+    """Same as HALF."""
     PAIRING_HALF: _Pairing.ValueType  # 1
     """Channels j and j + rotary_dim / 2."""
     PAIRING_ADJACENT: _Pairing.ValueType  # 2
     """Channels 2j and 2j + 1."""
 
 class Pairing(_Pairing, metaclass=_PairingEnumTypeWrapper):
-    """Which channels make a pair."""
+    """Channels that form a pair."""
 
 PAIRING_UNSPECIFIED: Pairing.ValueType  # 0
-"""Not a pairing: left out, HALF."""
+"""Same as HALF."""
 PAIRING_HALF: Pairing.ValueType  # 1
 """Channels j and j + rotary_dim / 2."""
 PAIRING_ADJACENT: Pairing.ValueType  # 2
@@ -52,17 +52,17 @@ class _Precision:
 class _PrecisionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Precision.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PRECISION_UNSPECIFIED: _Precision.ValueType  # 0
-    """Not a precision: left out, EXACT."""
+    """Same as EXACT."""
     PRECISION_EXACT: _Precision.ValueType  # 1
     """Integer turns of 64 bits."""
     PRECISION_HF: _Precision.ValueType  # 2
     """float32 angles, as in Transformers."""
 
 class Precision(_Precision, metaclass=_PrecisionEnumTypeWrapper):
-    """How angles are computed."""
+    """Computation of angles."""
 
 PRECISION_UNSPECIFIED: Precision.ValueType  # 0
-"""Not a precision: left out, EXACT."""
+"""Same as EXACT."""
 PRECISION_EXACT: Precision.ValueType  # 1
 """Integer turns of 64 bits."""
 PRECISION_HF: Precision.ValueType  # 2
@@ -76,33 +76,37 @@ class _CosSinLayout:
 class _CosSinLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CosSinLayout.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     COS_SIN_LAYOUT_UNSPECIFIED: _CosSinLayout.ValueType  # 0
-    """Not a layout: left out, PAIRS."""
+    """Same as PAIRS."""
     COS_SIN_LAYOUT_PAIRS: _CosSinLayout.ValueType  # 1
-    """cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length; with head_axes
-    (..., kv_heads, pairs).
+    """cos and sin, (tokens, pairs), or (batch, seq, pairs) if all documents have the same length; with head_axes (...,
+    kv_heads, pairs).
     """
     COS_SIN_LAYOUT_TRANSFORMERS: _CosSinLayout.ValueType  # 2
     """cos and sin, (batch, seq, rotary_dim), batch 1 when packed; with head_axes (batch, kv_heads, seq, rotary_dim)."""
     COS_SIN_LAYOUT_TORCHTITAN: _CosSinLayout.ValueType  # 3
     """One cache, (..., 2 * rotary_dim) of cos then sin, or COMPLEX64 (..., pairs) for adjacent pairs."""
     COS_SIN_LAYOUT_ANGLES: _CosSinLayout.ValueType  # 4
-    """Angles in [-pi, pi], (tokens, 1, 1, rotary_dim), or (seq, batch, 1, rotary_dim) where documents have one length."""
+    """Angles in [-pi, pi], (tokens, 1, 1, rotary_dim), or (seq, batch, 1, rotary_dim) if all documents have the same
+    length.
+    """
 
 class CosSinLayout(_CosSinLayout, metaclass=_CosSinLayoutEnumTypeWrapper):
-    """The form of the tables."""
+    """Form of the tables."""
 
 COS_SIN_LAYOUT_UNSPECIFIED: CosSinLayout.ValueType  # 0
-"""Not a layout: left out, PAIRS."""
+"""Same as PAIRS."""
 COS_SIN_LAYOUT_PAIRS: CosSinLayout.ValueType  # 1
-"""cos and sin, (tokens, pairs), or (batch, seq, pairs) where documents have one length; with head_axes
-(..., kv_heads, pairs).
+"""cos and sin, (tokens, pairs), or (batch, seq, pairs) if all documents have the same length; with head_axes (...,
+kv_heads, pairs).
 """
 COS_SIN_LAYOUT_TRANSFORMERS: CosSinLayout.ValueType  # 2
 """cos and sin, (batch, seq, rotary_dim), batch 1 when packed; with head_axes (batch, kv_heads, seq, rotary_dim)."""
 COS_SIN_LAYOUT_TORCHTITAN: CosSinLayout.ValueType  # 3
 """One cache, (..., 2 * rotary_dim) of cos then sin, or COMPLEX64 (..., pairs) for adjacent pairs."""
 COS_SIN_LAYOUT_ANGLES: CosSinLayout.ValueType  # 4
-"""Angles in [-pi, pi], (tokens, 1, 1, rotary_dim), or (seq, batch, 1, rotary_dim) where documents have one length."""
+"""Angles in [-pi, pi], (tokens, 1, 1, rotary_dim), or (seq, batch, 1, rotary_dim) if all documents have the same
+length.
+"""
 Global___CosSinLayout: _TypeAlias = CosSinLayout  # noqa: Y015
 
 class _RotateLayout:
@@ -112,7 +116,7 @@ class _RotateLayout:
 class _RotateLayoutEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RotateLayout.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROTATE_LAYOUT_UNSPECIFIED: _RotateLayout.ValueType  # 0
-    """Not a layout: left out, THD for three axes and BSHD for four."""
+    """Same as THD for three axes and BSHD for four."""
     ROTATE_LAYOUT_THD: _RotateLayout.ValueType  # 1
     """(tokens, heads, head_dim)."""
     ROTATE_LAYOUT_BSHD: _RotateLayout.ValueType  # 2
@@ -124,7 +128,7 @@ class RotateLayout(_RotateLayout, metaclass=_RotateLayoutEnumTypeWrapper):
     """Order of the axes of q and k."""
 
 ROTATE_LAYOUT_UNSPECIFIED: RotateLayout.ValueType  # 0
-"""Not a layout: left out, THD for three axes and BSHD for four."""
+"""Same as THD for three axes and BSHD for four."""
 ROTATE_LAYOUT_THD: RotateLayout.ValueType  # 1
 """(tokens, heads, head_dim)."""
 ROTATE_LAYOUT_BSHD: RotateLayout.ValueType  # 2
@@ -135,8 +139,8 @@ Global___RotateLayout: _TypeAlias = RotateLayout  # noqa: Y015
 
 @_typing.final
 class Scaling(_message.Message):
-    """A change of the frequencies for longer contexts. A parameter that the type does not have is an error; one left out
-    has the type's default.
+    """Scaling of the frequencies for longer contexts. A parameter that the type does not have is an error; an absent one
+    has the default of the type.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -158,34 +162,34 @@ class Scaling(_message.Message):
     type: _builtins.str
     """"linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "p-rope" or "linspace"."""
     factor: _builtins.float
-    """How many times the original length; of linspace, rad per position of the slowest pair."""
+    """Factor of the original length; for linspace, rad per position of the slowest pair."""
     original_max_position: _builtins.int
-    """Length that the model was trained with."""
+    """Context length of the training."""
     low_freq_factor: _builtins.float
-    """Of llama3: lowest frequency factor."""
+    """llama3: lowest frequency factor."""
     high_freq_factor: _builtins.float
-    """Of llama3: highest frequency factor."""
+    """llama3: highest frequency factor."""
     beta_fast: _builtins.float
-    """Of yarn: turns of the fast bound."""
+    """yarn: turns of the fast bound."""
     beta_slow: _builtins.float
-    """Of yarn: turns of the slow bound."""
+    """yarn: turns of the slow bound."""
     attention_factor: _builtins.float
-    """Of yarn and longrope: what cos and sin are multiplied by."""
+    """yarn and longrope: factor of cos and sin."""
     mscale: _builtins.float
     """Of yarn."""
     mscale_all_dim: _builtins.float
     """Of yarn."""
     truncate: _builtins.bool
-    """Of yarn: whether the bounds are rounded to whole pairs."""
+    """yarn: whether to round the bounds to whole pairs."""
     p: _builtins.float
-    """Of p-rope: the part of the pairs that turns."""
+    """p-rope: share of rotated pairs."""
     @_builtins.property
     def short_factor(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of longrope: one factor per pair, up to the original length."""
+        """longrope: one factor per pair, up to the original length."""
 
     @_builtins.property
     def long_factor(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of longrope: one factor per pair, beyond it."""
+        """longrope: one factor per pair, above the original length."""
 
     def __init__(
         self,
@@ -258,7 +262,7 @@ Global___Scaling: _TypeAlias = Scaling  # noqa: Y015
 
 @_typing.final
 class Rotary(_message.Message):
-    """A rotation: pair j of channels turns by position[axis of j] * inv_freq[j]."""
+    """A rotation: channel pair j is rotated by position[axis of j] * inv_freq[j]."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -279,32 +283,36 @@ class Rotary(_message.Message):
     AXIS_SCALING_FIELD_NUMBER: _builtins.int
     KV_HEADS_FIELD_NUMBER: _builtins.int
     head_dim: _builtins.int
-    """Channels of a head; even; required."""
+    """Channels of a head, an even number; required."""
     axes: _builtins.int
-    """Position axes; left out, what the allocation says, else 2."""
+    """Number of position axes. The default depends on the allocation, and is 2 otherwise."""
     allocation: _builtins.str
-    """"interleaved", "split", "sections", "mrope-interleaved", "axial", "pixtral" or "heads"; left out, "interleaved"."""
+    """Allocation of pairs to axes: "interleaved" (the default), "split", "sections", "mrope-interleaved", "axial",
+    "pixtral" or "heads".
+    """
     pairing: Global___Pairing.ValueType
-    """Which channels make a pair."""
+    """Channels that form a pair."""
     rotary_dim: _builtins.int
-    """Channels that turn, the first ones; left out, all."""
+    """Number of rotated channels, the first ones; all by default."""
     precision: Global___Precision.ValueType
-    """How angles are computed."""
+    """Computation of angles."""
     length: _builtins.int
-    """Ids that a scaling which depends on the length must serve; left out, the original length."""
+    """Number of ids for scalings that depend on the length; the original length by default."""
     kv_heads: _builtins.int
-    """How many kv heads share one layout, which is then of all their channels; left out, heads turn alike."""
+    """Number of kv heads that share one layout, which covers all of their channels. By default all heads are rotated
+    alike.
+    """
     @_builtins.property
     def theta(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The base: none (10000), one, or one per axis."""
+        """Base of the frequencies: none for 10000, one for all axes, or one per axis."""
 
     @_builtins.property
     def pair_axis(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The axis of every pair, -1 for one that does not turn, instead of an allocation by name."""
+        """Axis of every pair, -1 for a pair without rotation, instead of an allocation by name."""
 
     @_builtins.property
     def scaling(self) -> Global___Scaling:
-        """A change of the frequencies."""
+        """Scaling of the frequencies."""
 
     @_builtins.property
     def mrope_section(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -312,19 +320,19 @@ class Rotary(_message.Message):
 
     @_builtins.property
     def inv_freq(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Radians per position of every pair, instead of theta and scaling."""
+        """Frequency of every pair in radians per position, instead of theta and scaling."""
 
     @_builtins.property
     def axes_dim(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Channels per axis, for "axial" whose axes have different numbers of them; empty, equal parts."""
+        """Channels per axis, for "axial" with different numbers; empty for equal parts."""
 
     @_builtins.property
     def head_axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The axis of every kv head and of the q heads that share it, -1 for heads that do not turn, for "heads"."""
+        """Axis of every kv head and of the q heads that share it, -1 for heads without rotation, for "heads"."""
 
     @_builtins.property
     def axis_scaling(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scaling]:
-        """A change of the frequencies of every axis, instead of scaling; one without a type changes nothing."""
+        """Scaling of the frequencies of each axis, instead of scaling; no type means no scaling."""
 
     def __init__(
         self,
@@ -379,17 +387,17 @@ Global___Rotary: _TypeAlias = Rotary  # noqa: Y015
 
 @_typing.final
 class RotarySettings(_message.Message):
-    """Which rotation."""
+    """Rotation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROTARY_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
-    """That of a profile."""
+    """Rotation of a profile."""
     @_builtins.property
     def rotary(self) -> Global___Rotary:
-        """Written out."""
+        """An explicit rotation."""
 
     def __init__(
         self,
@@ -450,7 +458,7 @@ class CosSinRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     layout: Global___CosSinLayout.ValueType
-    """The form of the tables."""
+    """Form of the tables."""
     @_builtins.property
     def positions(self) -> Global___RotaryPositions:
         """The tokens."""
@@ -461,7 +469,7 @@ class CosSinRequest(_message.Message):
 
     @_builtins.property
     def output(self) -> _tensor_pb2.SharedMemory:
-        """Where the tensors of the answer go instead of into data, as message SharedMemory says; left out, into data."""
+        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
 
     def __init__(
         self,
@@ -483,7 +491,7 @@ Global___CosSinRequest: _TypeAlias = CosSinRequest  # noqa: Y015
 
 @_typing.final
 class CosSinResponse(_message.Message):
-    """Response of CosSin, FLOAT32 but for the complex cache."""
+    """Response of CosSin. All tensors are FLOAT32, except the complex cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,15 +500,15 @@ class CosSinResponse(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cos(self) -> _tensor_pb2.Tensor:
-        """Of PAIRS and TRANSFORMERS: cosines times the attention factor."""
+        """PAIRS and TRANSFORMERS: cosines times the attention factor."""
 
     @_builtins.property
     def sin(self) -> _tensor_pb2.Tensor:
-        """Of PAIRS and TRANSFORMERS: sines times the attention factor."""
+        """PAIRS and TRANSFORMERS: sines times the attention factor."""
 
     @_builtins.property
     def cache(self) -> _tensor_pb2.Tensor:
-        """Of TORCHTITAN: the cache. Of ANGLES: the angles."""
+        """TORCHTITAN: the cache. ANGLES: the angles."""
 
     def __init__(
         self,
@@ -544,7 +552,7 @@ class RotateRequest(_message.Message):
     layout: Global___RotateLayout.ValueType
     """Order of the axes of q and k."""
     conjugate: _builtins.bool
-    """Whether to turn backwards."""
+    """Whether to rotate backwards."""
     @_builtins.property
     def q(self) -> _tensor_pb2.Tensor:
         """FLOAT32, BFLOAT16 or FLOAT16 queries; required."""
@@ -563,7 +571,7 @@ class RotateRequest(_message.Message):
 
     @_builtins.property
     def output(self) -> _tensor_pb2.SharedMemory:
-        """Where the tensors of the answer go instead of into data, as message SharedMemory says; left out, into data."""
+        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
 
     def __init__(
         self,
@@ -605,7 +613,7 @@ class RotateResponse(_message.Message):
 
     @_builtins.property
     def k(self) -> _tensor_pb2.Tensor:
-        """Rotated keys, if there were keys."""
+        """Rotated keys, if the request has keys."""
 
     def __init__(
         self,

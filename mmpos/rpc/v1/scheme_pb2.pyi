@@ -19,9 +19,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Scheme(_message.Message):
-    """A scheme and its parameters. A parameter that the scheme does not have is an error; one left out has the scheme's
-    own default. GetInfo lists names and parameters. A parameter that changes the meaning of an old name will come with a
-    new name, which an old server refuses; a field that an old server does not know it ignores.
+    """A scheme and its parameters. A parameter that the scheme does not have is an error; an absent one has the default of
+    the scheme. GetInfo lists names and parameters. A parameter that changes the meaning of an old name will come with a
+    new name, since old servers refuse unknown names but ignore unknown fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -57,10 +57,10 @@ class Scheme(_message.Message):
     BESIDE_FIELD_NUMBER: _builtins.int
     MARGIN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name, such as "rope-tie"."""
+    """Name, such as "rope-tie"."""
     axes: _builtins.int
-    """Axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2, grid-2d and hunyuan-image: 2 or 3; of xd-rope: 3
-    or more; of ltx2: 3, or 1 for audio.
+    """Number of axes of rope-tie, rope-tie-fractional, rope-tie-lcm, rope-tie-v2, grid-2d and hunyuan-image: 2 or 3; of
+    xd-rope: 3 or more; of ltx2: 3, or 1 for audio.
     """
     rounding: _builtins.str
     """Rounding of rope-tie-v2: "floor"."""
@@ -73,41 +73,41 @@ class Scheme(_message.Message):
     spatial_merge_size: _builtins.int
     """Patches merged along each side in grid-2d."""
     engine: _builtins.str
-    """Whose ids, where engines differ: "transformers" or "serving", in tmrope and tmrope-qwen3."""
+    """Software whose ids to compute in tmrope and tmrope-qwen3: "transformers" or "serving"."""
     counting: _builtins.str
-    """Over which xd-rope counts images: "document" or "batch"."""
+    """Scope of the image count of xd-rope: "document" or "batch"."""
     first_image: _builtins.int
-    """Images before the first one in xd-rope."""
+    """Number of images before the first one in xd-rope."""
     first: _builtins.int
-    """Id of the first row and column in grid-2d: 0, or 1 where class tokens may stand at 0; number of the first image in
-    flux, and id of the first token of text in lumina2: 0 or 1.
+    """Id of the first row and column in grid-2d: 0, or 1 to leave 0 to class tokens; number of the first image in flux,
+    and id of the first text token in lumina2: 0 or 1.
     """
     reference_step: _builtins.int
     """Ids between an image and the next one in flux2."""
     layered: _builtins.bool
     """Whether the last image is the condition of layers, in qwen-image."""
     image_first: _builtins.bool
-    """Whether images stand before the text and lie after it, in lumina2."""
+    """Whether images come before the text in the sequence, but after it in positions, in lumina2."""
     image_at: _builtins.int
-    """Id of the first image in lumina2, longcat-image and ideogram4; 0 in the first two: after the text."""
+    """Id of the first image in lumina2, longcat-image and ideogram4. In the first two, 0 means after the text."""
     text_runs: _builtins.bool
-    """Whether text runs after all grids, instead of being at 0, in joyimage."""
+    """Whether the ids of text continue after all grids, instead of being 0, in joyimage."""
     base_height: _builtins.int
     """Rows of the base grid of cogvideox."""
     base_width: _builtins.int
-    """Columns of it."""
+    """Columns of the base grid of cogvideox."""
     as_released: _builtins.bool
     """Whether cogvideox steps over its crop as diffusers does."""
     causal_offset: _builtins.int
     """Frames of the video in the first latent of ltx and ltx2."""
     frames_per_latent: _builtins.int
-    """Frames of the video, or of the spectrogram, from a latent to the next, in ltx and ltx2."""
+    """Frames of the video, or of the spectrogram, per latent, in ltx and ltx2."""
     ratio: _builtins.int
-    """Patches along each side of one patch of the compressed context of anyflow-far."""
+    """Patches along each side of a patch of the compressed context of anyflow-far."""
     skip_length: _builtins.int
-    """Frames from the first of two to the second and one more, in wan; 0: they are neighbours."""
+    """Frames from the first of two frames to the second, plus one, in wan; 0 for adjacent frames."""
     beside: _builtins.bool
-    """Whether references lie beside the first grid, in wan."""
+    """Whether references are placed next to the first grid, in wan."""
     margin: _builtins.int
     """Ids between text and grids in cosmos3."""
     @_builtins.property
@@ -118,7 +118,7 @@ class Scheme(_message.Message):
 
     @_builtins.property
     def seconds_per_chunk(self) -> _table_pb2.Rational:
-        """Seconds of video and of audio that take turns in tmrope."""
+        """Seconds of video and audio that alternate in tmrope."""
 
     @_builtins.property
     def frame_step(self) -> _table_pb2.Rational:
@@ -130,7 +130,7 @@ class Scheme(_message.Message):
 
     @_builtins.property
     def col_step(self) -> _table_pb2.Rational:
-        """Ids between two columns in the same."""
+        """Ids between two columns in flux3, allegro, kandinsky, ltx and ltx2."""
 
     def __init__(
         self,

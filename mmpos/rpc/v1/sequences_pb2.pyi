@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ImageSize(_message.Message):
-    """The size of an image in pixels, upright."""
+    """Size of an image in pixels, after EXIF orientation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -51,7 +51,7 @@ Global___ImageSize: _TypeAlias = ImageSize  # noqa: Y015
 
 @_typing.final
 class Grid(_message.Message):
-    """The patches of an image or a video after spatial merging."""
+    """Grid of patches of an image or a video, after spatial merging."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,9 +65,9 @@ class Grid(_message.Message):
     width: _builtins.int
     """Columns of patches."""
     frames: _builtins.int
-    """Frames; left out, 1."""
+    """Frames, 1 by default."""
     row_separator: _builtins.bool
-    """Whether every row ends in one more token. A profile with a row marker has it so for all images; others refuse it."""
+    """Whether every row ends in an additional token. Profiles with a row marker set it for all images; others refuse it."""
     @_builtins.property
     def seconds_per_frame(self) -> _table_pb2.Rational:
         """Time between two frames."""
@@ -153,26 +153,26 @@ class Part(_message.Message):
     AUDIO_FIELD_NUMBER: _builtins.int
     CLIP_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text, to be tokenised by the profile's tokenizer; what spells a marker stays text."""
+    """Text for the tokenizer of the profile. Text that spells a marker stays text."""
     image: _builtins.bytes
-    """The bytes of a JPEG, PNG, WebP or GIF file."""
+    """Bytes of a JPEG, PNG, WebP or GIF file."""
     audio: _builtins.int
     """Number of audio tokens; for a profile with an audio marker."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor:
-        """INT32 or INT64 (tokens) ids, taken as they are."""
+        """INT32 or INT64 (tokens) token ids, used unchanged."""
 
     @_builtins.property
     def image_size(self) -> Global___ImageSize:
-        """An image that is known by its size alone."""
+        """Image of which only the size is known."""
 
     @_builtins.property
     def grid(self) -> Global___Grid:
-        """An image that is known by its patches alone."""
+        """Image of which only the grid of patches is known."""
 
     @_builtins.property
     def pixels(self) -> _tensor_pb2.Tensor:
-        """An upright image that is decoded already: UINT8 or UINT16, (height, width) or (height, width, 1 or 3 or 4)."""
+        """Decoded upright image: UINT8 or UINT16, (height, width) or (height, width, 1 or 3 or 4)."""
 
     @_builtins.property
     def clip(self) -> Global___Clip:
@@ -226,7 +226,7 @@ Global___Document: _TypeAlias = Document  # noqa: Y015
 
 @_typing.final
 class SequencesQuery(_message.Message):
-    """A batch of documents and what of them is wanted."""
+    """A batch of documents and the requested results."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,22 +237,22 @@ class SequencesQuery(_message.Message):
     PATCHES_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
-    """Settings of a model; left out, the server's default profile."""
+    """Name of the settings of a model. The default is the server's first profile."""
     start: _builtins.int
-    """Id of the first token of every document; left out, 0."""
+    """Id of the first token of every document, 0 by default."""
     patches: _builtins.bool
-    """Whether pixels are wanted; input_ids and positions need the size of an image only, and are then much cheaper."""
+    """Whether to return pixels. Without them only the size of each image is read, which is much cheaper."""
     @_builtins.property
     def documents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Document]:
         """The documents."""
 
     @_builtins.property
     def scheme(self) -> _scheme_pb2.Scheme:
-        """The scheme; left out, that of the profile."""
+        """Scheme. The default is that of the profile."""
 
     @_builtins.property
     def output(self) -> _tensor_pb2.SharedMemory:
-        """Where the tensors of the answer go instead of into data, as message SharedMemory says; left out, into data."""
+        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ Global___SequencesQuery: _TypeAlias = SequencesQuery  # noqa: Y015
 
 @_typing.final
 class Sequence(_message.Message):
-    """Text and images as a model reads them."""
+    """A sequence of text and images for a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -301,11 +301,11 @@ class Sequence(_message.Message):
     AUDIO_MARGINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def input_ids(self) -> _tensor_pb2.Tensor:
-        """INT32 (tokens); patches and tokens of audio are the ids of the profile's markers."""
+        """INT32 (tokens); patches and audio tokens have the ids of the profile's markers."""
 
     @_builtins.property
     def segments(self) -> _table_pb2.SegmentTable:
-        """The shape of the sequence, one document."""
+        """Segments of the sequence, one document."""
 
     @_builtins.property
     def positions(self) -> _positions_pb2.Positions:
@@ -313,8 +313,8 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def patches(self) -> _tensor_pb2.Tensor:
-        """UINT8 or FLOAT32 (patches, patch_size, patch_size, 3) pixels of all images, before merging; set if they were asked
-        for and there are any.
+        """UINT8 or FLOAT32 (patches, patch_size, patch_size, 3) pixels of all images, before merging; set if requested and
+        not empty.
         """
 
     @_builtins.property
@@ -323,25 +323,25 @@ class Sequence(_message.Message):
 
     @_builtins.property
     def image_spans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each image's patches, and one past the last, row separators included, or of what is between the
-        markers of the video of a clip: two numbers per image.
+        """First patch token of each image and one past the last, including row separators; for a clip, of the tokens between
+        the markers of its video. Two numbers per image.
         """
 
     @_builtins.property
     def image_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """SHA-256, in hex, of each image's file, or of its pixels if they came decoded; empty for an image that came by size."""
+        """SHA-256 in hex of the file of each image, or of its pixels if it was sent decoded; empty if only its size was sent."""
 
     @_builtins.property
     def part_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First token of each part, an image's markers included, then the total."""
+        """First token of each part, including markers, then the number of tokens."""
 
     @_builtins.property
     def image_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Markers before and after the tokens of each image in image_spans: two numbers, or empty for one and one."""
+        """Number of markers before and after the tokens of each image in image_spans; empty for 1 and 1."""
 
     @_builtins.property
     def audio_margins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Markers before and after each segment of audio: two numbers, or empty for none."""
+        """Number of markers before and after each segment of audio; empty for 0 and 0."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ Global___Sequence: _TypeAlias = Sequence  # noqa: Y015
 
 @_typing.final
 class SequenceResult(_message.Message):
-    """What came of one document."""
+    """Result of one document."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -377,11 +377,11 @@ class SequenceResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___Sequence:
-        """The sequence."""
+        """Sequence."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why there is none; the other documents of the batch are not touched by it."""
+        """Error of this document; it does not affect the other documents of the batch."""
 
     def __init__(
         self,
@@ -401,14 +401,14 @@ Global___SequenceResult: _TypeAlias = SequenceResult  # noqa: Y015
 
 @_typing.final
 class Sequences(_message.Message):
-    """What came of a batch."""
+    """Results of a batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceResult]:
-        """One for each document."""
+        """Result of each document."""
 
     def __init__(
         self,
@@ -432,7 +432,7 @@ class BuildRequest(_message.Message):
     QUERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def query(self) -> Global___SequencesQuery:
-        """The batch."""
+        """Batch."""
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class BuildResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> Global___Sequences:
-        """Its sequences."""
+        """Sequences of the batch."""
 
     def __init__(
         self,
@@ -480,10 +480,10 @@ class StreamBuildRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """Chosen by the client and sent back."""
+    """Number chosen by the client and returned with the answer."""
     @_builtins.property
     def query(self) -> Global___SequencesQuery:
-        """The batch."""
+        """Batch."""
 
     def __init__(
         self,
@@ -509,14 +509,14 @@ class StreamBuildResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.int
-    """That of the request."""
+    """Id of the request."""
     @_builtins.property
     def sequences(self) -> Global___Sequences:
-        """The sequences."""
+        """Sequences of the batch."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why there are none."""
+        """Error of the request."""
 
     def __init__(
         self,

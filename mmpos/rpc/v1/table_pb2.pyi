@@ -26,41 +26,41 @@ class _SegmentKind:
 class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEGMENT_KIND_UNSPECIFIED: _SegmentKind.ValueType  # 0
-    """Not a kind: a segment must name one."""
+    """Not a kind; a segment must have one."""
     SEGMENT_KIND_TEXT: _SegmentKind.ValueType  # 1
-    """A run of text tokens, markers such as [IMG] included."""
+    """A run of text tokens, including markers such as [IMG]."""
     SEGMENT_KIND_GRID: _SegmentKind.ValueType  # 2
-    """The patches of an image or a video, in raster order."""
+    """Patches of an image or a video, in raster order."""
     SEGMENT_KIND_PADDING: _SegmentKind.ValueType  # 3
     """Padding."""
     SEGMENT_KIND_AUDIO: _SegmentKind.ValueType  # 4
     """A run of audio tokens."""
     SEGMENT_KIND_CLIP: _SegmentKind.ValueType  # 5
-    """A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
+    """A video whose patches are interleaved by time with its audio: two markers, the tokens, two markers."""
     SEGMENT_KIND_THUMBNAIL: _SegmentKind.ValueType  # 6
-    """A whole picture, small, between two markers, and the tokens after the second one."""
+    """A downscaled picture between two markers, and the tokens after the second marker."""
     SEGMENT_KIND_TILE: _SegmentKind.ValueType  # 7
-    """A part of the picture of the thumbnail before it, also between two markers."""
+    """A part of the picture of the preceding thumbnail, between two markers."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
-    """What a segment is."""
+    """Kind of a segment."""
 
 SEGMENT_KIND_UNSPECIFIED: SegmentKind.ValueType  # 0
-"""Not a kind: a segment must name one."""
+"""Not a kind; a segment must have one."""
 SEGMENT_KIND_TEXT: SegmentKind.ValueType  # 1
-"""A run of text tokens, markers such as [IMG] included."""
+"""A run of text tokens, including markers such as [IMG]."""
 SEGMENT_KIND_GRID: SegmentKind.ValueType  # 2
-"""The patches of an image or a video, in raster order."""
+"""Patches of an image or a video, in raster order."""
 SEGMENT_KIND_PADDING: SegmentKind.ValueType  # 3
 """Padding."""
 SEGMENT_KIND_AUDIO: SegmentKind.ValueType  # 4
 """A run of audio tokens."""
 SEGMENT_KIND_CLIP: SegmentKind.ValueType  # 5
-"""A video whose patches are merged by time with its audio: two markers, the merged tokens, two markers."""
+"""A video whose patches are interleaved by time with its audio: two markers, the tokens, two markers."""
 SEGMENT_KIND_THUMBNAIL: SegmentKind.ValueType  # 6
-"""A whole picture, small, between two markers, and the tokens after the second one."""
+"""A downscaled picture between two markers, and the tokens after the second marker."""
 SEGMENT_KIND_TILE: SegmentKind.ValueType  # 7
-"""A part of the picture of the thumbnail before it, also between two markers."""
+"""A part of the picture of the preceding thumbnail, between two markers."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
@@ -72,9 +72,9 @@ class Rational(_message.Message):
     NUMERATOR_FIELD_NUMBER: _builtins.int
     DENOMINATOR_FIELD_NUMBER: _builtins.int
     numerator: _builtins.int
-    """From 0, which stands for "not given" whatever the denominator, to 2^31 - 1."""
+    """0 to 2^31 - 1; 0 means that no time is given, whatever the denominator."""
     denominator: _builtins.int
-    """From 1 to 2^31 - 1."""
+    """1 to 2^31 - 1."""
     def __init__(
         self,
         *,
@@ -91,8 +91,8 @@ Global___Rational: _TypeAlias = Rational  # noqa: Y015
 
 @_typing.final
 class SegmentTable(_message.Message):
-    """What stands where in a batch of documents, before any scheme places it. All lists but the last four have one
-    entry per segment; segments of a document are adjacent.
+    """Segments of a batch of documents, before placement by a scheme. All lists but the last four have one entry per
+    segment; the segments of a document are adjacent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -107,36 +107,36 @@ class SegmentTable(_message.Message):
     EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[Global___SegmentKind.ValueType]:
-        """What each segment is."""
+        """Kind of each segment."""
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Frames of each grid and clip; 1 for all else. Empty: all 1."""
+        """Frames of each grid and clip; 1 for all other kinds. Empty if all are 1."""
 
     @_builtins.property
     def height(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows of patches of each grid, clip, thumbnail or tile after spatial merging; 1 for text, audio and padding."""
+        """Rows of patches of each grid, clip, thumbnail or tile, after spatial merging; 1 for text, audio and padding."""
 
     @_builtins.property
     def width(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Columns of patches after spatial merging; the number of tokens of text, audio and padding."""
+        """Columns of patches, after spatial merging; the number of tokens for text, audio and padding."""
 
     @_builtins.property
     def segments_per_document(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Segments of each document, at least 1."""
+        """Number of segments of each document, at least 1."""
 
     @_builtins.property
     def seconds_per_frame(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rational]:
-        """Time between two frames of each segment; empty if none is given, else one entry per segment."""
+        """Time between two frames of each segment; empty if no segment has one."""
 
     @_builtins.property
     def row_separator_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Segments, ascending from 0, that are grids whose every row ends in one more token."""
+        """Indices, ascending, of the grids in which every row ends in an additional token."""
 
     @_builtins.property
     def extra_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of each clip, thumbnail and tile beside patches and markers, in order: the audio of a clip, the tokens after a
-        thumbnail or a tile. Empty if all are 0.
+        """Tokens of each clip, thumbnail and tile in addition to patches and markers, in order: the audio of a clip, the
+        tokens after a thumbnail or a tile. Empty if all are 0.
         """
 
     def __init__(
@@ -161,7 +161,9 @@ Global___SegmentTable: _TypeAlias = SegmentTable  # noqa: Y015
 
 @_typing.final
 class Placeholders(_message.Message):
-    """Ids of the tokens that stand for patches and audio, end rows of patches, or surround thumbnails and tiles."""
+    """Ids of the placeholder tokens of patches and audio, the tokens that end rows, and the tokens around thumbnails and
+    tiles.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,23 +173,23 @@ class Placeholders(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     CROPS_FIELD_NUMBER: _builtins.int
     image: _builtins.int
-    """Stands for every patch of an image."""
+    """Placeholder of each patch of an image."""
     video: _builtins.int
-    """Stands for every patch of a video."""
+    """Placeholder of each patch of a video."""
     audio: _builtins.int
-    """Stands for every token of audio; left out, audio is text. Where it follows that of videos without text, they are a
-    clip.
+    """Placeholder of each audio token; if absent, audio is text. Audio directly after video placeholders forms a clip
+    with them.
     """
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens after every row of a grid but the last, and after the last: two numbers, or empty where rows follow each
-        other. Twice the id of patches where every row ends in one more of them, and one more may stand before the grid and
-        one after it.
+        """Token after every row of a grid but the last, and token after the last row; empty if nothing is between rows. Both
+        are the image placeholder if every row ends in one more of it; then one more may precede and one more may follow
+        the grid.
         """
 
     @_builtins.property
     def crops(self) -> Global___CropMarkers:
-        """The tokens around thumbnails and tiles; left out, pictures are grids."""
+        """Tokens around thumbnails and tiles; if absent, pictures are grids."""
 
     def __init__(
         self,
@@ -233,15 +235,15 @@ class CropMarkers(_message.Message):
     TILE_END_FIELD_NUMBER: _builtins.int
     NEWLINE_FIELD_NUMBER: _builtins.int
     thumbnail_start: _builtins.int
-    """Before the patches of a thumbnail."""
+    """Token before the patches of a thumbnail."""
     thumbnail_end: _builtins.int
-    """After them."""
+    """Token after them."""
     tile_start: _builtins.int
-    """Before the patches of a tile."""
+    """Token before the patches of a tile."""
     tile_end: _builtins.int
-    """After them."""
+    """Token after them."""
     newline: _builtins.int
-    """Between two rows of tiles."""
+    """Token between two rows of tiles."""
     def __init__(
         self,
         *,
@@ -264,7 +266,7 @@ class PositionTable(_message.Message):
     """The positions of a batch of documents: a few integers per segment that hold the id of every token exactly.
     Nothing in it depends on the scheme that made it.
 
-    The norm for its expansion, in any language, with div and mod of non-negative integers:
+    Its expansion, in any language, with div and mod of non-negative integers:
 
       for token g from 0 to num_tokens - 1:
         s     = the last segment with offset[s] <= g
@@ -290,21 +292,21 @@ class PositionTable(_message.Message):
     FRACTIONAL_FIELD_NUMBER: _builtins.int
     SCHEME_FIELD_NUMBER: _builtins.int
     table: _builtins.bytes
-    """(5 + 4 * axes, segments) int64, little-endian, one row after the other: offset, skip, height, width,
-    denominator, and then origin, step_frame, step_row, step_col of axis 0, the same of axis 1, and so on.
+    """(5 + 4 * axes, segments) int64, little-endian, row by row: offset, skip, height, width, denominator, then origin,
+    step_frame, step_row and step_col of axis 0, of axis 1, and so on.
     """
     documents: _builtins.bytes
-    """(4, documents) int64, little-endian, one row after the other: first segment, first token, next position, delta.
-    The last two are -2^63 where the scheme has none; next positions are otherwise from -2^31 to 2^31.
+    """(4, documents) int64, little-endian, row by row: first segment, first token, next position, delta. The last two are
+    -2^63 if the scheme has no next position; otherwise next positions are between -2^31 and 2^31.
     """
     num_tokens: _builtins.int
-    """Tokens in all, padding included."""
+    """Number of tokens, including padding."""
     axes: _builtins.int
-    """Numbers in a position."""
+    """Number of position axes."""
     fractional: _builtins.bool
-    """Whether ids may be fractions; a property of the scheme, not of the batch."""
+    """Whether ids may be fractional; a property of the scheme, not of the batch."""
     scheme: _builtins.str
-    """The scheme's name and parameters, in words; no id depends on it."""
+    """Name and parameters of the scheme as text; no id depends on it."""
     def __init__(
         self,
         *,

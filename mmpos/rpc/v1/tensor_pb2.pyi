@@ -26,7 +26,7 @@ class _DataType:
 class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DATA_TYPE_UNSPECIFIED: _DataType.ValueType  # 0
-    """Not a type: a tensor must name one."""
+    """Not a type; a tensor must have one."""
     DATA_TYPE_UINT8: _DataType.ValueType  # 1
     """Unsigned, 8 bits."""
     DATA_TYPE_INT32: _DataType.ValueType  # 2
@@ -47,10 +47,10 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     """Unsigned, 16 bits."""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
-    """How the numbers of a tensor are written."""
+    """Encoding of the numbers of a tensor."""
 
 DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
-"""Not a type: a tensor must name one."""
+"""Not a type; a tensor must have one."""
 DATA_TYPE_UINT8: DataType.ValueType  # 1
 """Unsigned, 8 bits."""
 DATA_TYPE_INT32: DataType.ValueType  # 2
@@ -73,20 +73,19 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
-    """A part of a POSIX shared memory object on the machine that client and server share. The object is the client's, who
-    made it and who removes it; it belongs to the user of the server. Taken by a server that tells a
-    shared_memory_prefix, and refused with UNIMPLEMENTED by every other one that knows this message; one that does not
-    know it ignores it.
+    """A part of a POSIX shared memory object, if client and server run on the same machine. The client creates and removes
+    the object; its owner must be the user of the server. Servers with a shared_memory_prefix accept it. Other servers
+    refuse it with UNIMPLEMENTED, or ignore it if they are older than this message.
 
-    On Linux the object may also be a symbolic link of that name to /proc/PID/fd/N, where process PID of the server's user
-    has a memfd of the same name, without the "/", open as N. One with the seal F_SEAL_SHRINK is not copied where the
-    server need not: it rotates from object to object.
+    On Linux the object may also be a symbolic link of that name to /proc/PID/fd/N, where process PID of the server's
+    user has a memfd of the same name, without the "/", open as N. If it has the seal F_SEAL_SHRINK, the server can
+    rotate from object to object without a copy.
 
-    As the output of a request it is where the tensors of the answer go: one after the other, each at a multiple of 64
-    bytes from the first byte, and their shared says where; one without numbers has no place there. If they do not fit,
-    the request is refused with the bytes they need in the message, and in trailing metadata "mmpos-output-bytes" of a
-    call. Nothing else may use the part until the answer is there; without an answer nobody knows when the server is done
-    with it, and what it then holds means nothing.
+    As the output of a request, it receives the tensors of the answer, one after another, each at a multiple of 64 bytes
+    from the first byte; their field shared has the place. Tensors without elements take no space. If they do not fit,
+    the request fails; the message, and for a call the trailing metadata "mmpos-output-bytes", has the required number of
+    bytes. Do not use the part until the answer has arrived. Without an answer, the server may still write to it, and its
+    contents are undefined.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -95,11 +94,11 @@ class SharedMemory(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     BYTE_SIZE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Name of the object, as shm_open takes it: "/", then the prefix, then what the client likes."""
+    """Name of the object, as for shm_open: "/", the prefix, and any rest."""
     offset: _builtins.int
-    """First byte of the part."""
+    """Offset of the part in bytes."""
     byte_size: _builtins.int
-    """Bytes of the part, at least 1."""
+    """Size of the part in bytes, at least 1."""
     def __init__(
         self,
         *,
@@ -126,17 +125,17 @@ class Tensor(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     dtype: Global___DataType.ValueType
-    """How its numbers are written."""
+    """Encoding of the numbers."""
     data: _builtins.bytes
-    """The numbers, little-endian, last axis fastest, without gaps: product of shape times the size of dtype bytes."""
+    """Numbers, little-endian, contiguous in row-major order: product of shape times the size of dtype bytes."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its extents; none for a single number."""
+        """Shape; empty for a single number."""
 
     @_builtins.property
     def shared(self) -> Global___SharedMemory:
-        """Where the same bytes lie instead of in data, as many as byte_size says. The client must leave them alone until it
-        has the answer to the request; a request without an answer may be read for as long as the server likes.
+        """Shared memory with the same bytes instead of data, byte_size of them. The client must not change them before the
+        answer has arrived. Without an answer, the server may still read them.
         """
 
     def __init__(

@@ -1,11 +1,11 @@
-// Read the vectors with node alone, and compare three schemes of one's own with them: reader.js FOLDER.
+// Read the vectors with node alone, and compare them with three schemes implemented here: reader.js FOLDER.
 const { createHash } = require("node:crypto");
 const { readFileSync } = require("node:fs");
 
 const AXES = { flatten: 1, "rope-tie": 2, mrope: 3 };
 const range = (start, stop) => Array.from({ length: stop - start }, (_, n) => start + n);
 
-// Ids of a grid, and the next position.
+// Return the ids of a grid, and the next position.
 function grid(scheme, cursor, [frames, height, width]) {
   const places = range(0, frames * height * width).map((n) => [
     Math.floor(n / (height * width)), Math.floor(n / width) % height, n % width]);
@@ -15,7 +15,7 @@ function grid(scheme, cursor, [frames, height, width]) {
   return [places.map(([, i, j]) => [before + row * (i + 1), before + column * (j + 1)]), before + row * column];
 }
 
-// Ids of a document, and the next position.
+// Return the ids of a document, and the next position.
 function place(scheme, { start, segments }) {
   let [ids, cursor] = [[], start];
   for (const part of segments) {
@@ -26,10 +26,10 @@ function place(scheme, { start, segments }) {
   return [ids, cursor];
 }
 
-// Ids by axes.
+// Answer a question with ids, axis by axis.
 function answer(scheme, documents, { ask, document = 0, start, stop, steps, length, keep, side }) {
   const byAxis = (tokens) => range(0, AXES[scheme]).map((axis) => tokens.map((token) => token[axis]));
-  const placed = documents.map((each) => place(scheme, each));
+  const placed = documents.map((parts) => place(scheme, parts));
   const [ids, following] = placed[document];
   const at = (n) => ids[n] ?? Array(AXES[scheme]).fill(following + n - ids.length);
   if (ask === "packed") return byAxis(placed.flatMap(([own]) => own));
@@ -48,7 +48,7 @@ function answer(scheme, documents, { ask, document = 0, start, stop, steps, leng
 const [folder, counts] = [process.argv[2], { true: 0, false: 0 }];
 for (const [path, digest] of Object.entries(JSON.parse(readFileSync(`${folder}/manifest.json`)).files)) {
   const data = readFileSync(`${folder}/${path}`);
-  if (createHash("sha256").update(data).digest("hex") !== digest) throw Error(`${path}: another checksum`);
+  if (createHash("sha256").update(data).digest("hex") !== digest) throw Error(`${path}: the checksum differs from the manifest`);
   for (const { scheme, documents, cases } of data.toString().trimEnd().split("\n").map((line) => JSON.parse(line))) {
     if (!(scheme?.name in AXES) || JSON.stringify([scheme.parameters, documents]).match(/axes|row_separator/)) continue;
     for (const { want, ...question } of cases.filter(({ ask }) => ask !== "rotation")) {

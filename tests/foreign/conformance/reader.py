@@ -1,4 +1,4 @@
-"""Read the vectors without mmpos, and compare three schemes of one's own with them: reader.py FOLDER."""
+"""Read the vectors without mmpos, and compare them with three schemes implemented here: reader.py FOLDER."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ AXES = {"flatten": 1, "rope-tie": 2, "mrope": 3}
 
 
 def place(scheme: str, document: Any) -> tuple[list[Any], int]:
-    """Ids of a document, (tokens, axes), and its next position."""
+    """Return the ids of a document, (tokens, axes), and its next position."""
     ids: list[Any] = []
     cursor = document["start"]
     for part in document["segments"]:
@@ -32,7 +32,7 @@ def place(scheme: str, document: Any) -> tuple[list[Any], int]:
 
 
 def answer(scheme: str, placed: list[Any], case: Any) -> Any:
-    """Ids that a question about documents asks for, axis by axis."""
+    """Answer a question about documents with ids, axis by axis."""
     axes, ask, (ids, following) = range(AXES[scheme]), case["ask"], placed[case.get("document", 0)]
     if ask == "padded":
         gaps = [[[None] * 3] * (case["length"] - len(own)) for own, _ in placed]
@@ -49,11 +49,11 @@ if __name__ == "__main__":
     folder, counts = Path(sys.argv[1]), {True: 0, False: 0}
     for path, digest in json.loads((folder / "manifest.json").read_bytes())["files"].items():
         if hashlib.sha256(data := (folder / path).read_bytes()).hexdigest() != digest:
-            sys.exit(f"{path}: another checksum than that of the manifest")
-        for told in map(json.loads, data.decode().splitlines()):
-            scheme = told.get("scheme", {"name": None})
-            if scheme["name"] in AXES and not scheme["parameters"] and "row_sep" not in str(told["documents"]):
-                made = [place(scheme["name"], document) for document in told["documents"]]
-                for case in (case for case in told["cases"] if case["ask"] != "rotation"):
-                    counts[answer(scheme["name"], made, case) == case["want"]["position_ids"]] += 1
+            sys.exit(f"{path}: the checksum differs from the manifest")
+        for group in map(json.loads, data.decode().splitlines()):
+            scheme = group.get("scheme", {"name": None})
+            if scheme["name"] in AXES and not scheme["parameters"] and "row_sep" not in str(group["documents"]):
+                placed = [place(scheme["name"], document) for document in group["documents"]]
+                for case in (case for case in group["cases"] if case["ask"] != "rotation"):
+                    counts[answer(scheme["name"], placed, case) == case["want"]["position_ids"]] += 1
     print(f"{counts[True]} the same, {counts[False]} different")

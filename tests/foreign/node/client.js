@@ -1,5 +1,5 @@
-// A client that shares nothing with mmpos but the .proto files: node client.js ADDRESS PROTO GOLDEN IMAGE
-// prints as JSON what the server answered, and how many ids of the golden file it answered rightly.
+// A client that shares only the .proto files with mmpos: node client.js ADDRESS PROTO GOLDEN IMAGE
+// prints the answers of the server as JSON, and which cases of the golden file were wrong.
 "use strict";
 
 const fs = require("node:fs");
@@ -22,7 +22,7 @@ function call(client, method, request) {
   });
 }
 
-// All answers to these requests, in the order in which they came.
+// Return all answers to these requests, in the order of their arrival.
 function stream(client, method, requests) {
   return new Promise((resolve, reject) => {
     const answers = [];
@@ -35,7 +35,7 @@ function stream(client, method, requests) {
   });
 }
 
-// One batch of golden documents of one scheme, as a query.
+// Encode a batch of golden documents of one scheme as a query.
 function query(cases) {
   const parts = cases.flatMap((golden) => golden.document);
   const text = (part) => part[0] === "text";
@@ -56,7 +56,7 @@ function query(cases) {
   };
 }
 
-// Whether these positions are those of the golden documents, id by id.
+// Return whether these positions equal the golden ones, id by id.
 function equal(positions, cases) {
   const want = cases[0].position_ids.map((_, axis) => cases.flatMap((golden) => golden.position_ids[axis]));
   const next = cases.map((golden) => golden.next_position).filter((position) => position !== null);
@@ -67,20 +67,20 @@ function equal(positions, cases) {
 async function golden(client) {
   const cases = JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases;
   const wrong = [];
-  for (const [i, one] of cases.entries()) {
-    const { positions } = await call(client, "Place", { query: query([one]) });
-    if (!equal(positions, [one])) wrong.push(i);
+  for (const [i, document] of cases.entries()) {
+    const { positions } = await call(client, "Place", { query: query([document]) });
+    if (!equal(positions, [document])) wrong.push(i);
   }
   return { cases: cases.length, wrong };
 }
 
-// The golden documents again, a batch for each scheme, and in their middle one that is wrong.
+// Stream the golden documents again, one batch per scheme, with an invalid query among them.
 async function batches(client) {
   const groups = new Map();
-  for (const one of JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases) {
-    // Schemes without a next position have one start for all documents.
-    const key = `${one.scheme} ${one.axes} ${one.next_position === null ? one.start : ""}`;
-    groups.set(key, [...(groups.get(key) || []), one]);
+  for (const document of JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases) {
+    // Schemes without a next position take one start for all documents.
+    const key = `${document.scheme} ${document.axes} ${document.next_position === null ? document.start : ""}`;
+    groups.set(key, [...(groups.get(key) || []), document]);
   }
   const all = [...groups.values()];
   const requests = all.map((cases, i) => ({ id: i + 1, query: query(cases) }));
@@ -110,7 +110,7 @@ async function sequences(client) {
   });
 }
 
-// The code and the message of a call that is wrong.
+// Return the code and the message of an invalid call.
 async function refusal(client) {
   const zero = { kind: ["SEGMENT_KIND_GRID"], height: [0], width: [2], segments_per_document: [1] };
   try {
@@ -122,10 +122,10 @@ async function refusal(client) {
 
 async function main() {
   const [info, positions, texts] = [v1.InfoService, v1.PositionService, v1.SequenceService].map(connect);
-  const found = await call(info, "GetInfo", {});
+  const server = await call(info, "GetInfo", {});
   const summary = {
-    version: found.version,
-    schemes: found.schemes.map((scheme) => scheme.name),
+    version: server.version,
+    schemes: server.schemes.map((scheme) => scheme.name),
     golden: await golden(positions),
     stream: await batches(positions),
     sequences: await sequences(texts),

@@ -1,7 +1,7 @@
-// A placed table becomes ids, as the norm in table.proto says; nothing here knows a scheme.
+// Expand a placed table to ids as table.proto specifies, for any scheme.
 "use strict";
 
-// Little-endian as on every platform that Node runs on; copied, since a Buffer may start at any byte.
+// Node only runs on little-endian platforms; the copy is needed because a Buffer may be unaligned.
 const int64s = (bytes) => new BigInt64Array(new Uint8Array(bytes).buffer);
 
 const gcd = (a, b) => (b === 0n ? a : gcd(b, a % b));
@@ -13,7 +13,7 @@ function ratio(numerator, denominator) {
   return whole ? `${numerator / common}` : `${numerator / common}/${denominator / common}`;
 }
 
-// Ids of all tokens, one list of exact numbers per axis.
+// Return the ids of all tokens, one list of exact numbers per axis.
 function expand(table) {
   const rows = int64s(table.table);
   const segments = rows.length / (5 + 4 * table.axes);

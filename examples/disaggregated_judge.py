@@ -1,4 +1,4 @@
-"""The judge of disaggregated.py: places every whole sequence at once, and compares the workers' reports with it."""
+"""The judge of disaggregated.py: place every whole sequence at once, and compare the reports of workers with it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The report of a worker on one window; see Witness.tell."""
+    """Report of a worker on one window; see Witness.report."""
 
     worker: str
-    what: str
+    label: str
     request: int
     start: int
     positions: PositionsResult
@@ -30,7 +30,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The report of a worker on the end of a request; see Witness.tell_end."""
+    """Report of a worker at the end of a request; see Witness.report_end."""
 
     worker: str
     request: int
@@ -40,7 +40,7 @@ class End:
 
 
 class Whole:
-    """A request with all that was generated, as one sequence that is placed and rotated at once."""
+    """Request with all generated tokens, as one sequence placed and rotated at once."""
 
     def __init__(self, request: int, generated: Array) -> None:
         self.sequence = BUILDER.build([*REQUESTS[request], generated.tolist()])
@@ -50,21 +50,21 @@ class Whole:
         self.keys = self.sequence.block_keys(BLOCK)
 
     def against(self, window: Window) -> list[str]:
-        """List what is wrong about a window."""
+        """List the properties of a window that disagree."""
         here = slice(window.start, window.start + window.ids.size)
         same = window.ids == self.sequence.input_ids[here]
         assert window.positions.table is not None
         assert window.positions.deltas is not None
         agree = {
-            "token ids": same.all() or (window.what.startswith("draft") and same[0]),  # the last are wrong on purpose
+            "token ids": same.all() or (window.label.startswith("draft") and same[0]),  # drafts end in wrong tokens
             "positions": np.array_equal(window.positions.table.dense(), self.positions[:, here]),
             "delta": np.array_equal(window.positions.deltas, self.sequence.positions.deltas),
             "q and k": np.array_equal(window.turned[same], self.turned[here][same]),
         }
-        return [name for name, right in agree.items() if not right]
+        return [name for name, is_equal in agree.items() if not is_equal]
 
     def against_end(self, end: End) -> list[str]:
-        """List what is wrong about the end; a token is right if all k before it, bit for bit, make it."""
+        """List the properties of the end that disagree; a token must follow from the exact bits of all k before it."""
         k = self.turned[:, 1]
         tokens = [next_token(k[:stop]) for stop in range(self.prompt, len(k))]
         agree = {
@@ -72,55 +72,57 @@ class Whole:
             "k": np.array_equal(end.k, k),
             "block keys": end.keys.tobytes() == b"".join(self.keys),
         }
-        return [name for name, right in agree.items() if not right]
+        return [name for name, is_equal in agree.items() if not is_equal]
 
 
 def judge(messages: Mapping[str, Sequence[bytes]]) -> int:
-    """Print an account of what each worker reported; returns 1 if anything disagrees with the whole."""
-    reports = [one for worker, lines in messages.items() for one in _read(worker, lines)]
-    windows = [one for one in reports if isinstance(one, Window)]
-    ends = {one.request: one for one in reports if isinstance(one, End)}
+    """Print a summary of the reports of each worker; return 1 if anything disagrees with the whole sequence."""
+    reports = [report for worker, lines in messages.items() for report in _read(worker, lines)]
+    windows = [report for report in reports if isinstance(report, Window)]
+    ends = {report.request: report for report in reports if isinstance(report, End)}
     wholes = [Whole(request, ends[request].generated) for request in range(len(REQUESTS))]
     wrong = 0
-    for (worker, request, what), group in groupby(windows, lambda one: (one.worker, one.request, one.what)):
-        of_a_kind = list(group)
-        last = of_a_kind[-1].start + of_a_kind[-1].ids.size - 1
-        faults = [fault for one in of_a_kind for fault in wholes[request].against(one)]
-        tokens = f"tokens {of_a_kind[0].start:3} to {last:3}"
-        wrong += _line(worker, request, f"{tokens}  {len(of_a_kind):2} × {what}", faults)
+    for (worker, request, label), group in groupby(
+        windows, lambda window: (window.worker, window.request, window.label)
+    ):
+        run = list(group)
+        last = run[-1].start + run[-1].ids.size - 1
+        faults = [fault for window in run for fault in wholes[request].against(window)]
+        tokens = f"tokens {run[0].start:3} to {last:3}"
+        wrong += _line(worker, request, f"{tokens}  {len(run):2} × {label}", faults)
     for request, end in sorted(ends.items()):
-        what = f"all {len(end.k)} tokens in the end, {end.generated.size} of them generated"
-        wrong += _line(end.worker, request, what, wholes[request].against_end(end))
+        text = f"all {len(end.k)} tokens in the end, {end.generated.size} of them generated"
+        wrong += _line(end.worker, request, text, wholes[request].against_end(end))
     wrong += _line("prefill 1", 1, "a photograph came from the cache", _reuse(windows, *wholes))
     print("not everything agrees" if wrong else f"{len(windows)} windows agree with the whole, placed at once")
     return int(wrong > 0)
 
 
 def _reuse(windows: Sequence[Window], first: Whole, second: Whole) -> list[str]:
-    """List what is wrong about the blocks that the second request has in common with the first."""
+    """List what is wrong about the cached blocks that the second request shares with the first."""
     shared = BLOCK * sum(a == b for a, b in zip(first.keys, second.keys, strict=False))
-    begun = next(window.start for window in windows if window.request == 1)
-    agree = {"start": begun == shared, "photograph": second.sequence.image_spans[0, 1] <= shared}
-    return [name for name, right in agree.items() if not right]
+    start = next(window.start for window in windows if window.request == 1)
+    agree = {"start": start == shared, "photograph": second.sequence.image_spans[0, 1] <= shared}
+    return [name for name, is_equal in agree.items() if not is_equal]
 
 
-def _line(worker: str, request: int, what: str, faults: Sequence[str]) -> bool:
+def _line(worker: str, request: int, text: str, faults: Sequence[str]) -> bool:
     verdict = "DISAGREE: " + ", ".join(dict.fromkeys(faults)) if faults else "agree"
-    print(f"{worker:9}  request {request}  {what:57}{verdict}")
+    print(f"{worker:9}  request {request}  {text:57}{verdict}")
     return bool(faults)
 
 
 def _read(worker: str, messages: Sequence[bytes]) -> Iterator[Window | End]:
-    left = iter(messages)
-    for message in left:
-        what = sequences_pb2.Part.FromString(message).text
-        place = positions_pb2.Window.FromString(next(left))
-        if what == "end":
-            yield End(worker, place.documents[0], *(_tensor(next(left)) for _ in range(3)))
+    unread = iter(messages)
+    for message in unread:
+        label = sequences_pb2.Part.FromString(message).text
+        place = positions_pb2.Window.FromString(next(unread))
+        if label == "end":
+            yield End(worker, place.documents[0], *(_tensor(next(unread)) for _ in range(3)))
         else:
-            positions = get_result("positions", positions_pb2.Positions.FromString(next(left)))
-            arrays = [_tensor(next(left)) for _ in range(2)]
-            yield Window(worker, what, place.documents[0], place.starts[0], positions, *arrays)
+            positions = get_result("positions", positions_pb2.Positions.FromString(next(unread)))
+            arrays = [_tensor(next(unread)) for _ in range(2)]
+            yield Window(worker, label, place.documents[0], place.starts[0], positions, *arrays)
 
 
 def _tensor(message: bytes) -> Array:

@@ -1,4 +1,4 @@
-"""The workers of disaggregated.py, their messages, and a stand-in for a model: q and k, rotated."""
+"""The workers of disaggregated.py, their messages, and a stand-in for a model: rotated q and k."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ M = TypeVar("M", bound=Message)
 
 
 def send(to: Connection, message: Message) -> None:
-    """Send the bytes of a message, and nothing else."""
+    """Send a message as bytes."""
     to.send_bytes(message.SerializeToString())
 
 
 def receive(source: Connection, kind: type[M]) -> M:
-    """The next message, of this kind."""
+    """Receive the next message, which must be of this type."""
     return kind.FromString(source.recv_bytes())
 
 
 def tensor(array: Array) -> tensor_pb2.Tensor:
-    """An array as a message."""
+    """Convert an array to a message."""
     message = tensor_pb2.Tensor()
     put_tensor(message, array)
     return message
@@ -47,33 +47,33 @@ def tensor(array: Array) -> tensor_pb2.Tensor:
 
 @dataclasses.dataclass
 class Witness:
-    """Tells the judge what a worker has made of a window.
+    """Reporter of the results of a worker to the judge.
 
     Args:
-        judge: compares it with the whole.
-        forgets: whether this worker forgets the delta, to see that the judge notices.
+        judge: connection to the judge.
+        forgets: whether this worker loses the delta, to check that the judge notices.
     """
 
     judge: Connection
     forgets: bool
 
     def sequence(self, message: sequences_pb2.Sequence) -> InterleavedSequence:
-        """The sequence of a message, as this worker understands it."""
+        """Read the sequence of a message, without its delta if this worker forgets it."""
         sequence = get_sequence("sequence", message)
         return dataclasses.replace(sequence, positions=_without_delta(sequence.positions)) if self.forgets else sequence
 
-    def tell(self, what: str, request: int, start: int, window: PositionTable, ids: Array, turned: Array) -> None:
+    def report(self, label: str, request: int, start: int, window: PositionTable, ids: Array, turned: Array) -> None:
         """Report a window of a request: its positions and delta, its token ids, and its rotated q and k."""
         positions = positions_pb2.Positions()
         put_result(positions, PositionsResult.of(window))
-        send(self.judge, sequences_pb2.Part(text=what))
+        send(self.judge, sequences_pb2.Part(text=label))
         send(self.judge, positions_pb2.Window(documents=[request], starts=[start], lengths=[window.num_tokens]))
         send(self.judge, positions)
         send(self.judge, tensor(ids))
         send(self.judge, tensor(turned))
 
-    def tell_end(self, request: int, generated: Array, k: Array, keys: list[bytes]) -> None:
-        """Report what there is of a request in the end: tokens after the prompt, all rotated k, all block keys."""
+    def report_end(self, request: int, generated: Array, k: Array, keys: list[bytes]) -> None:
+        """Report the final state of a request: tokens after the prompt, all rotated k, and all block keys."""
         send(self.judge, sequences_pb2.Part(text="end"))
         send(self.judge, positions_pb2.Window(documents=[request]))
         for array in (generated, k, np.frombuffer(b"".join(keys), np.uint8)):
@@ -81,7 +81,7 @@ class Witness:
 
 
 def _without_delta(positions: PositionTable) -> PositionTable:
-    """The mistake of systems that lose the delta on the way: the next position is the number of tokens."""
+    """Set the next position to the number of tokens, the usual mistake of systems that lose the delta."""
     documents = positions.documents.copy()
     documents[2:] = [[positions.num_tokens], [0]]
     return PositionTable.from_arrays(
@@ -101,25 +101,25 @@ _SIN = [(-1) ** n / factorial(2 * n + 1) for n in range(14)]
 
 
 def embed_text(ids: Array) -> Array:
-    """(tokens, 2, heads, head_dim) q and k of text, before rotation."""
+    """Return (tokens, 2, heads, head_dim) q and k of text before rotation."""
     return _WORDS[ids]
 
 
 def embed(sequence: InterleavedSequence) -> Array:
-    """(tokens, 2, heads, head_dim) q and k of a sequence with its pixels, before rotation."""
+    """Return (tokens, 2, heads, head_dim) q and k of a sequence with its pixels before rotation."""
     states = embed_text(sequence.input_ids)
     assert sequence.patches is not None
-    # Whole numbers, so that a sum has the same bits however the tokens are batched.
+    # Integers, so that sums are exact for every batching of tokens.
     pixels = sequence.patches.reshape(-1, len(_PIXELS)).astype(np.int64) @ _PIXELS
     states[sequence.token_type_ids == 1] = (pixels / 2.0**16).reshape(-1, 2, HEADS, HEAD_DIM)
     return states
 
 
 def rotate(x: Array, ids: Array) -> Array:
-    """Rotate (tokens, 2, heads, head_dim) by (axes, tokens) ids: what apply_rotary does, in numpy.
+    """Rotate (tokens, 2, heads, head_dim) by (axes, tokens) ids, as apply_rotary does, in numpy.
 
-    The angle is a whole number of 2⁻⁶⁴ turns, and sums and products are all there is to cos and sin: the same bits
-    wherever a window begins, which np.cos does not promise.
+    The angle is an integer multiple of 2⁻⁶⁴ turns, and cos and sin use only sums and products: the bits do not depend
+    on the start of a window, which np.cos does not guarantee.
     """
     turn = ids.astype(np.int64).view(np.uint64)[ROTARY.pair_axis].T * ROTARY.turns
     angle = turn.view(np.int64) * (2 * pi * 2.0**-64)
@@ -130,28 +130,28 @@ def rotate(x: Array, ids: Array) -> Array:
 
 
 def next_token(k: Array) -> int:
-    """The token after those whose rotated k this is: another one if a single bit of them differs."""
+    """Return the token after those with these rotated k; it changes if a single bit of k changes."""
     return zlib.crc32(k.tobytes()) % 256
 
 
 BLOCK = 16
-"""Tokens of a block of the cache."""
+"""Number of tokens in a block of the cache."""
 
 CHUNK = 20
-"""Tokens that prefill takes at a time, wherever that cuts an image."""
+"""Number of tokens per prefill chunk; chunks may cut images."""
 
 _PHOTOS = Path(mmpos.__file__).parent / "photos"
 REQUESTS: Sequence[list[str | Path]] = (
     ["Look here: ", _PHOTOS / "coffee.jpg", " This is one. And here: ", _PHOTOS / "chelsea.jpg", " Who drinks what?"],
     ["Look here: ", _PHOTOS / "coffee.jpg", " This is one. Is it still hot?"],
 )
-"""Both begin with the same text and the same photograph."""
+"""Both requests start with the same text and photograph."""
 
 BUILDER = SequenceBuilder(images=IMAGES, scheme="rope-tie")
 
 
 def processor(prefill: Connection, other_prefill: Connection) -> None:
-    """Build and place every request once; one copy of the last waits where it will be needed when decode retracts."""
+    """Build and place every request once; a copy of the last goes to the worker that prefills it after retraction."""
     for parts in REQUESTS:
         message = sequences_pb2.Sequence()
         put_sequence(message, BUILDER.build(parts))
@@ -162,14 +162,14 @@ def processor(prefill: Connection, other_prefill: Connection) -> None:
 def prefill(
     witness: Witness, processor: Connection, decode: Connection, requests: Sequence[int], retracted: bool
 ) -> None:
-    """Rotate what the cache lacks, chunk by chunk, and hand over to decode: the message without its pixels, and k.
+    """Rotate uncached tokens chunk by chunk, and send decode the message without pixels, and k.
 
     Args:
-        witness: tells the judge.
-        processor: where sequences come from.
-        decode: where they go.
-        requests: their numbers, in order.
-        retracted: whether decode sends what it has generated, to be prefilled after the prompt.
+        witness: reports to the judge.
+        processor: connection to the processor, which sends sequences.
+        decode: connection to the decode worker.
+        requests: numbers of the requests in order.
+        retracted: whether decode sends generated tokens, to be prefilled after the prompt.
     """
     cache: dict[bytes, Array] = {}
     for request in requests:
@@ -181,31 +181,31 @@ def prefill(
         keys = sequence.block_keys(BLOCK, generated=generated)
         hits = next((i for i, key in enumerate(keys) if key not in cache), len(keys))
         k = [cache[key] for key in keys[:hits]]
-        what = f"after {hits} cached blocks" if hits else "chunk, again" if retracted else "chunk"
+        label = f"after {hits} cached blocks" if hits else "chunk, again" if retracted else "chunk"
         for start in range(hits * BLOCK, ids.size, CHUNK):
             stop = min(start + CHUNK, ids.size)
             window = sequence.positions.window([0], [start], [stop - start])
             turned = rotate(x[start:stop], window.dense())
-            witness.tell(what, request, start, window, ids[start:stop], turned)
+            witness.report(label, request, start, window, ids[start:stop], turned)
             k.append(turned[:, 1])
-        whole = np.concatenate(k)
-        cache.update((key, whole[i * BLOCK : (i + 1) * BLOCK]) for i, key in enumerate(keys))
+        all_k = np.concatenate(k)
+        cache.update((key, all_k[i * BLOCK : (i + 1) * BLOCK]) for i, key in enumerate(keys))
         message.ClearField("patches")
         send(decode, message)
-        send(decode, tensor(whole))
+        send(decode, tensor(all_k))
 
 
 @dataclasses.dataclass
 class Decoding:
-    """A request being decoded: its prompt, and what may grow and shrink.
+    """State of a request during decoding.
 
     Args:
-        witness: tells the judge.
-        request: its number.
-        sequence: the prompt.
+        witness: reports to the judge.
+        request: number of the request.
+        sequence: prompt.
         k: (tokens, heads, head_dim) rotated k of prompt and generated tokens.
         generated: tokens after the prompt.
-        keys: of all full blocks.
+        keys: keys of all full blocks.
     """
 
     witness: Witness
@@ -215,45 +215,45 @@ class Decoding:
     generated: list[int] = dataclasses.field(default_factory=list)
     keys: list[bytes] = dataclasses.field(default_factory=list)
 
-    def turn(self, start: int, tokens: Sequence[int]) -> tuple[PositionTable, Array]:
-        """Positions, and rotated q and k, of tokens that begin at a place; nothing else decides where they stand."""
+    def rotate(self, start: int, tokens: Sequence[int]) -> tuple[PositionTable, Array]:
+        """Return positions, and rotated q and k, of tokens from this index; they depend on nothing else."""
         window = self.sequence.positions.window([0], [start], [len(tokens)])
         return window, rotate(embed_text(np.array(tokens)), window.dense())
 
-    def append(self, tokens: Sequence[int], what: str) -> None:
-        """The next tokens, in one window."""
+    def append(self, tokens: Sequence[int], label: str) -> None:
+        """Append tokens in one window."""
         start = len(self.k)
-        window, turned = self.turn(start, tokens)
-        self.witness.tell(what, self.request, start, window, np.array(tokens), turned)
+        window, turned = self.rotate(start, tokens)
+        self.witness.report(label, self.request, start, window, np.array(tokens), turned)
         self.k = np.concatenate([self.k, turned[:, 1]])
         self.generated += tokens
         self.keys = self.sequence.block_keys(BLOCK, generated=self.generated, known=self.keys)
 
     def drop(self, count: int) -> None:
-        """Forget the last tokens; no position has to be set back."""
-        left = len(self.k) - count
-        self.k, self.keys = self.k[:left], self.keys[: left // BLOCK]
+        """Remove the last tokens; no state of positions has to be reset."""
+        length = len(self.k) - count
+        self.k, self.keys = self.k[:length], self.keys[: length // BLOCK]
         self.generated = self.generated[: len(self.generated) - count]
 
-    def generate(self, count: int, what: str) -> None:
-        """Tokens one by one."""
+    def generate(self, count: int, label: str) -> None:
+        """Generate tokens one by one."""
         for _ in range(count):
-            self.append([next_token(self.k)], what)
+            self.append([next_token(self.k)], label)
 
     def speculate(self, right: int, wrong: int) -> None:
-        """Verify a draft, whose first tokens are right, in one window, and drop it from its first mistake on."""
+        """Verify a draft in one window; its first tokens are right, and those from the first wrong one are dropped."""
         draft: list[int] = []
         k, first = self.k, len(self.k)
         for i in range(right + wrong):
             draft.append((next_token(k) + (i >= right)) % 256)
-            k = np.concatenate([k, self.turn(len(k), draft[-1:])[1][:, 1]])
+            k = np.concatenate([k, self.rotate(len(k), draft[-1:])[1][:, 1]])
         self.append(draft, f"draft of {len(draft)}")
-        verdict = [token == next_token(self.k[: first + i]) for i, token in enumerate(draft)]
-        self.drop(len(draft) - verdict.index(False))
+        accepted = [token == next_token(self.k[: first + i]) for i, token in enumerate(draft)]
+        self.drop(len(draft) - accepted.index(False))
 
 
 def decode(witness: Witness, prefill: Connection, other_prefill: Connection) -> None:
-    """Decode the first request with a draft and a step back, and the second until it is retracted, and on."""
+    """Decode the first request with a draft and a rollback, and the second one before and after its retraction."""
     first = _begin(witness, prefill, 0)
     first.generate(6, "token")
     first.speculate(right=2, wrong=2)
@@ -266,7 +266,7 @@ def decode(witness: Witness, prefill: Connection, other_prefill: Connection) -> 
     second.generate(7, "token")
     generated = second.generated
     send(other_prefill, tensor(np.array(generated)))
-    del second  # the cache was needed for others
+    del second  # other requests need the cache
     again = _begin(witness, other_prefill, 1, generated)
     again.generate(5, "token, after prefill elsewhere")
     _end(again)
@@ -279,4 +279,4 @@ def _begin(witness: Witness, prefill: Connection, request: int, generated: Seque
 
 
 def _end(decoding: Decoding) -> None:
-    decoding.witness.tell_end(decoding.request, np.array(decoding.generated), decoding.k, decoding.keys)
+    decoding.witness.report_end(decoding.request, np.array(decoding.generated), decoding.k, decoding.keys)

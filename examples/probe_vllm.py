@@ -1,7 +1,8 @@
-"""The positions that vLLM really rotates by: a small checkpoint is served, and its keys are read and judged.
+"""Check the positions that vLLM rotates by: serve a small checkpoint, record its keys, and decode their positions.
 
-It needs vLLM in an environment of its own (0.33.0 was run, on a CPU) and the config.json of a model; the page
-docs/probe-engines.md says what else a CPU needs. The exit code is 0 if the positions are those of the config, else 3.
+This needs vLLM in a separate environment (tested with 0.33.0 on a CPU) and the config.json of a model; the page
+docs/probe-engines.md lists further requirements for a CPU. The exit code is 0 if the positions are those of the config,
+else 3.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ try:
     import vllm
     from vllm.model_executor.layers.attention.attention import Attention
 except ModuleNotFoundError as error:
-    want = "pip install vllm, in an environment of its own"
+    want = "pip install vllm, in a separate environment"
     raise SystemExit(f"probe_vllm: {error.name} is not installed, want {want}") from None
 
 PROMPT = "abc<|vision_start|><|image_pad|><|vision_end|>def"
 
 
 def keep_keys(keys: dict[str, list[Any]]) -> None:
-    """Replace attention by zeros, which the checkpoint discards, and append the keys of each layer to keys."""
+    """Make attention return zeros, since the checkpoint ignores it, and append the keys of each layer to ``keys``."""
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         keys[self.layer_name].append(key.float().numpy(force=True).reshape(len(key), -1, self.head_size))
@@ -50,7 +51,7 @@ def main() -> int:
         keys: dict[str, list[Any]] = defaultdict(list)
         keep_keys(keys)
         engine = vllm.LLM(str(checkpoint), dtype="float32", enforce_eager=True, max_model_len=4096)
-        keys.clear()  # those of the warm-up
+        keys.clear()  # from the warm-up
         request = {"prompt": PROMPT, "multi_modal_data": {"image": np.zeros((300, 500, 3), np.uint8)}}
         engine.generate(request, vllm.SamplingParams(max_tokens=4, ignore_eos=True))
         archive = Path(folder) / "keys.npz"

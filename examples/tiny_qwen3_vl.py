@@ -1,7 +1,7 @@
-"""A tiny Qwen3-VL of Transformers, fine-tuned on photos with ``rope_index`` in the place of its ``get_rope_index``.
+"""Train a tiny Qwen3-VL of Transformers on photos with ``rope_index`` in place of its ``get_rope_index``.
 
-One core learns in ten seconds what eight photos show; then the model says it, from a cache, as it does with its own
-method. One call is about positions: ``install(model)``.
+The model learns captions of eight photos in ten seconds on one core, then generates them with a cache, equal to those
+with its own method. A single call concerns positions: ``install(model)``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditi
 from mmpos.integrations.hf import install, uninstall
 
 PAD, END, VISION_START, VISION_END, IMAGE, VIDEO = range(256, 262)
-"""Tokens after the 256 bytes."""
+"""Special tokens after the 256 bytes."""
 IGNORED = -100
-"""The label of tokens that are not learned."""
+"""Label of tokens that are not trained on."""
 
 
 def make_model() -> Any:
-    """Qwen3-VL with random weights: two layers, and an encoder with one."""
+    """Create a Qwen3-VL with random weights, two layers, and an encoder with one layer."""
     torch.manual_seed(0)
     text: dict[str, Any] = {
         "vocab_size": 262,
@@ -63,30 +63,30 @@ def make_model() -> Any:
 
 
 def make_batch(photos: Sequence[Photo], *, answered: bool = False) -> dict[str, Tensor]:
-    """Make a row of every photo, of about 16 tokens: after the others and before its caption, or nothing."""
+    """Make a left-padded row for every photo: about 16 image tokens, followed by the caption if ``answered``."""
     kind: Any = Qwen2VLImageProcessor
     images = kind(patch_size=16, size={"shortest_edge": 96 * 96, "longest_edge": 128 * 128})
-    seen = images([photo.pixels for photo in photos], return_tensors="pt")
-    patches = (seen["image_grid_thw"].prod(dim=1) // 4).tolist()
-    shown = [[VISION_START, *[IMAGE] * count, VISION_END] for count in patches]
-    said = [[*photo.caption.encode(), END] if answered else [] for photo in photos]
-    width = max(len(one) + len(other) for one, other in zip(shown, said, strict=True))
-    pads = [width - len(one) - len(other) for one, other in zip(shown, said, strict=True)]
-    rows = list(zip(pads, shown, said, strict=True))
-    input_ids = torch.tensor([[PAD] * pad + one + other for pad, one, other in rows])
-    labels = torch.tensor([[IGNORED] * (pad + len(one)) + other for pad, one, other in rows])
+    processed = images([photo.pixels for photo in photos], return_tensors="pt")
+    patches = (processed["image_grid_thw"].prod(dim=1) // 4).tolist()
+    prompts = [[VISION_START, *[IMAGE] * count, VISION_END] for count in patches]
+    answers = [[*photo.caption.encode(), END] if answered else [] for photo in photos]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    pads = [width - len(prompt) - len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    rows = list(zip(pads, prompts, answers, strict=True))
+    input_ids = torch.tensor([[PAD] * pad + prompt + answer for pad, prompt, answer in rows])
+    labels = torch.tensor([[IGNORED] * (pad + len(prompt)) + answer for pad, prompt, answer in rows])
     batch = {
         "input_ids": input_ids,
         "attention_mask": (input_ids != PAD).long(),
         "mm_token_type_ids": (input_ids == IMAGE).long(),
-        "pixel_values": seen["pixel_values"],
-        "image_grid_thw": seen["image_grid_thw"],
+        "pixel_values": processed["pixel_values"],
+        "image_grid_thw": processed["image_grid_thw"],
     }
     return {**batch, "labels": labels} if answered else batch
 
 
 def train(model: Any, photos: Sequence[Photo], steps: int) -> float:
-    """Learn the captions from crops of the photos; gives the mean loss of the last ten steps, in nats a byte."""
+    """Train on the captions of crops of the photos; return the mean loss of the last ten steps, in nats per byte."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
@@ -104,24 +104,24 @@ def train(model: Any, photos: Sequence[Photo], steps: int) -> float:
 
 @torch.no_grad()
 def captions(model: Any, photos: Sequence[Photo]) -> list[str]:
-    """What the model says about every photo."""
+    """Generate the caption of every photo."""
     batch = make_batch(photos)
-    said = model.eval().generate(**batch, max_new_tokens=60, do_sample=False)[:, batch["input_ids"].shape[1] :]
-    return [bytes(token for token in row if token < PAD).decode(errors="replace") for row in said.tolist()]
+    answers = model.eval().generate(**batch, max_new_tokens=60, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    return [bytes(token for token in row if token < PAD).decode(errors="replace") for row in answers.tolist()]
 
 
 def main() -> None:
-    """Train, and ask."""
+    """Train the model, and print its captions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
     photos, model, begin = load_photos(), install(make_model()), time.perf_counter()
     loss = train(model, photos, steps)
     print(f"{steps} steps in {time.perf_counter() - begin:.0f} s, {loss:.2f} nats a byte")
-    said = captions(model, photos)
-    for photo, text in zip(photos, said, strict=True):
+    answers = captions(model, photos)
+    for photo, text in zip(photos, answers, strict=True):
         print("right:" if text == photo.caption else f"wrong, want {photo.caption!r}:", repr(text))
-    print("same with the model's own method:", captions(uninstall(model), photos) == said)
+    print("same with the model's own method:", captions(uninstall(model), photos) == answers)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A whole vision-language model that one core trains in a minute: a random Llama, and a linear map from patches.
+"""Train a complete vision-language model in a minute on one core: a random Llama with a linear map from patches.
 
-It learns to say what eight photos show, one or two at a time and in their order, from crops of them and their mirror
-images. Then it is asked about the whole photos: with a cache and without one, with positions made here and a server's.
+The model learns to describe eight photos, one or two at a time and in order, from crops and mirrored crops. Then it
+describes the whole photos, with and without a cache, and with local positions and positions from a server.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100
-"""The label of tokens that are not learned."""
+"""Label of tokens that are not trained on."""
 
 
 def make_processor() -> MMPosProcessor:
-    """A tokenizer trained on the captions, images of at most 16 tokens, and RoPE-Tie."""
+    """Create a processor with a tokenizer trained on the captions, images of at most 16 tokens, and RoPE-Tie."""
     special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "[IMG]", "[/IMG]", "[PATCH]"]
     inner: Any = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -48,7 +48,7 @@ def make_processor() -> MMPosProcessor:
 
 
 class TinyVLM(nn.Module):
-    """Llama with random weights, which takes the patches of an image through one linear map."""
+    """Llama with random weights and a linear map from patches to embeddings."""
 
     def __init__(self, processor: MMPosProcessor, seed: int = 0) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class TinyVLM(nn.Module):
         self.language: Any = patch(LlamaForCausalLM(config), rotary)
 
     def embed(self, batch: Any) -> Tensor:
-        """(batch, seq, hidden): words, and in the place of placeholders the patches of images."""
+        """Return (batch, seq, hidden) embeddings of words, with those of patches in place of the placeholders."""
         words: Tensor = self.language.get_input_embeddings()(batch["input_ids"])
         if "patches" not in batch:
             return words
-        # With order="merged" the patches of a token lie side by side.
+        # With order="merged", the patches of a token are adjacent.
         values = batch["patches"].view(-1, self.pixels.in_features).to(words.dtype)
         features = self.pixels(values / 127.5 - 1)
         return words.masked_scatter(batch["mm_token_type_ids"][..., None] == 1, features)
@@ -91,12 +91,12 @@ class TinyVLM(nn.Module):
 
     @torch.no_grad()
     def answer(self, batch: Any, positions: mmpos.PositionTable | None = None, tokens: int = 40) -> Tensor:
-        """(batch, tokens) what it says after each row, the likeliest token each time, from a cache.
+        """Generate the answer to each row greedily with a cache, (batch, tokens).
 
         Args:
-            batch: chats that wait for an answer, padded on the left.
-            positions: of the batch; None is those that the processor gave.
-            tokens: most of them.
+            batch: chats without the last answer, padded on the left.
+            positions: positions of the batch; None uses those of the processor.
+            tokens: maximum number of tokens.
         """
         table = batch["positions"] if positions is None else positions
         mask = batch["attention_mask"]
@@ -111,32 +111,32 @@ class TinyVLM(nn.Module):
 
     @torch.no_grad()
     def answer_without_cache(self, batch: Any, tokens: int = 40) -> Tensor:
-        """The same by a whole forward for every token; an answer that has ended goes on with padding."""
+        """Generate the same answers with a full forward pass per token; finished answers are padded."""
         config, table = self.language.config, batch["positions"]
         embeds, mask = self.embed(batch), batch["attention_mask"]
         rows = np.arange(len(mask))
-        said = torch.empty(len(mask), 0, dtype=torch.int64)
+        answers = torch.empty(len(mask), 0, dtype=torch.int64)
         for _ in range(tokens):
-            positions = table.window(rows, 0 * rows, table.lengths + said.shape[1])
+            positions = table.window(rows, 0 * rows, table.lengths + answers.shape[1])
             logits = self.language(inputs_embeds=embeds, attention_mask=mask, mm_position_ids=positions).logits
-            ended = (said == config.eos_token_id).any(1)
+            ended = (answers == config.eos_token_id).any(1)
             word = logits[:, -1].argmax(-1).where(~ended, config.pad_token_id)[:, None]
-            said = torch.cat([said, word], 1)
-            if (said == config.eos_token_id).any(1).all():
+            answers = torch.cat([answers, word], 1)
+            if (answers == config.eos_token_id).any(1).all():
                 break
             embeds = torch.cat([embeds, self.language.get_input_embeddings()(word)], 1)
             mask = torch.cat([mask, torch.ones_like(word)], 1)
-        return said
+        return answers
 
 
 def ask(processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Any:
-    """The batch of questions about photos."""
-    asked = [chat(shown, see=see) for shown in chats]
-    return processor(text=asked, add_generation_prompt=True, padding=True, return_tensors="pt")
+    """Make a batch of questions about photos."""
+    questions = [chat(shown, see=see) for shown in chats]
+    return processor(text=questions, add_generation_prompt=True, padding=True, return_tensors="pt")
 
 
 def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Tensor:
-    """Compute the loss of an answer, with the photos or without: the mean over chats, in nats."""
+    """Compute the loss of an answer with or without the photos, in nats, as the mean over chats."""
     batch = processor.apply_chat_template(
         [chat(shown, see=see, answered=True) for shown in chats],
         tokenize=True,
@@ -151,7 +151,7 @@ def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, s
 
 
 def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], steps: int, *, see: bool = True) -> float:
-    """Learn from crops, of each photo as many as of the others; gives the nats of an answer in the last ten steps."""
+    """Train on crops, equally many of each photo; return the mean loss of an answer in the last ten steps, in nats."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
@@ -169,16 +169,16 @@ def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], st
 
 
 def remote_positions(client: Client, processor: MMPosProcessor, batch: Any) -> mmpos.PositionTable:
-    """The positions of a batch as a server places them."""
+    """Place the positions of a batch on a server."""
     segments = processor.segments(batch["input_ids"], batch.get("image_grid_thw"), batch["attention_mask"])
     return client.place(segments, processor.scheme, start=processor.start)
 
 
 def main() -> None:
-    """Train, and ask."""
+    """Train the model, and print its answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--server", metavar="HOST:PORT", help="takes positions from it, too")
+    parser.add_argument("--server", metavar="HOST:PORT", help="also compare with positions from this server")
     arguments = parser.parse_args()
     photos, processor = load_photos(), make_processor()
     model, begin = TinyVLM(processor), time.perf_counter()
@@ -186,13 +186,13 @@ def main() -> None:
     print(f"{arguments.steps} steps in {time.perf_counter() - begin:.0f} s, {cost:.2f} nats an answer")
     chats = [*((photo,) for photo in photos), *pairs(photos, np.random.default_rng(1))]
     batch = ask(processor, chats)
-    said = model.answer(batch)
-    for shown, text in zip(chats, processor.tokenizer.batch_decode(said, skip_special_tokens=True), strict=True):
+    answers = model.answer(batch)
+    for shown, text in zip(chats, processor.tokenizer.batch_decode(answers, skip_special_tokens=True), strict=True):
         print("right" if text == answer_of(shown) else f"wrong, want {answer_of(shown)!r}:", repr(text))
-    print("same without a cache:", torch.equal(said, model.answer_without_cache(batch)))
+    print("same without a cache:", torch.equal(answers, model.answer_without_cache(batch)))
     if arguments.server:
         with Client(arguments.server) as client:
-            same = torch.equal(said, model.answer(batch, remote_positions(client, processor, batch)))
+            same = torch.equal(answers, model.answer(batch, remote_positions(client, processor, batch)))
         print("same with positions of the server:", same)
 
 

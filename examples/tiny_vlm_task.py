@@ -1,4 +1,4 @@
-"""The task of the tiny model: photos with captions, and chats about one or two of them."""
+"""Task of the tiny models: photos with captions, and chats about one or two photos."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CAPTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Photo:
-    """A photo as (height, width, 3) bytes, and what it shows."""
+    """Photo as a (height, width, 3) uint8 array, with its caption."""
 
     pixels: Any
     caption: str
 
     def crop(self, random: np.random.Generator) -> Photo:
-        """A part of it with at least 60 % of each side, mirrored half of the time."""
+        """Cut a random part with at least 60 % of each side, mirrored with probability one half."""
         height, width, _ = self.pixels.shape
         h, w = (int(side * random.uniform(0.6, 1)) for side in (height, width))
         top, left = random.integers(height - h + 1), random.integers(width - w + 1)
@@ -43,7 +43,7 @@ class Photo:
 
 
 def load_photos() -> list[Photo]:
-    """The two photos that mmpos has, and six more where scikit-image is installed, 160 pixels long."""
+    """Load the two photos of mmpos, and six more if scikit-image is installed, at most 160 pixels long."""
     folders = [Path(mmpos.__file__).parent / "photos"]
     spec = find_spec("skimage")
     if spec is not None and spec.origin is not None:
@@ -59,17 +59,17 @@ def load_photos() -> list[Photo]:
 
 
 Shown = tuple[Photo, ...]
-"""The photos of one chat."""
+"""Photos of one chat."""
 
 
 def pairs(photos: Sequence[Photo], random: np.random.Generator) -> list[Shown]:
-    """Every photo before another one."""
+    """Pair every photo with another one."""
     order = random.permutation(len(photos))
     return [(photos[i], photos[j]) for i, j in zip(order, np.roll(order, 1), strict=True)]
 
 
 def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict[str, Any]]:
-    """A user shows photos, or does not, and asks; the assistant says what they show."""
+    """Make a chat: a question about photos, with the photos if ``see`` and the answer if ``answered``."""
     images = [{"type": "image", "image": photo.pixels} for photo in shown if see]
     messages = [{"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}]
     if answered:
@@ -78,5 +78,5 @@ def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict
 
 
 def answer_of(shown: Shown) -> str:
-    """The right answer about these photos."""
+    """Return the right answer about these photos."""
     return " ".join(photo.caption for photo in shown)

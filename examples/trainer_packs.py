@@ -1,6 +1,6 @@
-"""Transformers' Trainer on packs: a tiny random Qwen3-VL, unpatched, learns what photos show, and goes on exactly.
+"""Train an unpatched, tiny random Qwen3-VL on packs with Trainer of Transformers, and resume exactly.
 
-It takes seconds on one core. On two ranks: `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
+This takes seconds on one core. On two ranks: `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 
 
 def make_config() -> Any:
-    """A Qwen3-VL of two layers whose text is bytes."""
+    """Create the config of a Qwen3-VL with two layers and bytes as tokens."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
     heads = {"num_key_value_heads": 2, "head_dim": 32}
@@ -46,9 +46,9 @@ def make_config() -> Any:
 
 
 def make_loader(config: Any, copies: int = 8) -> RankLoader[dict[str, Any]]:
-    """Packs of photos and captions, as the model takes them, epoch after epoch."""
+    """Create an endless loader of packs of photos and captions, as arguments of the model."""
     settings = mmpos.from_hf_config(config)
-    # In a real training: from_hf_config(folder), which reads these from the checkpoint's own files.
+    # In a real training, from_hf_config(folder) reads these arguments from the files of the checkpoint.
     images = settings.image_processor(mean=[0.5] * 3, std=[0.5] * 3, min_pixels=3136, max_pixels=10_000)
     builder = mmpos.SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
     photos = [{"bytes": (PHOTOS / f"{name}.jpg").read_bytes(), "path": None} for name in CAPTIONS]
@@ -64,41 +64,41 @@ def make_loader(config: Any, copies: int = 8) -> RankLoader[dict[str, Any]]:
 
 
 class PackTrainer(Trainer):
-    """Trainer that takes its batches from a RankLoader as they are."""
+    """Trainer that takes its batches from a RankLoader."""
 
     loader: RankLoader[dict[str, Any]]
 
     def get_train_dataloader(self) -> Any:
-        """Give the loader, which accelerate leaves as it is."""
+        """Return the loader, which accelerate leaves unchanged."""
         return self.loader
 
 
 class KeepLoader(TrainerCallback):
-    """Callback that writes the state of each rank's loader beside the checkpoint."""
+    """Callback that saves the state of the loader of each rank with the checkpoint."""
 
     def __init__(self, loader: RankLoader[dict[str, Any]]) -> None:
         self.loader = loader
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the state after the step of the checkpoint."""
+        """Save the state after the step of the checkpoint."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         folder.mkdir(exist_ok=True, parents=True)
         state_file(folder, args.process_index).write_text(json.dumps(self.loader.state_dict()))
 
 
 def state_file(checkpoint: Path, rank: int) -> Path:
-    """The file with the state of a rank's loader."""
+    """Return the path of the file with the loader state of a rank."""
     return checkpoint / f"loader-{rank}.json"
 
 
 def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_steps: int = 10) -> PackTrainer:
-    """Train from the beginning, or from a checkpoint on.
+    """Train from the beginning, or resume from a checkpoint.
 
     Args:
-        folder: of the checkpoints.
-        steps: of the optimizer, those before the checkpoint included.
-        checkpoint: folder of the one to go on from.
-        save_steps: steps between checkpoints.
+        folder: folder of the checkpoints.
+        steps: number of optimizer steps, including those before the checkpoint.
+        checkpoint: folder of the checkpoint to resume from.
+        save_steps: number of steps between checkpoints.
     """
     torch.manual_seed(0)
     config = make_config()
@@ -108,14 +108,14 @@ def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_step
         save_steps=save_steps,
         learning_rate=3e-3,
         logging_steps=5,
-        remove_unused_columns=False,  # the collator gives what the model takes
-        ignore_data_skip=True,  # the loader goes on from its own state
-        ddp_find_unused_parameters=True,  # a pack may be text alone
+        remove_unused_columns=False,  # the collator returns the arguments of the model
+        ignore_data_skip=True,  # the loader resumes from its own state
+        ddp_find_unused_parameters=True,  # a pack may have only text
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
-    loader = make_loader(config)  # once the ranks know each other, which TrainingArguments sees to
+    loader = make_loader(config)  # after TrainingArguments, which connects the ranks
     if checkpoint is not None:
         loader.load_state_dict(json.loads(state_file(checkpoint, arguments.process_index).read_text()))
     trainer = PackTrainer(Qwen3VLForConditionalGeneration(config), arguments, callbacks=[KeepLoader(loader)])
@@ -125,19 +125,19 @@ def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_step
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """The losses that were logged."""
+    """Return the logged losses."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def main() -> None:
-    """Train, and print how the loss falls."""
+    """Train the model, and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--checkpoint", type=Path, default=None, help="go on from this one")
+    parser.add_argument("--checkpoint", type=Path, default=None, help="checkpoint to resume from")
     options = parser.parse_args()
     trainer = train(options.folder, options.steps, checkpoint=options.checkpoint)
-    if trainer.is_world_process_zero():  # lines of ranks that share an output run together
+    if trainer.is_world_process_zero():  # lines of several ranks would mix
         print("loss", " ".join(f"{loss:.2f}" for loss in losses(trainer)))
 
 

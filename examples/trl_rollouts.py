@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer on rollouts: packs with our positions for an unpatched Qwen3-VL, proved to be those of the rollout.
+"""Train an unpatched Qwen3-VL on rollouts with SFTTrainer of TRL, and check that packs have the positions of rollouts.
 
-It needs `pip install trl` (1.16 was run, beside constraints.txt), and a minute of one core. In each round a tiny random
-model says something about photos, by Transformers' own positions; the half that has the most lower-case letters is
-learned from. A fingerprint of the positions that each rollout was made with travels in TRL's dataset, and the trainer
-compares it with its packs before the loss. `--mistake` trains on 1-D ids, which the first batch is refused for.
+This needs `pip install trl` (tested with 1.16 and constraints.txt) and takes a minute on one core. In each round, a
+tiny random model samples captions of photos with the positions of Transformers, and trains on the half with the most
+lower-case letters. The dataset carries a fingerprint of the positions of each rollout, which the trainer compares with
+those of its packs before the loss. `--mistake` trains on 1-D ids, and fails on the first batch.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ Record = dict[str, Any]
 
 
 def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
-    """Sample what the model says about every photo, several times, with the fingerprint of the positions it had."""
+    """Sample several captions of every photo, and record the fingerprints of their positions."""
     used: list[Tensor] = []
     rotary = model.model.language_model.rotary_emb
     hook = rotary.register_forward_pre_hook(lambda _, arguments: used.append(arguments[1]))
     batch = make_batch(photos * copies)
-    never = [PAD, VISION_START, VISION_END, IMAGE, VIDEO]
+    suppressed = [PAD, VISION_START, VISION_END, IMAGE, VIDEO]
     with torch.no_grad():
-        whole = model.eval().generate(**batch, max_new_tokens=24, do_sample=True, suppress_tokens=never)
+        tokens = model.eval().generate(**batch, max_new_tokens=24, do_sample=True, suppress_tokens=suppressed)
     hook.remove()
-    said = whole[:, batch["input_ids"].shape[1] :]
-    whole = whole[:, :-1]  # the last token was never read
-    mask = torch.cat([batch["attention_mask"], said[:, :-1].ne(PAD).long()], dim=1)
+    answers = tokens[:, batch["input_ids"].shape[1] :]
+    inputs = tokens[:, :-1]  # the last token was never an input
+    mask = torch.cat([batch["attention_mask"], answers[:, :-1].ne(PAD).long()], dim=1)
     fingerprints = mmpos.fingerprint(torch.cat(used, dim=2), attention_mask=mask)
     patches = batch["image_grid_thw"].prod(dim=1).tolist()
-    rows = zip(whole, mask.bool(), said, batch["image_grid_thw"], batch["pixel_values"].split(patches), strict=True)
+    rows = zip(inputs, mask.bool(), answers, batch["image_grid_thw"], batch["pixel_values"].split(patches), strict=True)
     prompt = batch["input_ids"].shape[1]
     return [
         {
-            "input_ids": tokens[real].tolist(),
-            "labels": [IGNORED] * int(real[:prompt].sum()) + tokens[prompt:][real[prompt:]].tolist(),
+            "input_ids": ids[real].tolist(),
+            "labels": [IGNORED] * int(real[:prompt].sum()) + ids[prompt:][real[prompt:]].tolist(),
             "image_grid_thw": grid[None].tolist(),
             "pixel_values": pixels.tolist(),
             "fingerprint": fingerprint,
             "reward": sum(ord("a") <= byte <= ord("z") for byte in answer.tolist()) / int((answer != PAD).sum()),
         }
-        for (tokens, real, answer, grid, pixels), fingerprint in zip(rows, fingerprints, strict=True)
+        for (ids, real, answer, grid, pixels), fingerprint in zip(rows, fingerprints, strict=True)
     ]
 
 
 class Packs:
-    """TRL's data_collator: the records of a batch as one pack, with what each fingerprint was."""
+    """data_collator for TRL that makes one pack of the records of a batch, with their fingerprints."""
 
     def __init__(self, config: Any) -> None:
         settings = mmpos.from_hf_config(config)
         self.example, self.collate = ProcessedInputs(settings), ModelCollator(settings)
 
     def __call__(self, records: list[Record]) -> dict[str, Any]:
-        """Give the arguments of the model, and fingerprints."""
+        """Return the arguments of the model, and the fingerprints."""
         examples = [self.example(record, Location("rollouts", i)) for i, record in enumerate(records)]
         return {**self.collate(examples), "fingerprints": [record["fingerprint"] for record in records]}
 
 
 class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer that proves before the loss that it has the positions of the rollouts."""
+    """SFTTrainer that checks before the loss that it has the positions of the rollouts."""
 
     mistake = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """Compare fingerprints, then compute TRL's loss."""
+        """Compare fingerprints, then compute the loss of TRL."""
         want = inputs.pop("fingerprints")
         if self.mistake:
             inputs["position_ids"] = inputs["position_ids"][:1].repeat(4, 1, 1)
@@ -88,13 +88,13 @@ class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer for TRL to hold; no text is encoded by it."""
+    """Create the tokenizer that TRL requires; it encodes no text."""
     words = Tokenizer(WordLevel({"<pad>": PAD, "<end>": END}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
 
 
 def train(model: Any, records: list[Record], folder: str, *, mistake: bool = False) -> None:
-    """Learn from rollouts, four in a pack."""
+    """Train on rollouts, four in a pack."""
     options = SFTConfig(
         folder,
         per_device_train_batch_size=4,
@@ -124,7 +124,7 @@ def train(model: Any, records: list[Record], folder: str, *, mistake: bool = Fal
 
 
 def main() -> None:
-    """Roll out and train, round after round, and print how the reward grows."""
+    """Roll out and train in rounds, and print the rewards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--mistake", action="store_true")

@@ -1,13 +1,13 @@
-"""Two dogs in one sentence: which encodings of positions let attention tell them apart, and what else they show.
+"""Show which position encodings let attention distinguish the two dogs in one sentence, word order and direction.
 
-A block of attention with random weights reads "The dog chased another dog" in float64. What it gives for one dog and
-for the other (positions 1 and 4), with words exchanged and with the sentence reversed, is equal or it is not.
+An attention block with random weights reads "The dog chased another dog" in float64. Its outputs are compared for the
+two dogs (positions 1 and 4), with words exchanged, and with the sentence reversed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -18,21 +18,22 @@ from mmpos.encodings import ENCODINGS, Encoding, NoPE, SelfAttention
 SENTENCE = ("The", "dog", "chased", "another", "dog")
 DOGS = (1, 4)
 EARLIER_EXCHANGED = (3, 1, 0, 2, 4)
-"""Places of words: those before the last in another order, the last where it was."""
+"""Permutation of the words that keeps the last one in place."""
 DIM, NUM_HEADS = 48, 4
 EQUAL = 1e-12
-"""Outputs are about one, and rounded in the sixteenth digit."""
+"""Outputs are about one, with rounding errors in the sixteenth digit."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The largest differences between outputs that are equal where attention does not know positions.
+    """Largest differences between outputs that would be equal without positions.
 
     Args:
-        dogs: of the two dogs, every word seeing every word.
-        dogs_causal: of the two dogs, every word seeing those before it.
-        order: of the last word, which sees all with and without a mask, after the words before it are exchanged.
-        direction: of every word after the sentence is reversed, without a mask.
+        dogs: difference between the two dogs with full attention.
+        dogs_causal: difference between the two dogs with causal attention.
+        order: difference of the last word after the words before it are exchanged; it attends to all words in both
+            kinds of attention.
+        direction: difference of all words after the sentence is reversed, with full attention.
     """
 
     dogs: float
@@ -42,19 +43,19 @@ class Findings:
 
 
 def embeddings(words: Sequence[str] = SENTENCE, seed: int = 0) -> Tensor:
-    """(1, words, DIM) random vectors, the same for the same word."""
+    """Return (1, words, DIM) random vectors, equal for equal words."""
     known = sorted(set(words))
     vectors = np.random.default_rng(seed).normal(size=(len(known), DIM))
     return torch.from_numpy(vectors[[known.index(word) for word in words]])[None]
 
 
 def block(encoding: Encoding, *, causal: bool, seq: int = len(SENTENCE), seed: int = 1) -> SelfAttention:
-    """Attention with weights under which scores are about one, in float64; the same for every encoding."""
-    made = SelfAttention(DIM, NUM_HEADS, encoding, range(seq), causal=causal).double().requires_grad_(False)
+    """Create attention in float64 with weights that make scores of about one, the same for every encoding."""
+    attention = SelfAttention(DIM, NUM_HEADS, encoding, range(seq), causal=causal).double().requires_grad_(False)
     random = np.random.default_rng(seed)
-    for linear in (made.qkv, made.out):
+    for linear in (attention.qkv, attention.out):
         linear.weight.copy_(torch.from_numpy(random.normal(scale=DIM**-0.5, size=linear.weight.shape)))
-    return made
+    return attention
 
 
 def find(encoding: Encoding) -> Findings:
@@ -74,7 +75,7 @@ def find(encoding: Encoding) -> Findings:
 
 
 def without_positions() -> dict[str, float]:
-    """The largest difference that exchanging the words before the last makes to attention without an encoding."""
+    """Measure the effect of exchanging the words before the last on attention without an encoding."""
     full, causal, second = (block(NoPE(), causal=c, seed=s) for c, s in ((False, 1), (True, 1), (True, 2)))
     x, exchanged = embeddings(), list(EARLIER_EXCHANGED)
     moved = x[:, exchanged]
@@ -88,25 +89,25 @@ def without_positions() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table and the sentences."""
+    """Print the table of encodings, and the differences without positions."""
     print(f"{' '.join(SENTENCE)}: largest difference of outputs\n")
     print(f"{'':18}{'two dogs':>16}{'exchanged':>11}{'reversed':>10}")
     print(f"{'encoding':18}{'full':>8}{'causal':>8}{'last word':>11}{'full':>10}")
     for name, encoding in ENCODINGS.items():
-        found = find(encoding())
-        dogs, causal, order, direction = map(_shown, (found.dogs, found.dogs_causal, found.order, found.direction))
+        findings = find(encoding())
+        dogs, causal, order, direction = (_shown(getattr(findings, field.name)) for field in fields(Findings))
         print(f"{name:18}{dogs:>8}{causal:>8}{order:>11}{direction:>10}")
     print("\nWithout positions, the words before the last exchanged:")
-    for what, figure in without_positions().items():
-        print(f"  {what}: {_shown(figure)}")
+    for case, difference in without_positions().items():
+        print(f"  {case}: {_shown(difference)}")
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def _shown(figure: float) -> str:
-    return "equal" if figure <= EQUAL else f"{figure:.2f}"
+def _shown(difference: float) -> str:
+    return "equal" if difference <= EQUAL else f"{difference:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Fingerprints in verl's DataProto: reordered, cut and padded with the rollouts, then compared by the trainer.
+"""Carry fingerprints in verl's DataProto: they are reordered, split and padded with the rollouts, then compared.
 
-It needs verl and tensordict in an environment of their own (0.9.1 and 0.10 were run; verl asks for a Transformers older
-than that of constraints.txt), and seconds of one core. Positions are as verl's agent loop makes them for Qwen-VL:
-(batch, 4, length), prompts padded left and responses right, the first row counting tokens.
+This needs verl and tensordict in a separate environment (tested with 0.9.1 and 0.10; verl requires an older
+Transformers than constraints.txt), and takes seconds on one core. Positions have the layout of verl's agent loop for
+Qwen-VL: (batch, 4, length), prompts padded left and responses right, with the token count in the first row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ try:
     from verl import DataProto
     from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 except ModuleNotFoundError as error:
-    want = "pip install verl tensordict, in an environment of their own"
+    want = "pip install verl tensordict, in a separate environment"
     raise SystemExit(f"verl_rollouts: {error.name} is not installed, want {want}") from None
 
 
 def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
-    """Rollouts of these lengths, with the fingerprint of the positions that an engine had, from its tables."""
+    """Make rollouts of these lengths, with the fingerprints of the positions of an engine."""
     positions = mmpos.place(SegmentTable.from_documents(prompts), "mrope-transformers")
     answers = positions.decode(lengths)
     left, left_mask = positions.padded(side="left")
@@ -32,16 +32,16 @@ def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
     mask = np.concatenate([left_mask, right_mask], axis=1)
     text_row = np.where(mask, mask.cumsum(axis=1) - 1, 1)
     ids = np.concatenate([text_row[None], np.concatenate([left, right], axis=2)])
-    whole = positions.window(range(len(prompts)), [0] * len(prompts), positions.lengths + lengths)
+    rollouts = positions.window(range(len(prompts)), [0] * len(prompts), positions.lengths + lengths)
     return DataProto.from_dict(
         tensors={"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(ids).transpose(0, 1).contiguous()},
-        non_tensors={"fingerprint": np.array(mmpos.fingerprint(whole), object)},
+        non_tensors={"fingerprint": np.array(mmpos.fingerprint(rollouts), object)},
     )
 
 
 def check(data: DataProto) -> None:
-    """Compare positions with those of the rollout, before a loss is computed of them."""
-    ids = data.batch["position_ids"][:, 1:].transpose(0, 1)  # the first row is no axis
+    """Compare positions with those of the rollouts, before a loss is computed."""
+    ids = data.batch["position_ids"][:, 1:].transpose(0, 1)  # the first row is not an axis
     fingerprints = mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])
     wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if fingerprints[row] != want]
     if wrong:
@@ -49,7 +49,7 @@ def check(data: DataProto) -> None:
 
 
 def main() -> None:
-    """Send rollouts through what verl does between a rollout and a loss; then make a mistake."""
+    """Apply the operations of verl between a rollout and a loss to rollouts; then make a mistake."""
     prompts: list[list[Any]] = [
         [Text(3), Grid(2, 3), Text(2)],
         [Text(5)],
@@ -60,8 +60,8 @@ def main() -> None:
     data.reorder(torch.tensor([2, 0, 3, 1]))
     parts = data.repeat(2, interleave=True).chunk(4)
     padded, padding = pad_dataproto_to_divisor(DataProto.concat(parts[:3]), 4)
-    for each in (data, *parts, padded, unpad_dataproto(padded, padding)):
-        check(each)
+    for rollouts in (data, *parts, padded, unpad_dataproto(padded, padding)):
+        check(rollouts)
     print("reordered, repeated, cut and padded: the positions are those of the rollouts")
     data.batch["position_ids"][:, 1:] = data.batch["position_ids"][:, :1]
     try:

@@ -60,7 +60,7 @@ class PlanFlags:
 @flat
 def plan_packs(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Files of mmpos preprocess, or patterns.", show_default=False)
+        list[str], typer.Argument(metavar="FILE...", help="Folders or files of mmpos preprocess.", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
     run: RunFlags,
@@ -75,13 +75,13 @@ def plan_packs(
     """
     from mmpos.analysis.plot import plot_balance
     from mmpos.analysis.plot.canvas import picture_path
-    from mmpos.data import Cost, SequenceShard, plan, read_headers, shards, write_index
+    from mmpos.data import Cost, plan, read_headers, write_index
 
     picture_path(plot)  # fail early
     if run.cost is not None and run.config is not None:
         raise InvalidInputError("--cost cannot be combined with --config")
     cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()
-    files = [SequenceShard(reader.source) for reader in shards(inputs)]
+    files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
         headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
     planned = plan(
@@ -137,6 +137,24 @@ def calibrate_model(
     fit = f"the fit is within {calibration.residual:.1%} of the medians"
     typer.echo(f"overhead {calibration.overhead:.3g} seconds; {fit}")
     typer.echo(output)
+
+
+def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
+    """Open folders by their manifests, and other files as they are, in the order of the inputs."""
+    from mmpos.data import SequenceShard, sequence_shards, shards
+    from mmpos.data.stores import store_path
+
+    listed: dict[str, SequenceShard] = {}
+    paths: list[str] = []
+    for i, name in enumerate(inputs):
+        path = store_path(f"paths[{i}]", name)
+        if path.exists() and not path.is_file():
+            in_folder = {shard.source: shard for shard in sequence_shards(path)}
+            listed |= in_folder
+            paths += in_folder
+        else:
+            paths.append(name)
+    return [listed.get(reader.source) or SequenceShard(reader.source) for reader in shards(paths)]
 
 
 def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:

@@ -28,7 +28,7 @@ Q = TypeVar("Q")
 
 
 def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """Make the coroutine method that sends a call."""
+    """Return the coroutine method that sends a call."""
 
     async def method(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
         return await client._send(maker(client._options.profile, *args, **options))
@@ -113,7 +113,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     def _connection(self) -> OpenChannel[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
-        # No other task runs between check and opening, so no channel is opened twice.
+        # No other task runs between the check and the opening, so no channel is opened twice.
         return self._channels.get(
             lambda: self._connect(grpc.aio.secure_channel, grpc.aio.insecure_channel),
             lambda channel: None,
@@ -135,10 +135,10 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         send = self._connection().method(call.method.path)
         patience = self._reach.patience(self._options.timeout)
         while True:
-            asked = send(request.data, timeout=patience.left, metadata=self._metadata())
+            pending = send(request.data, timeout=patience.left, metadata=self._metadata())
             try:
-                raw = await asked
-                trailing = await asked.trailing_metadata() if lease is not None else None
+                raw = await pending
+                trailing = await pending.trailing_metadata() if lease is not None else None
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)

@@ -36,8 +36,8 @@ class BaseClient(Generic[C]):
 
     Args:
         addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
-            "host:port". Several servers take turns; a server whose health check fails gets no calls. Names in a list
-            are resolved once, when the channel opens.
+            "host:port". Calls rotate over several servers, except servers that fail their health checks. Names in a
+            list are resolved once, when the channel opens.
         profile: name of the model's settings on the server; None selects the server's default profile.
         timeout: maximum seconds per call, retries included; for a stream, maximum seconds per answer.
         attempts: maximum number of attempts per call, 1 to 5; with 1 no call is retried or waits for a server.
@@ -48,8 +48,8 @@ class BaseClient(Generic[C]):
         window: maximum number of unanswered requests of a stream.
         shared_memory: maximum bytes of shared memory for the tensors of all running calls of a process, kept for later
             calls. The server must run on this machine with --shared-memory; with any other server the first call
-            raises UnsupportedError. With 0, tensors travel in messages, as those of streams, cos_sin and angles
-            always do.
+            raises UnsupportedError. With 0, all tensors are sent in messages; tensors of streams, cos_sin and angles
+            always are.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.

@@ -1,4 +1,4 @@
-"""The calls of both clients as data, each defined once: arguments, how to fill the request, how to read the response.
+"""Calls of both clients as data, each defined once: its arguments, and how to fill its request and read its response.
 
 ``Client`` sends a call and waits; ``AsyncClient`` sends it and awaits the answer.
 """
@@ -111,9 +111,9 @@ class ServiceCall(Generic[T_co]):
 
     Args:
         method: method to call; its stream takes the same call as an item.
-        put: function that fills a request and returns the function that reads the response; large tensors go beside
-            the message of the request or into shared memory.
-        shares: whether tensors of the call may lie in shared memory.
+        put: function that fills a request and returns the function that reads the response; it keeps large tensors
+            outside the message or puts them into shared memory.
+        shares: whether tensors of the call may be in shared memory.
         refused: function that turns an error of the whole call into a result.
         waits: whether the call waits for a server that has disappeared.
     """
@@ -150,13 +150,13 @@ Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
 
 
 def documented(method: F, maker: Maker[P, T]) -> F:
-    """Give the method of a client the name, docstring and signature of the function that makes its call."""
-    made = signature(maker)
-    _, *parameters = made.parameters.values()
-    result = made.return_annotation.removeprefix("ServiceCall[").removesuffix("]")
+    """Copy the name, docstring and signature of the function that makes a call to the method of a client."""
+    original = signature(maker)
+    _, *parameters = original.parameters.values()
+    result = original.return_annotation.removeprefix("ServiceCall[").removesuffix("]")
     described: Any = method
     described.__name__, described.__doc__ = maker.__name__, maker.__doc__
-    described.__signature__ = made.replace(
+    described.__signature__ = original.replace(
         parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *parameters], return_annotation=result
     )
     return method
@@ -271,7 +271,7 @@ class BuildSettings:
         request.query.start, request.query.patches = self.start, self.patches
 
     def share(self, request: BuildRequest, memory: Beside) -> None:
-        """Ask for the answer in the shared memory that the documents leave free."""
+        """Request the answer in the shared memory that the documents leave free."""
         if self.patches:
             memory.answer(request.query)
 
@@ -354,7 +354,7 @@ def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], e
         for parts in documents:
             sent.append(put_parts(request.query.documents.add(), parts, memory))
             if sent[-1].error is not None and errors == "raise":
-                break  # the documents before it may have errors, and the first error is raised
+                break  # earlier documents may have errors on the server, and the first error is raised
         settings.share(request, memory)
 
         def read(response: BuildResponse) -> Built:
@@ -396,7 +396,7 @@ def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) 
 
 
 def _of_parts(message: sequences_pb2.Sequence, sent: Sent, memory: Lease | None) -> InterleavedSequence:
-    """Read a sequence with the offsets of the caller's parts, since a Video was sent as its plain parts."""
+    """Read a sequence with the offsets of the caller's parts, since a Video was sent as several parts."""
     sequence = get_sequence("sequence", message, sent.hashes, memory)
     offsets, want = sequence.part_offsets, len(sent.origins) + 1
     if offsets.size != want:
@@ -409,7 +409,7 @@ def _of_parts(message: sequences_pb2.Sequence, sent: Sent, memory: Lease | None)
 def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
     """Name the caller's part in the error of a sent part; return None if the error belongs to no part.
 
-    A Video is one part of the caller's, and several of those sent.
+    A Video is one part for the caller, but is sent as several parts.
     """
     part = re.match(r"parts\[(\d+)\]", str(error))
     if part is None or int(part[1]) >= len(names):
@@ -443,10 +443,10 @@ def cos_sin(
         layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
 
     Returns:
-        New tensors, float32 or complex64, where the positions are.
+        New tensors, float32 or complex64, on the device of the positions.
 
     Raises:
-        MmposError: what ``mmpos.rotary.cos_sin`` raises; LimitExceededError also for a limit of the server.
+        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError for a limit of the server.
         ServiceError: the server did not answer.
     """
     one_of("layout", layout, tuple(_TABLES))
@@ -501,7 +501,7 @@ def apply_rotary(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate q and k like ``mmpos.rotary.apply_rotary``; both are sent to the server and back.
+    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent there and back.
 
     Args:
         q: queries; see ``apply_rotary``. They must not require gradients.
@@ -574,7 +574,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
                 f"{name}: got a tensor that requires gradients, want a detached one: a service returns no gradients"
             )
     if k is not None and k.device != q.device:
-        raise InvalidInputError(f"k: must be on the device of q, {q.device}, got {k.device}")
+        raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")
 
 
 def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:

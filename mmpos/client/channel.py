@@ -49,7 +49,7 @@ _OPTIONS = {
     "grpc.max_reconnect_backoff_ms": 5_000,
     # No settings from DNS records.
     "grpc.service_config_disable_resolution": 1,
-    # Own connections, so that none is shared with a parent process.
+    # Separate connections, so that none is shared with a parent process.
     "grpc.use_local_subchannel_pool": 1,
 }
 
@@ -174,11 +174,11 @@ def target(addresses: tuple[str, ...]) -> str:
     if len(addresses) == 1:
         return addresses[0]
     resolved = [_resolve(f"addresses[{i}]", address) for i, address in enumerate(addresses)]
-    if all(any(ip.version == 4 for ip, _ in each) for each in resolved):
-        pairs = [f"{ip}:{port}" for each in resolved for ip, port in each if ip.version == 4]
+    if all(any(ip.version == 4 for ip, _ in entries) for entries in resolved):
+        pairs = [f"{ip}:{port}" for entries in resolved for ip, port in entries if ip.version == 4]
         return "ipv4:" + ",".join(dict.fromkeys(pairs))
     # A list has one address family: IPv4 addresses are mapped to IPv6.
-    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for each in resolved for ip, port in each]
+    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for entries in resolved for ip, port in entries]
     return "ipv6:" + ",".join(dict.fromkeys(pairs))
 
 
@@ -202,10 +202,10 @@ _DROPPED = "CANCELLED"
 
 # Messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
-    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: they do not vouch for the server's certificate",
-    "Hostname Verification Check failed": "tls.server_name: the server's certificate has other names",
+    "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
+    "Hostname Verification Check failed": "tls.server_name: the server's certificate is valid only for other names",
     "WRONG_VERSION_NUMBER": "tls: the server does not use TLS, want tls=None",
-    "Failed to create security handshaker": "tls: the certificates cannot be used, want PEM",
+    "Failed to create security handshaker": "tls: the certificates are invalid, want PEM",
     "ls handshake failed": "tls: the handshake failed",
 }
 
@@ -218,7 +218,7 @@ class UntrustedError(ServiceUnavailableError):
 
 
 def closed() -> ServiceError:
-    """Return the error of a call whose channel was closed meanwhile."""
+    """Return the error of a call on a channel that was closed during the call."""
     return ServiceError("CANCELLED: the client was closed")
 
 
@@ -246,9 +246,9 @@ def error_of(error: grpc.RpcError) -> MmposError:
         )
     details, trailing = failed.details() or "", failed.trailing_metadata()
     if code is grpc.StatusCode.UNAVAILABLE:
-        for sign, wrong in _UNTRUSTED.items():
-            if sign in details:
-                return UntrustedError(f"{wrong} ({details})")
+        for pattern, message in _UNTRUSTED.items():
+            if pattern in details:
+                return UntrustedError(f"{message} ({details})")
     needed = _number(trailing, OUTPUT_BYTES)
     if needed is not None:
         return OutputError(details, needed)
@@ -339,7 +339,7 @@ class Patience:
 def traced(metadata: Metadata) -> Metadata:
     """Add the trace context of the current span of OpenTelemetry to the metadata of a call, if there is one.
 
-    The names are those of W3C, unless the process or OTEL_PROPAGATORS sets others.
+    The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
     """
     # A process that has not imported OpenTelemetry has no span, so it is not imported here either.
     if "opentelemetry.trace" not in sys.modules:

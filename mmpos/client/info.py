@@ -96,7 +96,7 @@ class ServerInfo:
         profiles: all profiles; the first is the default.
         device: device of rotations, "cuda" or "cpu"; empty if the server cannot rotate.
         shared_memory_prefix: required prefix of shared memory objects; empty if the server does not accept them.
-        shared_memory_processes: pid namespace of the server from /proc/self/ns/pid; empty in the same case.
+        shared_memory_processes: pid namespace of the server from /proc/self/ns/pid; empty without shared memory.
     """
 
     version: str
@@ -123,8 +123,8 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
 
 def _profile(message: pb.ProfileInfo) -> ProfileInfo:
     markers = {name: getattr(message, name) for name in ("begin_token_id", "end_token_id")}
-    around = {name: None if token_id < 0 else token_id for name, token_id in markers.items()}
-    return _same(ProfileInfo, message, placeholders=get_placeholders(message.placeholders), **around)
+    token_ids = {name: None if token_id < 0 else token_id for name, token_id in markers.items()}
+    return _same(ProfileInfo, message, placeholders=get_placeholders(message.placeholders), **token_ids)
 
 
 def _same(kind: type[T], message: Message, **others: object) -> T:

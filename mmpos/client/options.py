@@ -99,7 +99,7 @@ class Token:
         """Check a token or a path; errors do not quote it.
 
         Raises:
-            InvalidInputError: neither a token nor a path.
+            InvalidInputError: the source is neither a token nor a path.
         """
         if source is None:
             return None
@@ -123,7 +123,7 @@ class Token:
             return put_token(self.source)
         latest = self._read.latest
         try:
-            # Before reading: a version written meanwhile is read at the next call.
+            # Taken before reading, so that a version written meanwhile is read at the next call.
             version = file_version(os.stat(self.source))
             if latest is None or version != latest[0]:
                 text = self.source.read_text(encoding="ascii").strip()
@@ -142,7 +142,7 @@ class Token:
 
 
 MAX_ATTEMPTS = 5
-"""Maximum number of attempts that gRPC makes, whatever its configuration."""
+"""Maximum number of attempts that gRPC allows in any configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
 _KEY = re.compile(r"[0-9a-z_.-]+")
@@ -189,8 +189,8 @@ class Destination:
         if checked_token is not None and tls is None:
             _check_clear(addresses)
         attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
-        most = integer("shared_memory", shared_memory, minimum=0)
-        return cls(tuple(addresses), attempts, tls, checked_token, most)
+        budget = integer("shared_memory", shared_memory, minimum=0)
+        return cls(tuple(addresses), attempts, tls, checked_token, budget)
 
     def metadata(self, options: CallOptions) -> Metadata:
         """Return the metadata of a call that begins now.
@@ -255,7 +255,7 @@ def _check_address(name: str, address: object, *, alone: bool) -> None:
         return
     server = host_and_port(address) if isinstance(address, str) else None
     if server is None or not 1 <= server.port <= 65535:
-        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" for each of several'
+        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" in a list of addresses'
         raise InvalidInputError(f"{name}: got {address!r}, want {want}")
 
 
@@ -263,8 +263,8 @@ def _check_clear(addresses: Sequence[str]) -> None:
     """Check that a token sent without TLS to these addresses does not cross a network."""
     for i, address in enumerate(addresses):
         server = host_and_port(_DNS.sub("", address, count=1))
-        here = server is not None and is_loopback(server.host)
-        if not here and not address.startswith(("unix:", "unix-abstract:")):
+        is_local = server is not None and is_loopback(server.host)
+        if not is_local and not address.startswith(("unix:", "unix-abstract:")):
             raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]): others could read the token")
 
 

@@ -35,8 +35,8 @@ LEAST = 65_536
 class SharedObject:
     """Mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
 
-    The process that created the object removes it when nobody refers to it any more, or at exit. A server that has
-    opened it keeps its mapping.
+    The process that created the object removes it when this object is garbage-collected, or at exit. A server that
+    has opened the object keeps its mapping.
 
     Args:
         prefix: prefix of the object's name.
@@ -118,7 +118,7 @@ class SharedObjects:
         return region
 
     def give(self, region: SharedObject, *, keep: bool) -> None:
-        """Give a region back.
+        """Return a region to the pool.
 
         Args:
             region: region from ``take``.
@@ -132,7 +132,7 @@ class SharedObjects:
         region.remove()
 
     def close(self) -> None:
-        """Remove all regions; those in use are removed when they are given back."""
+        """Remove idle regions at once, and regions in use when they are returned."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for region in idle:
@@ -195,7 +195,7 @@ class Lease(Beside):
         """Reserve a region for the tensors of the answer.
 
         Args:
-            request: message that names the region; its own tensors have regions already.
+            request: message that is to name the region; its own tensors must have their regions already.
             size: size in bytes; None takes the size of earlier answers to similar requests, or the rest of the budget.
 
         Raises:
@@ -222,7 +222,7 @@ class Lease(Beside):
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Record that the answer has arrived, and from its metadata whether an earlier attempt may still be at work."""
+        """Read from the metadata of the answer whether an earlier attempt may still be running and use the regions."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 
@@ -237,7 +237,7 @@ class Lease(Beside):
         self._taken, self._output = [], None
         if not isinstance(error, OutputError):
             return False
-        # A little more, since the first refusal knows the size of the patches but not the number of ids.
+        # With a margin, since the first refusal knows the size of the patches but not the number of ids.
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
@@ -270,8 +270,8 @@ class Pool:
     def leases(self) -> Iterator[Lease]:
         """Yield leases for the attempts of a call until one succeeds or fails."""
         needed = 0
-        for tried in range(1, TRIES + 1):
-            lease = Lease(self, needed, last=tried == TRIES)
+        for attempt in range(1, TRIES + 1):
+            lease = Lease(self, needed, last=attempt == TRIES)
             yield lease
             needed = lease.needed
 

@@ -162,7 +162,7 @@ class Unanswered(Generic[Q, T]):
         Raises:
             MmposError: the error, if waiting does not help or the attempts are used up.
         """
-        error = error or ServiceUnavailableError("stream: it ended before all requests were answered")
+        error = error or ServiceUnavailableError("stream: the server ended it before it answered all requests")
         if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
@@ -205,7 +205,7 @@ class ThreadLink:
 
     @property
     def ready(self) -> bool:
-        """Return whether ``receive`` would return without waiting."""
+        """Whether ``receive`` would return without waiting."""
         return not self._answers.empty()
 
     def send(self, request: bytes) -> None:
@@ -317,7 +317,7 @@ class TaskLink:
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Return the answer that arrived, the error that ended the stream, or None at its end; read the next one."""
+        """Return the answer, the error that ended the stream, or None at its end; start to read the next answer."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())

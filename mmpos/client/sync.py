@@ -28,7 +28,7 @@ Q = TypeVar("Q")
 
 
 def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
-    """Make the method that sends a call and waits for the answer."""
+    """Return the method that sends a call and waits for the answer."""
 
     def method(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
         return client._send(maker(client._options.profile, *args, **options))
@@ -136,7 +136,7 @@ class Client(BaseClient[grpc.Channel]):
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
-                raw, done = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
+                raw, completed = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)
@@ -150,7 +150,7 @@ class Client(BaseClient[grpc.Channel]):
             time.sleep(pause)
         self._reach.answered()
         if lease is not None:
-            lease.arrived(done.trailing_metadata())
+            lease.arrived(completed.trailing_metadata())
         try:
             answer = request.parse(raw)
         except DecodeError:

@@ -1,4 +1,4 @@
-"""From image-text corpora to packed batches: records become documents, examples, packs and batches.
+"""Turn image-text corpora into packed batches: records become documents, examples, packs and batches.
 
 shards ──readers──▶ records ──formats──▶ Document ──Preprocess──▶ Example ──Packer──▶ Pack ──collate──▶ Batch
 """
@@ -106,7 +106,7 @@ __all__ = [
     "write_sequences",
 ]
 
-# Imported when they are first named: batches need torch, readers and storage what they read with.
+# Imported on first access: batches need torch; readers and storage need the libraries of their formats.
 _ROOMS = {
     "batch": ("Batch",),
     "collate": ("PackedCollator", "PaddedCollator"),

@@ -1,4 +1,4 @@
-"""A training batch: tensors beside the one table that its positions follow from, its attention mask and its shards."""
+"""Training batch: tensors and the position table, with attention masks and context-parallel shards."""
 
 from __future__ import annotations
 
@@ -24,59 +24,59 @@ from mmpos.support.ragged import ragged_arange
 __all__ = ["Batch", "MaskMod", "ModelArguments"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, whether a query attends to a key."""
+"""Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, True if the query attends to the key."""
 
 _PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
-"""Tensors of a batch with one value per token."""
+"""Fields of a batch with one value per token."""
 
 _SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
 
 
 class _WholeType(type):
-    """Type that says in the messages of others what to do.
+    """Metaclass whose name in error messages of other libraries says what to do instead.
 
-    accelerate's dispatcher and torch's default_collate want tensors, and name the type of what they got instead.
+    accelerate's dispatcher and torch's default_collate expect tensors, and print the type of any other argument.
     """
 
     def __format__(cls, spec: str) -> str:
-        remedy = "mmpos.data.RankLoader(DataLoader(dataset, batch_size=None)), which accelerate leaves as it is"
+        remedy = "mmpos.data.RankLoader(DataLoader(dataset, batch_size=None)), which accelerate leaves unchanged"
         return f"{cls!r}, which stays whole: load it through {remedy}"
 
 
 @dataclass(frozen=True, eq=False)
 class Batch(metaclass=_WholeType):
-    """Documents packed in one row, or padded to rows of one length; all numbers but pixels are integers.
+    """Batch of documents, packed in one row or padded to rows of equal length; all values except pixels are integers.
 
-    Nothing here changes under FSDP2's mixed precision, which casts floating tensors: positions travel as the
-    integers of their table, also where ids are fractions.
+    FSDP2's mixed precision, which casts floating-point tensors, changes nothing: positions are stored as the integers
+    of their table, even if ids are fractional.
 
     Args:
-        keys: id of every document's record; the parts of a split document have the same.
-        positions: the table, on the host.
-        device_positions: the same as a small tensor, for ``apply_rotary``; moves with the batch.
+        keys: record id of each document; the parts of a split document have the same key.
+        positions: position table on the host.
+        device_positions: position table as a small tensor for ``apply_rotary``; moves with the batch.
         input_ids: (tokens,) packed or (batch, seq) padded, int64.
-        labels: likewise; IGNORE_INDEX where a token is not trained on, on padding, and on the first token of
-            every document, which nothing predicts.
-        text_positions: likewise, int32: tokens counted from the first of each document, as if all were text. They
-            go on through padding after a document and are 0 before one.
-        cu_seqlens: (documents + 1,) int32 first token of each document, its padding included, then the total.
+        labels: int64 of the shape of input_ids; IGNORE_INDEX on tokens that are not trained on, on padding, and on the
+            first token of each document, which nothing predicts.
+        text_positions: int32 of the shape of input_ids; index of each token in its document, as if all tokens were
+            text. They continue through padding after a document and are 0 on padding before one.
+        cu_seqlens: (documents + 1,) int32 first token of each document, padding included, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
-        patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as the processor of a
-            model makes them; None without pixels.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as made by the
+            processor of a model; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
-        image_spans: (spans, 2) int64 first token of each image's patches and one past the last, in columns of
-            ``positions.dense()``, which index ``input_ids.view(-1)``. An image whose rows end in separators, which are
-            no patches, has a span for each row, and a clip one for each run of patches between its audio; in a shard,
-            each piece of an image or a row has one.
-        feature_spans: (spans, 2) int64 rows of the vision encoder's features that belong there; it makes one row per
-            token of grid_thw.
-        shifted: whether labels stand at the token that predicts them; see ``shift_labels``.
-        world_size: context-parallel ranks that share the batch; 1 for a whole batch.
-        audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, those inside clips too;
-            None without audio.
-        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features that belong there, all audio of the
-            batch in the order of its tokens; None likewise.
+        image_spans: (spans, 2) int64 first patch token of each image and one past the last, as columns of
+            ``positions.dense()`` and indices into ``input_ids.view(-1)``. An image with row separators, which are not
+            patches, has a span per row; a clip has one per run of patches between its audio; in a shard, each piece of
+            an image or a row has one.
+        feature_spans: (spans, 2) int64 rows of the vision encoder's features for each span of image_spans; the encoder
+            makes one row per token of grid_thw.
+        shifted: whether each label is at the token that predicts it; see ``shift_labels``.
+        world_size: number of context-parallel ranks that share the batch; 1 for a whole batch.
+        audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, including audio inside
+            clips; None without audio.
+        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features for each span of audio_spans, with
+            all audio of the batch in token order; None without audio.
     """
 
     keys: tuple[str, ...]
@@ -112,12 +112,12 @@ class Batch(metaclass=_WholeType):
 
     @property
     def packed(self) -> bool:
-        """Whether documents follow each other in one row."""
+        """Whether the documents are packed in one row."""
         return self.input_ids.dim() == 1
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest document, padding included."""
+        """Number of tokens of the longest document, padding included."""
         return self.positions.max_seqlen
 
     @property
@@ -135,15 +135,15 @@ class Batch(metaclass=_WholeType):
         """Expand the position ids of all tokens on the device of the batch.
 
         Args:
-            dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
-            text_row: whether text_positions come first, as one more row: Transformers takes [4, batch, seq] for schemes
-                of three axes, and reads the documents of a packed row from the first.
+            dtype: int32 (default), int64 or float64; fractional schemes support float64 only.
+            text_row: whether to prepend text_positions as a row: for schemes with three axes, Transformers takes
+                [4, batch, seq], and finds the documents of a packed row in the first of the four.
 
         Returns:
-            (axes, tokens) or (axes, batch, seq), with text_row one row more.
+            (axes, tokens) or (axes, batch, seq); with text_row, axes + 1 rows.
         """
         table = self.positions
-        if self.input_ids.is_cpu:  # where the table is at hand
+        if self.input_ids.is_cpu:  # as the table is
             ids = torch.from_numpy(expand.dense(table.table, table.num_tokens, table.fractional))
         else:
             ids = self.device_positions.dense()
@@ -157,21 +157,21 @@ class Batch(metaclass=_WholeType):
         return ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal, and documents apart.
+        """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal within each document.
 
-        Padding sees nothing and is seen by nothing. The row of a padding token is thus masked throughout:
-        flex_attention gives zeros for it, where a plain softmax would give NaN.
+        Padding tokens attend to nothing and are not attended to. flex_attention returns zeros for their fully masked
+        rows, where a plain softmax would return NaN.
 
         Args:
-            bidirectional_images: whether tokens from the first patch of an image to its last see one another both
-                ways, separators between rows and the audio of a clip included.
+            bidirectional_images: whether all tokens from the first to the last patch of an image attend to one another,
+                including row separators and the audio of a clip.
 
         Returns:
-            a function on the device of the batch, for B = 1 and Q = KV = tokens if it is packed, and else for
+            a function on the device of the batch, for B = 1 and Q = KV = tokens if the batch is packed, else for
             B = documents and Q = KV = length.
 
         Raises:
-            UnsupportedError: a shard, whose tokens see those of other ranks too.
+            UnsupportedError: the batch is a context-parallel shard, whose tokens also attend to those of other ranks.
         """
         if self.world_size > 1:
             raise UnsupportedError("mask_mod: got a context-parallel shard, want the mask of the whole batch")
@@ -179,33 +179,35 @@ class Batch(metaclass=_WholeType):
         document = torch.from_numpy(_documents(self.positions)).to(self.device).reshape(shape)
 
         def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            of_query = document[b, q_idx]
-            return (of_query == document[b, kv_idx]) & (of_query >= 0) & (q_idx >= kv_idx)
+            q_document = document[b, q_idx]
+            return (q_document == document[b, kv_idx]) & (q_document >= 0) & (q_idx >= kv_idx)
 
         if not boolean("bidirectional_images", bidirectional_images):
             return causal
         spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
         image = _images(spans, self.input_ids.numel()).reshape(shape)
 
-        def causal_but_for_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            of_query = image[b, q_idx]
-            return causal(b, h, q_idx, kv_idx) | ((of_query == image[b, kv_idx]) & (of_query >= 0))
+        def causal_except_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            q_image = image[b, q_idx]
+            return causal(b, h, q_idx, kv_idx) | ((q_image == image[b, kv_idx]) & (q_image >= 0))
 
-        return causal_but_for_images
+        return causal_except_images
 
     def image_tokens(self) -> tuple[Tensor, Tensor]:
-        """Index image features into embeddings: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
+        """Return indices to scatter image features: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
-            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
+            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
+            synchronizes with the device.
         """
         return _indexed(self.image_spans, self.feature_spans)
 
     def audio_tokens(self) -> tuple[Tensor, Tensor]:
-        """Index audio features into embeddings, as ``image_tokens`` does image features; both empty without audio.
+        """Return indices to scatter audio features, like ``image_tokens``; both are empty without audio.
 
         Returns:
-            (audio tokens,) int64 indices into ``input_ids.view(-1)``, and the row of each; on a GPU this waits for it.
+            (audio tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
+            synchronizes with the device.
         """
         if self.audio_spans is None or self.audio_feature_spans is None:
             none = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -221,10 +223,10 @@ class Batch(metaclass=_WholeType):
         return self._each(methodcaller("pin_memory"))
 
     def shift_labels(self) -> Batch:
-        """Move each label to the token that predicts it, one to the left in its document; a second call does nothing.
+        """Move each label one position to the left in its document, to the token that predicts it; idempotent.
 
-        A model that computes its own loss shifts labels itself and takes them unshifted. It cannot do so in a
-        shard, whose neighbours lie elsewhere: there, compare logits and labels token by token.
+        A model that computes its own loss takes unshifted labels and shifts them itself. It cannot do so in a shard,
+        where adjacent tokens may be on other ranks: compare logits and shifted labels token by token there.
         """
         if self.shifted:
             return self
@@ -235,21 +237,21 @@ class Batch(metaclass=_WholeType):
         return replace(self, labels=labels, shifted=True)
 
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
-        """Cut out the tokens of a context-parallel rank, with labels that are shifted before the cut.
+        """Return the tokens of a context-parallel rank; labels are shifted first.
 
-        Patches and grid_thw stay whole, since an image may lie on several ranks; feature_spans and audio_feature_spans
-        say which rows of the features belong to the tokens here. cu_seqlens counts the tokens here. Shard on the host,
-        before ``to``.
+        Patches and grid_thw stay whole, since an image may span several ranks; feature_spans and audio_feature_spans
+        give the feature rows of the tokens in the shard. cu_seqlens counts the tokens in the shard. Call this on the
+        host, before ``to``.
 
         Args:
             rank: 0 to world_size − 1.
-            world_size: context-parallel ranks C.
-            layout: "zigzag" or "contiguous", and for a packed batch "zigzag-sequence" or "contiguous-sequence"; see
+            world_size: number C of context-parallel ranks.
+            layout: "zigzag" or "contiguous"; for a packed batch also "zigzag-sequence" or "contiguous-sequence"; see
                 PositionTable.shard.
 
         Raises:
-            InvalidInputError: a document is no multiple of 2C (zigzag) or C tokens; collate with multiple_of.
-            UnsupportedError: "…-sequence" of a padded batch, whose rows would not stay rows.
+            InvalidInputError: the length of a document is not a multiple of 2C (zigzag) or C; collate with multiple_of.
+            UnsupportedError: a "…-sequence" layout for a padded batch, whose rows would be torn apart.
         """
         if str(layout).endswith("sequence") and not self.packed:
             raise UnsupportedError(
@@ -259,8 +261,8 @@ class Batch(metaclass=_WholeType):
         positions = self.positions.shard(rank, world_size, layout)
         indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
         shape = (*self.input_ids.shape[:-1], -1)
-        whole = self.shift_labels()
-        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(whole, name)) is not None}
+        shifted = self.shift_labels()
+        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(shifted, name)) is not None}
         cut: dict[str, Any] = {name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()}
         for spans, features in (_SPANS[:2], _SPANS[2:]):
             if getattr(self, spans) is not None:
@@ -268,7 +270,7 @@ class Batch(metaclass=_WholeType):
                 pieces = _pieces(tokens, rows[:, 0], starts, stops)
                 cut[spans], cut[features] = (torch.from_numpy(piece).to(self.device) for piece in pieces)
         return replace(
-            whole,
+            shifted,
             positions=positions,
             device_positions=DevicePositions.from_table(positions, self.device),
             cu_seqlens=torch.from_numpy(positions.cu_seqlens).to(self.device),
@@ -283,33 +285,32 @@ class Batch(metaclass=_WholeType):
         text_row: bool = False,
         batched: bool = False,
     ) -> dict[str, Any]:
-        """Give the batch as keyword arguments for a model or a trainer, without those that are None.
+        """Return the batch as keyword arguments for a model or a trainer, without fields that are None.
 
         Args:
-            positions: "ids" gives position_ids, int64; "table" gives positions, a DevicePositions for ``apply_rotary``.
-            text_row: as for ``position_ids``.
-            batched: whether a packed batch gets a batch dimension of 1, as Transformers wants.
+            positions: "ids" adds position_ids, int64; "table" adds positions, a DevicePositions for ``apply_rotary``.
+            text_row: see ``position_ids``.
+            batched: whether to add a batch dimension of 1 to a packed batch, as Transformers expects.
 
         Returns:
-            max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and where there are any
-            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are shift_labels too, which
-            keeps Transformers' losses from shifting them again.
+            max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and if present
+            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are also in shift_labels, which
+            keeps the losses of Transformers from shifting them again.
 
         Raises:
-            InvalidInputError: positions is something else.
-            UnsupportedError: patches in the shape of Transformers' text, whose models take pixel_values and ignore
-                them (see ModelCollator); or ids that may be fractions, which mixed precision would round. Later, if
-                accelerate's dispatcher is about to cut the tensors into parts for ranks: see RankLoader.
+            InvalidInputError: positions is neither "ids" nor "table".
+            UnsupportedError: text_row or batched with patches, which models of Transformers would ignore (see
+                ModelCollator); or position_ids of a fractional scheme, which mixed precision would round. The
+                arguments raise it later if accelerate's dispatcher is about to split them over ranks: see RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
-        shaped = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
-        if self.patches is not None and any(shaped.values()):
-            name = next(name for name, value in shaped.items() if value)
+        options = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
+        if self.patches is not None and any(options.values()):
+            name = next(name for name, value in options.items() if value)
             raise UnsupportedError(
                 f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
-                "ModelCollator(settings)(batch), or neither text_row nor batched for a model of your own"
+                "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
             )
-        add = batched and self.packed
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
             arguments["shift_labels"] = self.labels
@@ -319,22 +320,22 @@ class Batch(metaclass=_WholeType):
                     "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds"
                 )
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
-        if add:
+        if batched and self.packed:
             arguments = {name: tensor.unsqueeze(-2) for name, tensor in arguments.items()}
         names = ("cu_seqlens", "attention_mask", "patches", "grid_thw", *_SPANS)
         rest = {name: value for name in names if (value := getattr(self, name)) is not None}
         table = {"positions": self.device_positions} if positions == "table" else {}
-        # An integer comes first: the dispatcher counts rows in what is first and fails, also where this was copied.
+        # An integer comes first: the dispatcher takes the batch size from the first value and fails, even on a copy.
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Refuse to be read as a mapping of arguments, which Trainer does; iterating also comes here.
+        """Refuse access as a mapping of arguments, as by Trainer; iteration also ends up here.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "batch: got a Batch in the place of a model's arguments, want ModelCollator(settings) as the data_collator "
+            "batch: got a Batch in place of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
         )
 
@@ -353,27 +354,27 @@ class Batch(metaclass=_WholeType):
 
 
 class ModelArguments(dict[str, Any]):
-    """Arguments of a model, which refuse to be cut.
+    """Arguments of a model, which refuse to be split over ranks.
 
-    accelerate's dispatcher makes a mapping of this class from descriptions of the tensors, and then cuts each tensor
-    after as many rows as the first has, cu_seqlens and patches too.
+    accelerate's dispatcher creates a mapping of this class from descriptions of the tensors, and then cuts each tensor
+    to the number of rows of the first, including cu_seqlens and patches.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if any(type(value).__name__ == "TensorInformation" for value in self.values()):
             raise UnsupportedError(
-                "batch: got arguments of a model, which accelerate's dispatcher is about to cut by their first "
-                "dimension, want the batch whole: load through mmpos.data.RankLoader, which accelerate leaves as it is"
+                "batch: got arguments of a model that accelerate's dispatcher is about to split along their first "
+                "dimension, want the whole batch: load through mmpos.data.RankLoader, which accelerate leaves unchanged"
             )
 
 
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Join the spans of rows to (images, 2) spans of whole images: first patch and one past the last; no shards.
+    """Merge the spans of rows into (images, 2) spans from the first patch to one past the last; not for shards.
 
     Args:
-        image_spans: (spans, 2) of images, or of their rows where those end in separators.
-        feature_spans: (spans, 2) the rows of features that belong there, as in Batch.
+        image_spans: (spans, 2) spans of images, or of their rows if these end in separators.
+        feature_spans: (spans, 2) feature rows of each span, as in Batch.
         grid_thw: (images, 3) frames, height, width after merging.
     """
     images = len(grid_thw)
@@ -386,7 +387,7 @@ def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) 
 
 
 def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """List the tokens of spans, and the row of features of each."""
+    """Return the tokens of spans, and the feature row of each."""
     firsts, lengths = spans[:, 0], spans[:, 1] - spans[:, 0]
     before = lengths.cumsum(0) - lengths
     token = torch.repeat_interleave(firsts - before, lengths)
@@ -395,7 +396,7 @@ def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
-    """Return (tokens,) the document of each token, -1 for padding."""
+    """Return (tokens,) index of the document of each token, -1 for padding."""
     segments = np.arange(positions.num_segments)
     document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
     document[positions.is_padding] = -1
@@ -403,7 +404,7 @@ def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
 
 
 def _images(spans: Tensor, tokens: int) -> Tensor:
-    """Return (tokens,) the image of each token, -1 for others; made on the device, without waiting for it."""
+    """Return (tokens,) index of the image of each token, -1 outside images, without device synchronization."""
     token = torch.arange(tokens, device=spans.device)
     if not len(spans):
         return torch.full_like(token, -1)
@@ -413,16 +414,16 @@ def _images(spans: Tensor, tokens: int) -> Tensor:
 
 
 def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-    """Cut spans by ascending token ranges, and count the pieces over these ranges put side by side.
+    """Intersect spans with ascending token ranges, and renumber the pieces as if the ranges were concatenated.
 
     Args:
         spans: (spans, 2) first token and one past the last.
-        features: (spans,) the feature of each span's first token.
-        starts: (ranges,) first token.
-        stops: (ranges,) one past the last token.
+        features: (spans,) feature row of the first token of each span.
+        starts: (ranges,) first token of each range.
+        stops: (ranges,) one past the last token of each range.
 
     Returns:
-        (pieces, 2) tokens, counted over the ranges, and (pieces, 2) features.
+        (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows.
     """
     first = np.searchsorted(stops, spans[:, 0], side="right")
     count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)

@@ -1,4 +1,4 @@
-"""Collation: examples become a batch, packed in one row or padded to rows of one length."""
+"""Collate examples into a batch, packed in one row or padded to rows of equal length."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Collator that packs documents side by side in one row; a collate_fn for DataLoader that pickles.
+    """Collator that concatenates documents in one row; a picklable collate_fn for DataLoader.
 
     Args:
-        multiple_of: every document is padded to a multiple of this, inside its own cu_seqlens; 2 * world_size for
-            zig-zag context parallelism.
-        length: tokens of every batch, for static shapes: what is left is one more document, of padding alone. None
-            adds nothing.
-        pad_token_id: stands in input_ids where padding is.
+        multiple_of: multiple to which every document is padded, within its cu_seqlens; 2 * world_size for zigzag
+            context parallelism.
+        length: number of tokens of every batch, for static shapes; the remaining tokens form one more document of
+            padding. None adds no padding.
+        pad_token_id: value of input_ids on padding.
     """
 
     multiple_of: int = 1
@@ -48,15 +48,15 @@ class PackedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """Collate these examples, or those of a Pack or of several, into one batch.
+        """Collate examples, or those of one or several Packs, into one batch.
 
         Raises:
-            InvalidInputError: an example does not fit the first, or all together do not fit length.
+            InvalidInputError: an example is incompatible with the first, or the batch exceeds length.
         """
         return _collate(examples, self, None, self._sizes)
 
     def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
-        """Count the tokens of every document with its padding, and those of padding alone behind the last."""
+        """Return the padded size of every document, and the size of the padding after the last."""
         sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
         tokens = sum(sizes)
         if self.length is not None and tokens > self.length:
@@ -67,13 +67,13 @@ class PackedCollator:
 
 @dataclass(frozen=True)
 class PaddedCollator:
-    """Collator that pads every document to a row of one length; a collate_fn for DataLoader that pickles.
+    """Collator that pads every document to a row of the same length; a picklable collate_fn for DataLoader.
 
     Args:
-        side: where padding stands, "right" or "left".
-        multiple_of: the length is a multiple of this.
-        length: tokens of every row, for static shapes; None is what the longest document needs.
-        pad_token_id: stands in input_ids where padding is.
+        side: side of the padding, "right" or "left".
+        multiple_of: multiple to which the length is rounded up.
+        length: number of tokens of every row, for static shapes; None uses the length of the longest document.
+        pad_token_id: value of input_ids on padding.
     """
 
     side: Side = "right"
@@ -86,15 +86,15 @@ class PaddedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """Collate these examples, or those of a Pack or of several, into one batch.
+        """Collate examples, or those of one or several Packs, into one batch.
 
         Raises:
-            InvalidInputError: an example does not fit the first, or is longer than length.
+            InvalidInputError: an example is incompatible with the first, or longer than length.
         """
         return _collate(examples, self, self.side, self._sizes)
 
     def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
-        """Count the tokens of every row; there are none behind the last."""
+        """Return the size of every row, and 0, as no padding follows the last."""
         lengths = [example.num_tokens for example in examples]
         seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
         for i, length in enumerate(lengths):
@@ -104,7 +104,7 @@ class PaddedCollator:
 
 
 class _Arrays(NamedTuple):
-    """Arrays of a batch and facts about it, in the order in which the extension gives them."""
+    """Arrays and properties of a batch, in the order in which the C extension returns them."""
 
     table: IntArray
     documents: IntArray
@@ -118,8 +118,8 @@ class _Arrays(NamedTuple):
     feature_spans: IntArray
     audio_spans: IntArray | None
     audio_feature_spans: IntArray | None
-    row_length: int  # tokens of every document if all have as many, else 0
-    scheme: str | None  # of all documents, if it is one
+    row_length: int  # number of tokens of every document if all are equal, else 0
+    scheme: str | None  # common scheme of all documents, if any
     fractional: bool
     pixels: bool  # whether any example has patches
 
@@ -128,7 +128,7 @@ _READ = (
     *("sequence", "labels", "input_ids", "token_type_ids", "image_spans", "grid_thw", "patches", "positions"),
     *("table", "documents", "num_tokens", "scheme", "fractional"),
 )
-"""Names of what the extension reads of an example, its sequence and the positions there."""
+"""Attributes that the C extension reads from an example, its sequence and its positions."""
 
 _MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
@@ -139,11 +139,11 @@ def _collate(
     side: Side | None,
     sizes: Callable[[Sequence[Example]], tuple[list[int], int]],
 ) -> Batch:
-    """Collate examples into rows of one length that are padded on a side, or into one row, if the side is None."""
+    """Collate examples into rows padded on a side, or into one packed row if side is None."""
     flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
     layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
-    made = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
-    arrays = _Arrays._make(made or _write(flattened, sizes, side, collator.pad_token_id))
+    fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
+    arrays = _Arrays._make(fields or _write(flattened, sizes, side, collator.pad_token_id))
     scheme = arrays.scheme
     if scheme is None:
         scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
@@ -152,10 +152,10 @@ def _collate(
     arrays.documents.setflags(write=False)
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
-    return _made(
+    return _construct(
         Batch,
         keys=tuple([example.key for example in flattened]),
-        positions=_made(
+        positions=_construct(
             PositionTable,
             table=arrays.table,
             documents=arrays.documents,
@@ -163,7 +163,7 @@ def _collate(
             fractional=arrays.fractional,
             scheme=scheme,
         ),
-        device_positions=_made(
+        device_positions=_construct(
             DevicePositions,
             table=tensor(table),
             num_tokens=tokens,
@@ -186,11 +186,11 @@ def _collate(
     )
 
 
-def _made(cls: type[T], **fields: Any) -> T:
-    """Make an object of a dataclass of all its fields, which are not checked."""
-    made = object.__new__(cls)
-    vars(made).update(fields)
-    return made
+def _construct(cls: type[T], **fields: Any) -> T:
+    """Create an instance of a dataclass from all its fields, without the checks of ``__init__``."""
+    instance = object.__new__(cls)
+    vars(instance).update(fields)
+    return instance
 
 
 def _write(
@@ -199,7 +199,7 @@ def _write(
     side: Side | None,
     pad_token_id: int,
 ) -> _Arrays:
-    """Write the arrays document by document, as the extension does, or raise for what does not fit."""
+    """Write the arrays document by document, as the C extension does; raise if the examples do not fit."""
     _check_fit(examples)
     sizes, rest = sizes_of(examples)
     positions = PositionTable.concatenate([example.sequence.positions for example in examples])
@@ -209,7 +209,7 @@ def _write(
     tokens = positions.num_tokens
     input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
     text_positions, attention_mask = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
-    types, images_begin = np.zeros(tokens, np.uint8), []
+    types, image_starts = np.zeros(tokens, np.uint8), []
     stop = 0
     for example, size in zip(examples, sizes, strict=True):
         start, stop = stop + (size - example.num_tokens if side == "left" else 0), stop + size
@@ -218,9 +218,9 @@ def _write(
         labels[start] = IGNORE_INDEX  # nothing predicts the first token
         text_positions[start:stop] = np.arange(stop - start)
         attention_mask[here] = 1
-        images_begin.append(sequence.image_spans[:, 0] + start)
+        image_starts.append(sequence.image_spans[:, 0] + start)
     text_positions[stop:] = np.arange(rest)
-    images, audio = true_runs(types == PATCH, np.concatenate(images_begin)), true_runs(types == AUDIO_TOKEN)
+    images, audio = true_runs(types == PATCH, np.concatenate(image_starts)), true_runs(types == AUDIO_TOKEN)
     shape = (tokens,) if side is None else (len(examples), sizes[0])
     return _Arrays(
         positions.table,
@@ -243,32 +243,32 @@ def _write(
 
 
 def _feature_rows(spans: IntArray) -> IntArray:
-    """Count the rows of features that spans of tokens get in turn: (spans, 2) first and one past the last."""
+    """Assign consecutive feature rows to spans of tokens: (spans, 2) first row and one past the last."""
     lengths = spans[:, 1] - spans[:, 0]
     stops = lengths.cumsum()
     return np.stack([stops - lengths, stops], axis=1)
 
 
 def _flatten(examples: object) -> list[Example]:
-    """Return the examples of a list, of a Pack or of several."""
+    """Return the examples of a list, of a Pack, or of several Packs."""
     entries = [examples] if isinstance(examples, Pack) else examples
     if not isinstance(entries, list | tuple):
         raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
     flattened: list[Example] = []
-    for i, one in enumerate(entries):
-        if isinstance(one, Example):
-            flattened.append(one)
-        elif isinstance(one, Pack):
-            flattened += one.examples
+    for i, entry in enumerate(entries):
+        if isinstance(entry, Example):
+            flattened.append(entry)
+        elif isinstance(entry, Pack):
+            flattened += entry.examples
         else:
-            raise InvalidInputError(f"examples[{i}]: got {type(one).__name__}, want an Example or a Pack")
+            raise InvalidInputError(f"examples[{i}]: got {type(entry).__name__}, want an Example or a Pack")
     if not flattened:
         raise InvalidInputError("examples: got none, want at least one")
     return flattened
 
 
 def _check_fit(examples: Sequence[Example]) -> None:
-    """Raise for the first example without tokens, or with other axes than the first."""
+    """Raise an error for the first example without tokens, or with another number of axes than the first."""
     axes = examples[0].sequence.positions.axes
     for i, example in enumerate(examples):
         if not example.num_tokens:
@@ -281,12 +281,12 @@ def _check_fit(examples: Sequence[Example]) -> None:
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
-    """Concatenate the pixels of all images, which must be of one sort; None without pixels."""
+    """Concatenate the pixels of all images, which must have one dtype and shape; None without pixels."""
     numbered = [(i, example.sequence.patches) for i, example in enumerate(examples) if len(example.sequence.grid_thw)]
-    sorts = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in numbered]
-    for (i, _), sort in zip(numbered, sorts, strict=True):
-        if sort != sorts[0]:
-            got, want = (("no pixels" if s is None else " ".join(map(str, s))) for s in (sort, sorts[0]))
+    kinds = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in numbered]
+    for (i, _), kind in zip(numbered, kinds, strict=True):
+        if kind != kinds[0]:
+            got, want = (("no pixels" if k is None else " ".join(map(str, k))) for k in (kind, kinds[0]))
             raise InvalidInputError(
                 f"{_name(examples, i)}: patches: got {got}, want {want} as in examples[{numbered[0][0]}]"
             )

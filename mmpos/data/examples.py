@@ -1,4 +1,4 @@
-"""Documents and examples: a record becomes an ordered list of parts, and these become tokens, positions and labels."""
+"""Documents and examples: a record becomes an ordered list of parts, then tokens, positions and labels."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ __all__ = [
 
 
 class RecordError(InvalidInputError):
-    """Error of a record that cannot be used; names the record, the field, what came and what was wanted."""
+    """Error of an unusable record; names the record, the field, what it got and what it wants."""
 
 
 OnImageError = Literal["drop", "skip-document", "raise"]
 
 
 class ImageError(RecordError):
-    """Error of a record with an image that cannot be read, where images have a policy of their own.
+    """Error of a record with an unreadable image, if images have their own policy.
 
     Attributes:
-        on_error: "raise" or "skip", whatever the policy for records.
+        on_error: "raise" or "skip"; overrides the policy for records.
     """
 
     on_error: Literal["raise", "skip"] = "raise"
@@ -55,14 +55,14 @@ class ImageError(RecordError):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Shard and number of a record.
+    """Shard and index of a record.
 
     >>> print(Location("shard-003.tar", 17))
     shard-003.tar[17]
 
     Args:
         source: path or name of the shard.
-        index: number of the record in it, from 0.
+        index: index of the record in the shard.
     """
 
     source: str
@@ -74,11 +74,11 @@ class Location:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Part of a document, with whether it is trained on.
+    """Part of a document, with a flag whether to train on it.
 
     Args:
-        part: whatever SequenceBuilder takes: text, token ids, the bytes of an image, a path, a Grid, a Video, a Clip …
-        train: whether its tokens are labels, those of a Video's timestamps too; patches and audio never are.
+        part: any part that SequenceBuilder accepts: text, token ids, image bytes, a path, a Grid, a Video, a Clip …
+        train: whether its tokens are labels, including the timestamps of a Video; patches and audio never are.
     """
 
     part: Any
@@ -94,7 +94,7 @@ class Document:
 
     Args:
         key: id of the record.
-        pieces: its parts; at least one.
+        pieces: pieces in order; at least one.
     """
 
     key: str
@@ -106,16 +106,16 @@ class Document:
 
     @property
     def parts(self) -> list[object]:
-        """Parts of all pieces, as a builder takes them."""
+        """Parts of all pieces, for a builder."""
         return [piece.part for piece in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenImage:
-    """Part in place of an image, a video or audio that its record refers to in vain.
+    """Part in place of an image, a video or audio that cannot be resolved.
 
     Args:
-        error: of the reference.
+        error: error of the reference.
         kind: "image", "video" or "audio".
     """
 
@@ -124,40 +124,40 @@ class BrokenImage:
 
 
 def join_texts(pieces: Iterable[Piece], separator: str) -> list[Piece]:
-    """Join texts that stand side by side, and are both trained on or both not, so that a tokenizer sees them whole."""
+    """Join adjacent texts with the same train flag, so that a tokenizer sees them as one text."""
     joined: list[Piece] = []
-    for (is_text, train), run in groupby(pieces, lambda piece: (isinstance(piece.part, str), piece.train)):
-        same = list(run)
-        joined += [Piece(separator.join(piece.part for piece in same), train)] if is_text else same
+    for (is_text, train), group in groupby(pieces, lambda piece: (isinstance(piece.part, str), piece.train)):
+        run = list(group)
+        joined += [Piece(separator.join(piece.part for piece in run), train)] if is_text else run
     return joined
 
 
 Record: TypeAlias = Mapping[str, Any]
-"""A raw record: values by their names, images undecoded."""
+"""Raw record: values by name, with undecoded images."""
 
 IGNORE_INDEX = -100
-"""The label of tokens that are not trained on, as torch's cross_entropy has it."""
+"""Label of tokens that are not trained on: the default ignore_index of torch's cross_entropy."""
 
 Format = Callable[[Record, Location], Document]
-"""Makes a document of a raw record."""
+"""Function that makes a document from a raw record and its location."""
 
 
 class Builder(Protocol):
-    """Maker of sequences: a SequenceBuilder, or a client of the service."""
+    """Protocol of builders of sequences: a SequenceBuilder, or a client of the service."""
 
     def build(self, parts: Sequence[object], /) -> InterleavedSequence:
-        """Build the sequence of these parts."""
+        """Build the sequence of the parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """Document that is tokenised, placed and labelled, ready to be packed.
+    """Tokenized document with positions and labels, ready to be packed.
 
     Args:
-        key: id of its record.
-        sequence: its tokens, positions and patches.
-        labels: (tokens,) int64, IGNORE_INDEX where a token is not trained on.
-        dropped_images: errors of the images that were left out of it.
+        key: id of the record.
+        sequence: tokens, positions and patches.
+        labels: (tokens,) int64, IGNORE_INDEX on tokens that are not trained on.
+        dropped_images: errors of the images that were left out.
     """
 
     key: str
@@ -168,7 +168,7 @@ class Example:
     def __post_init__(self) -> None:
         if self.labels.shape != self.sequence.input_ids.shape:
             got, want = self.labels.shape, self.sequence.input_ids.shape
-            raise InvalidInputError(f"{self.key}: labels: got shape {got}, want {want}, that of input_ids")
+            raise InvalidInputError(f"{self.key}: labels: got shape {got}, want {want}, the shape of input_ids")
 
     @property
     def num_tokens(self) -> int:
@@ -176,58 +176,58 @@ class Example:
         return self.sequence.input_ids.size
 
     def slice(self, start: int, stop: int) -> Example:
-        """Cut out the tokens from start to stop, with their ids in the whole; images and audio stay whole.
+        """Return the tokens from start to stop, with their original position ids.
 
         Args:
             start: first token.
-            stop: one past the last token, beyond start.
+            stop: one past the last token; greater than start.
 
         Raises:
-            InvalidInputError: the range is empty or leaves the example, or cuts an image or audio with its markers.
+            InvalidInputError: the range is empty or out of bounds, or cuts through an image or audio with its markers.
         """
         start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
         stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
-        whole = self.sequence
-        spans, marked = whole.image_spans, whole.marked_spans
+        original = self.sequence
+        spans, marked = original.image_spans, original.marked_spans
         for name, edge in (("start", start), ("stop", stop)):
             cut = (marked[:, 0] < edge) & (edge < marked[:, 1])
             if cut.any():
-                part = whole.span_name(int(cut.argmax()))
+                part = original.span_name(int(cut.argmax()))
                 raise InvalidInputError(f"{name}: got {edge} inside {part}, want it between parts")
         kept = (spans[:, 0] >= start) & (spans[:, 1] <= stop)
         sequence = replace(
-            whole,
-            input_ids=whole.input_ids[start:stop],
-            token_type_ids=whole.token_type_ids[start:stop],
-            segments=_segments(whole.segments, start, stop),
-            positions=whole.positions.slice(start, stop),
-            patches=_patches(whole, kept),
-            grid_thw=whole.grid_thw[kept],
+            original,
+            input_ids=original.input_ids[start:stop],
+            token_type_ids=original.token_type_ids[start:stop],
+            segments=_segments(original.segments, start, stop),
+            positions=original.positions.slice(start, stop),
+            patches=_patches(original, kept),
+            grid_thw=original.grid_thw[kept],
             image_spans=spans[kept] - start,
-            image_hashes=tuple(np.array(whole.image_hashes, object)[kept]),
-            part_offsets=np.unique(np.clip(whole.part_offsets, start, stop) - start),
+            image_hashes=tuple(np.array(original.image_hashes, object)[kept]),
+            part_offsets=np.unique(np.clip(original.part_offsets, start, stop) - start),
         )
         return Example(self.key, sequence, self.labels[start:stop])
 
 
 MakeExample = Callable[[Record, Location], Example]
-"""Makes an example of a raw record and its location: a Preprocess, ``get_example``, or a callable of the user's own."""
+"""Function that makes an example from a raw record and its location: a Preprocess, ``get_example``, or your own."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Callable that makes an Example of a raw record, for the loader and all engines; it pickles.
+    """Picklable callable that makes an Example from a raw record, for the loader and all engines.
 
     Args:
-        format: makes a document of a record; one of mmpos.data.formats, or your own. A format of conversations without
-            a template gets the chat template of the builder's tokenizer, and with a warning plain text if it has none.
-        builder: makes a sequence of the document's parts.
-        train_markers: whether [IMG], [/IMG] and row separators of images that are trained on are labels, and the
-            markers of audio; patches and audio never are.
-        on_image_error: treatment of an image or a video that cannot be read: "drop" leaves it out of its document, with
-            its markers, and joins the texts around it; "skip-document" skips the record, and "raise" raises, whatever
-            is done about other faults. None treats it as any other fault of the record. A document of which nothing
-            would be left is skipped.
+        format: makes a document from a record: one of mmpos.data.formats, or your own. A conversation format without a
+            template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
+        builder: makes a sequence from the parts of the document.
+        train_markers: whether to train on [IMG], [/IMG] and row separators of images in trained pieces, and on the
+            markers of audio in them; patches and audio are never trained on.
+        on_image_error: policy for an image or a video that cannot be read, regardless of the policy for other errors:
+            "drop" removes it and its markers from the document and joins the texts around it; "skip-document" skips
+            the record; "raise" raises. None treats it like any other error of the record. A document with nothing left
+            is skipped.
     """
 
     format: Format
@@ -256,10 +256,10 @@ class Preprocess:
         """Make the example of a record.
 
         Raises:
-            RecordError: the record is wrong; the message names it and the field or part.
-            UnsupportedError: the builder has no ImageProcessor or no Markers for a part: a mistake of the set-up,
-                whatever is done about records and images that are wrong.
-            ServiceError: the builder is a client whose server does not answer: no fault of the record.
+            RecordError: the record is invalid; the error names it and the field or part.
+            UnsupportedError: the builder has no ImageProcessor or no Markers for a part. This is a configuration error,
+                which no policy for records or images skips.
+            ServiceError: the builder is a client whose server does not answer.
         """
         if self.on_image_error is None:
             return self._example(self.format(record, location), location)
@@ -283,7 +283,7 @@ class Preprocess:
         return replace(example, dropped_images=tuple(broken.values()))
 
     def _broken_images(self, document: Document, location: Location) -> dict[int, str]:
-        """Build every image by itself, and return the errors of those that cannot be built, by their part."""
+        """Build each image separately, and return the errors of those that fail, by the index of their part."""
         broken: dict[int, str] = {}
         for i, part in enumerate(document.parts):
             if isinstance(part, BrokenImage):
@@ -294,7 +294,7 @@ class Preprocess:
                 except (InvalidInputError, LimitExceededError) as error:
                     broken[i] = f"{_where(document, location)}: parts[{i}]{str(error).removeprefix('parts[0]')}"
                 except UnsupportedError:
-                    continue  # no fault of the image: the document without the broken ones raises it
+                    continue  # not an error of the image; building the rest of the document raises it
         return broken
 
     def _example(self, document: Document, location: Location) -> Example:
@@ -319,34 +319,34 @@ class Preprocess:
 
 
 def _where(document: Document, location: Location) -> str:
-    """Name a document in errors."""
+    """Return the name of a document in errors."""
     return str(location) if document.key == str(location) else f"{document.key} ({location})"
 
 
-def _segments(whole: SegmentTable, start: int, stop: int) -> SegmentTable:
-    """Return the segments of a slice, which cuts text alone."""
-    stops = whole.lengths.cumsum()
-    starts = stops - whole.lengths
-    kept = (whole.kind != TEXT) & (starts >= start) & (stops <= stop)
-    grids = whole.kind.max() < AUDIO
+def _segments(table: SegmentTable, start: int, stop: int) -> SegmentTable:
+    """Return the segments of a slice that cuts only text."""
+    stops = table.lengths.cumsum()
+    starts = stops - table.lengths
+    kept = (table.kind != TEXT) & (starts >= start) & (stops <= stop)
+    only_grids = table.kind.max() < AUDIO
     segments = SegmentTable.from_spans(
         [stop - start],
         starts[kept] - start,
-        whole.extents[:, kept].T,
-        row_separator=whole.row_separator is not None,
-        kind=None if grids else whole.kind[kept],
-        extra_tokens=None if whole.extra_tokens is None else whole.extra_tokens[kept],
+        table.extents[:, kept].T,
+        row_separator=table.row_separator is not None,
+        kind=None if only_grids else table.kind[kept],
+        extra_tokens=None if table.extra_tokens is None else table.extra_tokens[kept],
     )
-    if whole.seconds_per_frame is None or not whole.seconds_per_frame[0, kept].any():
+    if table.seconds_per_frame is None or not table.seconds_per_frame[0, kept].any():
         return segments
     seconds = np.array([[0], [1]]).repeat(segments.kind.size, axis=1)
-    seconds[:, segments.kind != TEXT] = whole.seconds_per_frame[:, kept]
+    seconds[:, segments.kind != TEXT] = table.seconds_per_frame[:, kept]
     return replace(segments, seconds_per_frame=seconds)
 
 
-def _patches(whole: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:
-    """Return the patches of the images that are kept; an image has a fixed number of them per token."""
-    if whole.patches is None or not kept.any():
+def _patches(sequence: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:
+    """Return the patches of the kept images; every token has the same number of patches."""
+    if sequence.patches is None or not kept.any():
         return None
-    tokens = whole.grid_thw.prod(axis=1)
-    return whole.patches[np.repeat(kept, tokens * (len(whole.patches) // int(tokens.sum())))]
+    tokens = sequence.grid_thw.prod(axis=1)
+    return sequence.patches[np.repeat(kept, tokens * (len(sequence.patches) // int(tokens.sum())))]

@@ -1,4 +1,4 @@
-"""BatchDataset: batches of image-text corpora for a torch DataLoader, reproducible and resumable."""
+"""BatchDataset: reproducible, resumable batches of image-text corpora for a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmpos.support.files import local_path
 __all__ = ["BatchDataset"]
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # which has defaults; that of typing has them from Python 3.13 on
+    from typing_extensions import TypeVar  # with defaults, which typing.TypeVar has only since Python 3.13
 
     _Item = TypeVar("_Item", default=Any)
 else:
@@ -38,11 +38,11 @@ _VERSION = 1
 
 
 class DatasetState(StreamState):
-    """State of a BatchDataset, fit for JSON.
+    """JSON-compatible state of a BatchDataset.
 
     Args:
-        version: of this form.
-        epoch: the epoch that is read.
+        version: version of the state.
+        epoch: current epoch.
         of: arguments that the state depends on.
     """
 
@@ -54,34 +54,35 @@ class DatasetState(StreamState):
 class BatchDataset(IterableDataset[_Item]):
     """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
-    The batches depend on the arguments, the epoch and the number of workers alone. All workers of all ranks together
-    read every record once. torchdata's StatefulDataLoader resumes it in the middle of an epoch: the batches after a
-    resume are byte for byte those of a run that was not interrupted. Ranks may get different numbers of batches, which
-    a RankLoader evens.
+    The batches depend only on the arguments, the epoch and the number of workers. All workers of all ranks together
+    read every record once. torchdata's StatefulDataLoader can resume in the middle of an epoch: the batches after a
+    resume are byte for byte those of an uninterrupted run. Ranks may get different numbers of batches; use a RankLoader
+    to make them equal.
 
     Args:
-        shards: readers of ``mmpos.data.readers`` or of your own, the same on every rank.
-        preprocess: makes an example of a record; runs in the workers.
-        batching: a Packer for packed batches, a Batcher for padded ones; it stays as it is, copies of it are used.
-        collate: makes a batch of a group of examples, in the workers; None gives Packs or lists of examples.
-        seed: of all shuffling.
-        epoch: the first epoch; see set_epoch.
-        shuffle: 0 reads everything in the order given. n shuffles the shards, and the records in windows of n, of
-            which one per worker is in memory, undecoded.
+        shards: readers from ``mmpos.data.readers`` or your own, the same on every rank.
+        preprocess: makes an example from a record, in the workers.
+        batching: a Packer for packed batches or a Batcher for padded ones; it is copied, not modified.
+        collate: makes a batch from a group of examples, in the workers; None yields Packs or lists of examples.
+        seed: seed of all shuffling.
+        epoch: first epoch; see set_epoch.
+        shuffle: 0 keeps the given order; n shuffles the shards, and the records in windows of n. Each worker holds one
+            window of undecoded records in memory.
         split: see Split.
-        rank: of this process; None asks torch.distributed, which must be initialised by then, or is 0 without it.
-        world_size: ranks; None likewise.
-        on_error: "raise" stops at the first record that cannot be used, naming it; "skip" writes it to quarantine. The
-            on_image_error of a Preprocess decides about images. A mistake of the set-up, such as a builder without an
-            ImageProcessor for images, always stops.
-        max_skipped: largest share of the first 1,000 records of a worker (of all, where it reads fewer) that may be
+        rank: rank of this process; None uses torch.distributed, which must be initialised first, or 0 without it.
+        world_size: number of ranks; None uses torch.distributed, or 1 without it.
+        on_error: "raise" stops at the first unusable record and names it; "skip" writes it to quarantine. For images,
+            on_image_error of a Preprocess decides. Configuration errors, such as a builder without an ImageProcessor
+            for images, always stop.
+        max_skipped: largest fraction of the first 1,000 records of a worker (of all, if it reads fewer) that may be
             skipped, 0 to 1; ten may always be skipped.
-        quarantine: folder for the skipped records and dropped images, one file of JSON lines per worker, each record
-            once an epoch, also where an epoch is resumed.
-        threads: threads per worker that preprocess, a few records ahead: for a builder that waits for a service.
+        quarantine: folder for skipped records and dropped images, with one file of JSON lines per worker; each record
+            is listed once per epoch, even if the epoch is resumed.
+        threads: number of threads per worker that preprocess a few records ahead, for a builder that waits for a
+            service.
 
     Raises:
-        InvalidInputError: an argument does not fit.
+        InvalidInputError: an argument is invalid.
     """
 
     def __init__(
@@ -123,13 +124,13 @@ class BatchDataset(IterableDataset[_Item]):
         self._max_skipped = max_skipped
         SkipLimit(max_skipped)
         if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path, as skipped records are never dropped silently")
+            raise InvalidInputError("quarantine: got None, want a path: skipped records are never dropped silently")
         if skips_images(preprocess) and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path, as no image is dropped silently")
-        # The guess that there is one rank is checked again when reading begins.
+            raise InvalidInputError("quarantine: got None, want a path: images are never dropped silently")
+        # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
-        # Shared, so that workers that outlive an epoch see the next one, and this process sees that there are workers.
+        # Shared memory, so that persistent workers see the next epoch, and this process sees that workers exist.
         self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
@@ -139,30 +140,32 @@ class BatchDataset(IterableDataset[_Item]):
 
     @property
     def epoch(self) -> int:
-        """Epoch that the next iteration reads."""
+        """Epoch of the next iteration."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration, after the rest of a state; running workers also see it."""
+        """Set the epoch of the next iteration, also in running workers; a loaded state finishes its own epoch first."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
     def num_batches(self, num_workers: int = 0) -> int | None:
-        """Count the batches of the next epoch on this rank by the sizes of records, reading none; None if unknown.
+        """Count the batches of the next epoch on this rank from the sizes of records, without reading any.
 
-        Sizes are known of shards with lengths (SequenceShard), and for a Batcher that takes any of shards with a count.
-        Texts are split or truncated by more than sizes: then, and where records or images may be left out, nothing is
-        known.
+        Sizes are known for shards with lengths (SequenceShard); a Batcher without max_tokens needs only their count.
 
         Args:
-            num_workers: of the DataLoader.
+            num_workers: number of workers of the DataLoader.
+
+        Returns:
+            the number of batches; None if sizes are unknown, if the batching splits or truncates texts, or if records
+            or images may be skipped.
         """
         batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
         lengths = [_lengths(shard, batching) for shard in self._readers(epoch)]
         skips = self._on_error != "raise" or skips_images(self._stages.preprocess)
-        if skips or any(each is None for each in lengths):
+        if skips or any(of_shard is None for of_shard in lengths):
             return None
-        readers = tuple(_Sizes(each) for each in lengths if each is not None)
+        readers = tuple(_Sizes(of_shard) for of_shard in lengths if of_shard is not None)
         count = 0
         for worker in range(workers):
             split = replace(self._split, worker=worker, num_workers=workers)
@@ -172,38 +175,38 @@ class BatchDataset(IterableDataset[_Item]):
 
     @property
     def generator(self) -> None:
-        """None: all shuffling follows from the seed; accelerate looks here before it shares a dataset over ranks.
+        """None, since all shuffling follows from the seed; accelerate reads this before it splits a dataset over ranks.
 
         Raises:
-            UnsupportedError: ranks share the dataset already, and would lose what accelerate gives to others.
+            UnsupportedError: the dataset is already split over ranks; splitting it again would lose batches.
         """
         if self._split.world_size > 1:
             raise UnsupportedError(
                 f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to share over ranks again, want it left as it is: load through mmpos.data.RankLoader"
+                "is about to split over ranks again, want it unchanged: load through mmpos.data.RankLoader"
             )
 
     def __iter__(self) -> Iterator[_Item]:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
-        # The epoch of a state is its own, whatever was set since.
+        # A state continues its own epoch, whatever epoch was set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
-            self._check(self._state)  # again: the state was loaded in another process
+            self._check(self._state)  # again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
-        split, epoch = self._here(), self._streamed
+        split, epoch = self._worker_split(), self._streamed
         feed = self._feed(self._readers(epoch), split, epoch)
         lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        before = {} if self._state is None else self._state["counts"]
-        limit = SkipLimit(self._max_skipped, before.get("records", 0), before.get("skipped", 0))
+        counts = {} if self._state is None else self._state["counts"]
+        limit = SkipLimit(self._max_skipped, counts.get("records", 0), counts.get("skipped", 0))
         quarantine = Quarantine(self._on_error, lines, limit, {"epoch": epoch})
         self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
         return self._stream
 
     def state_dict(self) -> DatasetState:
-        """Return the state of the latest iterator: a few numbers per pending example and no pixels, fit for JSON.
+        """Return the JSON-compatible state of the latest iterator: a few integers per pending example, no pixels.
 
         Raises:
-            UnsupportedError: workers read the dataset, and only the DataLoader can ask them.
+            UnsupportedError: workers read the dataset; use the state of the DataLoader instead.
         """
         if self._in_workers and get_worker_info() is None:
             raise UnsupportedError(
@@ -217,29 +220,29 @@ class BatchDataset(IterableDataset[_Item]):
         return {**self._stream.state_dict(), "version": _VERSION, "epoch": self._streamed, "of": self._identity()}
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Let the next iteration resume from a state; later ones also read its epoch, unless set_epoch was called.
+        """Resume the next iteration from a state; later iterations use its epoch as well, unless set_epoch was called.
 
         Raises:
-            InvalidInputError: the state is of a dataset with other arguments, or of another worker.
+            InvalidInputError: the state is from a dataset with other arguments, or from another worker.
         """
         self._check(state)
-        # StatefulDataLoader loads a state only when reading begins, after the epoch was chosen.
+        # StatefulDataLoader loads a state only when iteration starts, after set_epoch.
         if not self._chosen:
             self._epoch.fill_(state["epoch"])
         self._state = DatasetState(**state)
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts of the latest iterator of this process: read, skipped, dropped and given; workers log theirs.
+        """Counts of the latest iterator in this process; workers have their own.
 
-        Images that were dropped are ``images_dropped``.
+        ``records`` and ``skipped`` records, ``images_dropped``, ``batches``, and the counts of a Packer.
         """
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: object) -> None:
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from state_dict")
+            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
         for name, want in self._identity().items():
             if state["of"][name] != want:
                 raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
@@ -247,12 +250,12 @@ class BatchDataset(IterableDataset[_Item]):
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stream": None}
 
-    def _here(self) -> Split:
-        """Return the split as seen from this worker."""
+    def _worker_split(self) -> Split:
+        """Return the split of this worker."""
         if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
             raise InvalidInputError(
-                "rank: got a dataset made before torch.distributed was initialised, want it made after, or with rank "
-                "and world_size"
+                "rank: got a dataset created before torch.distributed was initialised, want it created after, or with "
+                "rank and world_size"
             )
         info = get_worker_info()
         if info is None:
@@ -274,7 +277,7 @@ class BatchDataset(IterableDataset[_Item]):
 
     def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
-        split = self._here()
+        split = self._worker_split()
         names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
         return {
             "shards": f"{len(self._shards)} with checksum {zlib.crc32(names.encode()):08x}",
@@ -286,7 +289,7 @@ class BatchDataset(IterableDataset[_Item]):
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
-    """(records,) the tokens of each record, or ones if they make no difference; None if they are not known."""
+    """Return (records,) tokens of each record, or ones if sizes do not matter; None if they are unknown."""
     if isinstance(batching, Packer) and (batching.split_text or batching.overlong == "truncate"):
         return None
     if not isinstance(batching, Packer | Batcher):
@@ -300,10 +303,10 @@ def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Reader of records of which only the size is known.
+    """Reader of stand-in records with known sizes.
 
     Args:
-        lengths: (records,) tokens of each.
+        lengths: (records,) tokens of each record.
     """
 
     lengths: IntArray
@@ -318,7 +321,7 @@ class _Sizes:
 
     @staticmethod
     def example(record: Record, location: Location) -> Example:
-        """Make an example of so many tokens, which take no memory."""
+        """Make an example with this number of tokens, which takes no memory."""
         tokens = np.broadcast_to(np.int64(0), record["tokens"])
         return Example(str(location), cast(InterleavedSequence, SimpleNamespace(input_ids=tokens)), tokens)
 

@@ -1,4 +1,4 @@
-"""Batches as unpatched models of Transformers take them, and examples of what a model's processor gives."""
+"""Convert batches to the arguments of unpatched Transformers models, and processor outputs to examples."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ __all__ = ["MODEL_INPUTS", "Model", "ModelCollator", "ModelInputs", "ProcessedIn
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Arguments that the models of one type take for a pack, beside input_ids, labels and the bounds of documents.
+    """Arguments of the models of one type for a pack, besides input_ids, labels and the bounds of documents.
 
     Args:
-        text_row: position_ids are [4, batch, seq], the text row first, from which the model reads where documents
-            begin; else [batch, seq], from which it reads that too.
-        images: pixel_values and image_grid_thw, or those of videos, go with mm_token_type_ids; else text alone.
+        text_row: position_ids are [4, batch, seq] with the text row first, else [batch, seq]; the model finds the
+            starts of documents in the text row or in the only row.
+        images: the model takes pixel_values and image_grid_thw, or those of videos, and mm_token_type_ids; else only
+            text.
         planes: pixel_values are (patches, 3, patch_size, patch_size), not (patches, values).
-        seq_idx: layers without attention are told the document of each token.
-        expert_types: moe_mm_token_type_ids say whose experts take each token, and count markers of images as images.
+        seq_idx: layers without attention take the document of each token.
+        expert_types: moe_mm_token_type_ids select the experts of each token, with markers of images counted as images.
     """
 
     text_row: bool = False
@@ -69,24 +70,24 @@ MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(_IMAGES, seq_idx=True)),
     }
 )
-"""Model types of Transformers 5.23 that keep the documents of a pack apart, and how they take them."""
+"""Model types of Transformers 5.23 that separate the documents of a pack, with their arguments."""
 
-_OMNI = "its audio goes in as features, which are not passed on"
+_OMNI = "it takes audio as features, which are not passed on"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "glm_image": "its batches hold the images to generate and images_per_sample, which no Example has",
+        "glm_image": "its batches hold the images to generate and images_per_sample, which an Example does not have",
         "gpt_oss": "its masks do not read the documents of a row from position_ids",
-        "hunyuan_vl": "it refuses the text row from which its mask would read the documents",
-        "minicpmv4_7": "its images go in as slices with target_sizes, which no Example has",
+        "hunyuan_vl": "it rejects the text row from which its mask would read the documents",
+        "minicpmv4_7": "it takes images as slices with target_sizes, which an Example does not have",
         **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI),
-        "qwen4_exp": "n-grams and convolutions of its PLE layers go from one document of a row into the next",
+        "qwen4_exp": "n-grams and convolutions of its PLE layers cross the bounds of documents in a row",
     }
 )
-"""Model types that are refused, and why."""
+"""Model types that are refused, with the reason."""
 
 
 class Model(Protocol):
-    """Settings of a model, as `mmpos.from_hf_config` reads them."""
+    """Protocol of the settings of a model that `mmpos.from_hf_config` returns."""
 
     @property
     def model_type(self) -> str:
@@ -98,7 +99,7 @@ class Model(Protocol):
 
     @property
     def vision_scheme(self) -> Grid2D | None:
-        """Positions, and so the order of patches, in the encoder."""
+        """Positions in the vision encoder, which determine the order of patches."""
 
     @property
     def placeholders(self) -> Placeholders:
@@ -110,7 +111,7 @@ class Model(Protocol):
 
     @property
     def video_markers(self) -> tuple[int, int] | None:
-        """Tokens before and after a video whose frames have the placeholder of images."""
+        """Tokens before and after a video whose frames use the image placeholder."""
 
     @property
     def spatial_merge_size(self) -> int:
@@ -132,33 +133,33 @@ class Model(Protocol):
         *,
         seconds_per_frame: Sequence[Fraction | float | None] | None = None,
     ) -> SegmentTable:
-        """Make the table of tokens from the model's processor."""
+        """Build the segment table of tokens from the model's processor."""
 
     def place(self, segments: SegmentTable) -> PositionTable:
-        """Place segments as the language model does."""
+        """Place segments with the scheme of the language model."""
 
     def image_processor(self) -> ImageProcessor:
-        """Make an ImageProcessor as the encoder wants it."""
+        """Create the ImageProcessor of the vision encoder."""
 
 
 @dataclass(frozen=True)
 class ModelCollator:
-    """Collator that gives the arguments of an unpatched model of Transformers, for its Trainer too; it pickles.
+    """Picklable collator that makes the arguments of an unpatched Transformers model, also for Trainer.
 
-    A pack becomes one row, whose documents the model keeps apart: eager, SDPA and FlexAttention read their bounds from
-    position_ids, FlashAttention from cu_seq_lens_q and cu_seq_lens_k. use_cache=False is one of the arguments: with a
-    cache, which the config of a language model inside another asks for also under Trainer, Transformers does not look
-    for documents, and all tokens of the row would see each other.
+    A pack becomes one row with separate documents: eager attention, SDPA and FlexAttention read the bounds of documents
+    from position_ids, FlashAttention reads them from cu_seq_lens_q and cu_seq_lens_k. The arguments include
+    use_cache=False: with a cache, which the nested config of a language model requests even under Trainer,
+    Transformers ignores the bounds, and all tokens of the row would attend to each other.
 
     Args:
-        settings: of the model, from `mmpos.from_hf_config`; its scheme is that of the positions.
-        images: the ImageProcessor of the patches, which says how bytes become pixel_values; None makes it of the
-            settings where there are patches of bytes. Patches of a processor's own are taken as they are.
-        collate: what makes the batch, packed or padded.
+        settings: settings of the model, from `mmpos.from_hf_config`; batches must be placed with its scheme.
+        images: ImageProcessor that made the patches, which converts uint8 patches to pixel_values; None creates it from
+            the settings when needed. Patches made by the processor of the model are passed on unchanged.
+        collate: makes the batch, packed or padded.
 
     Raises:
-        UnsupportedError: models of this type do not keep the documents of a pack apart, or are not known to.
-        InvalidInputError: an argument of another class; images and settings differ in the order or size of patches.
+        UnsupportedError: models of this type do not separate the documents of a pack, or are not known to.
+        InvalidInputError: an argument has another class, or images and settings differ in order or size of patches.
     """
 
     settings: Model
@@ -177,7 +178,7 @@ class ModelCollator:
             raise InvalidInputError(f"collate: got {got}, want a PackedCollator or a PaddedCollator")
         kind = self.settings.model_type
         if kind not in MODEL_INPUTS:
-            reason = _REFUSED.get(kind, "it is not known to keep the documents of a pack apart")
+            reason = _REFUSED.get(kind, "it is not known to separate the documents of a pack")
             want = ", ".join(sorted(MODEL_INPUTS))
             raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
         object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
@@ -191,21 +192,22 @@ class ModelCollator:
                     raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
 
     def __call__(self, examples: Examples | Batch) -> dict[str, Any]:
-        """Collate these examples, or those of a Pack or of several, and give the model's arguments.
+        """Collate examples, or those of one or several Packs, into the arguments of the model.
 
         Args:
-            examples: examples, a Pack or several, or a Batch that is collated already, on any device.
+            examples: examples, one or several Packs, or a collated Batch on any device.
 
         Returns:
-            use_cache, input_ids, labels and position_ids (of the table, or for models of one axis tokens counted from
-            the first of each document); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and
-            seq_idx where the model takes it; for a padded batch attention_mask; for images mm_token_type_ids,
-            moe_mm_token_type_ids where the model takes it, pixel_values and image_grid_thw, before merging, or those
-            of videos. Shifted labels are shift_labels too.
+            use_cache, input_ids, labels and position_ids (from the position table, or text positions for models with
+            one axis); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
+            takes it; for a padded batch attention_mask; for images mm_token_type_ids, moe_mm_token_type_ids if the
+            model takes it, pixel_values and image_grid_thw before merging, or those of videos. Shifted labels are also
+            in shift_labels.
 
         Raises:
-            InvalidInputError: positions of another scheme, or placeholders of another model; or as for collate.
-            UnsupportedError: images for a model that takes text alone, or without pixels; a context-parallel shard.
+            InvalidInputError: the batch has positions of another scheme or placeholders of another model, or collate
+                raises this error.
+            UnsupportedError: images for a text-only model, images without pixels, or a context-parallel shard.
         """
         batch = examples if isinstance(examples, Batch) else self.collate(examples)
         types = self._token_types(batch)
@@ -241,7 +243,7 @@ class ModelCollator:
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
             raise UnsupportedError(
-                f"batch: got {got} of audio for {kind!r}, want none: no features of it are passed on"
+                f"batch: got {got} of audio for {kind!r}, want none: audio features are not passed on"
             )
         want = self.settings.scheme.label
         if self.inputs.text_row and batch.positions.scheme != want:
@@ -263,7 +265,7 @@ class ModelCollator:
             )
 
     def _token_types(self, batch: Batch) -> Tensor:
-        """0 for text, 1 for patches of images and 2 for those of videos."""
+        """Return the type of each token: 0 for text, 1 for patches of images, 2 for patches of videos."""
         tokens = batch.input_ids
         types = torch.zeros_like(tokens)
         for kind, placeholder in enumerate((self.settings.placeholders.image, self.settings.placeholders.video), 1):
@@ -272,14 +274,14 @@ class ModelCollator:
         if self.settings.video_markers is not None:
             begin, end = (tokens.eq(marker).long() for marker in self.settings.video_markers)
             inside = (begin - end).cumsum(-1)
-            if batch.packed:  # of each document alone
+            if batch.packed:  # restart the count in each document
                 before = (inside - begin + end)[batch.cu_seqlens[:-1].long()]
                 inside -= before.repeat_interleave(batch.cu_seqlens.diff(), output_size=tokens.numel())
             types += types.eq(1) & (inside > 0)
         return types
 
     def _expert_types(self, tokens: Tensor, types: Tensor) -> Tensor:
-        """As _token_types, and 1 for the markers around images."""
+        """Return the types of tokens, with 1 also for the markers around images."""
         types = types.clone()
         for marker in self.settings.image_markers or ():
             types += tokens.eq(marker)
@@ -293,25 +295,25 @@ class ModelCollator:
         pixels = self._pixel_values(batch.patches)
         counts = grid_thw.prod(dim=1)
         if len(pixels) != int(counts.sum()):
-            raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())}, those of grid_thw")
+            raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())} as in grid_thw")
         video = types.view(-1)[batch.image_spans[:, 0]].eq(2)
-        # GLM puts images at all placeholders or videos at all: where there are both, frames go as images, as inside it.
+        # GLM fills all placeholders with images or all with videos: if there are both, frames are passed as images.
         if not video.any() or (self.settings.video_markers is not None and not video.all()):
             return {"pixel_values": pixels, "image_grid_thw": grid_thw}
-        of_video = video.repeat_interleave(counts)
-        videos = {"pixel_values_videos": pixels[of_video], "video_grid_thw": grid_thw[video]}
+        in_video = video.repeat_interleave(counts)
+        videos = {"pixel_values_videos": pixels[in_video], "video_grid_thw": grid_thw[video]}
         if video.all():
             return videos
-        return {"pixel_values": pixels[~of_video], "image_grid_thw": grid_thw[~video], **videos}
+        return {"pixel_values": pixels[~in_video], "image_grid_thw": grid_thw[~video], **videos}
 
     def _pixel_values(self, patches: Tensor | None) -> Tensor:
-        """Patches as the model's processor makes them; those that it made itself are as they are."""
+        """Convert patches to the pixel_values of the model's processor; float patches from it are unchanged."""
         if patches is None:
-            raise UnsupportedError("batch: got images without pixels, want those of an ImageProcessor")
+            raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
             return patches
         if self.settings.vision_scheme is None:
-            raise UnsupportedError(f"patches: got bytes, want {_OWN_PIXELS} of {self.settings.model_type!r}")
+            raise UnsupportedError(f"patches: got uint8, want {_OWN_PIXELS} of {self.settings.model_type!r}")
         images = self.settings.image_processor() if self.images is None else self.images
         frames = 1 if self.inputs.planes else self.settings.temporal_patch_size or 1
         pixels = images.pixel_values(patches, temporal_patch_size=frames)
@@ -321,40 +323,40 @@ class ModelCollator:
 def _check_settings(settings: object) -> None:
     if not all(hasattr(settings, name) for name in ("model_type", "scheme", "segments", "image_processor")):
         got = type(settings).__name__
-        raise InvalidInputError(f"settings: got {got}, want those of mmpos.from_hf_config(config)")
+        raise InvalidInputError(f"settings: got {got}, want the result of mmpos.from_hf_config(config)")
 
 
-_OWN_PIXELS = "ProcessedInputs of what the processor made"
-"""Where patches are in an order that no ImageProcessor makes."""
+_OWN_PIXELS = "ProcessedInputs with the output of the processor"
+"""Source of patches in an order that no ImageProcessor supports."""
 
 
 def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
-    """Make the error for images in packs of a model that takes text alone."""
-    known = ", ".join(sorted(name for name, each in MODEL_INPUTS.items() if each.images))
-    want = f"text alone, or padded rows of its own processor, or one of {known}"
+    """Make the error for images in packs of a text-only model."""
+    known = ", ".join(sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images))
+    want = f"text only, or padded rows from its own processor, or one of {known}"
     return UnsupportedError(f"{name}: got {got} for {kind!r}, want {want}")
 
 
 def _documents(cu_seqlens: Tensor) -> Tensor:
-    """(tokens,) int32 the document of each token."""
+    """Return (tokens,) int32 index of the document of each token."""
     document = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
     return document.repeat_interleave(cu_seqlens.diff())
 
 
 @dataclass(frozen=True)
 class ProcessedInputs:
-    """Callable that makes an Example of what a model's processor gave for one document; it pickles.
+    """Picklable callable that makes an Example from the output of a model's processor for one document.
 
-    A record has input_ids, (tokens,) or (1, tokens), and where there are any image_grid_thw and pixel_values,
-    video_grid_thw, pixel_values_videos and second_per_grid_ts, all as the processor gives them: arrays, tensors on the
-    host, or lists. labels, of the shape of input_ids, may say what is trained on; else everything is but patches. An
-    id or a key is the key of the example.
+    A record has input_ids, (tokens,) or (1, tokens), and optionally image_grid_thw and pixel_values, video_grid_thw,
+    pixel_values_videos and second_per_grid_ts, all as returned by the processor: arrays, tensors on the host, or
+    lists. Optional labels, of the shape of input_ids, select the trained tokens; the default trains on everything but
+    patches. The field id or key is the key of the example.
 
     Args:
-        settings: of the model, from `mmpos.from_hf_config`.
+        settings: settings of the model, from `mmpos.from_hf_config`.
 
     Raises:
-        InvalidInputError: settings of another class.
+        InvalidInputError: settings has another class.
     """
 
     settings: Model
@@ -366,15 +368,15 @@ class ProcessedInputs:
         """Make the example of a record.
 
         Raises:
-            RecordError: the record has no tokens, padding, or grids and pixels that do not fit its tokens; the message
-                names it.
+            RecordError: the record has no tokens, has padding, or has grids or pixels that do not match its tokens; the
+                error names the record.
         """
         key = str(record.get("id", record.get("key", location)))
         try:
             return self._example(key, record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            said = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # as records name it
-            raise RecordError(f"{key}: {said}") from error
+            message = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # the name in records
+            raise RecordError(f"{key}: {message}") from error
 
     def _example(self, key: str, record: Record) -> Example:
         input_ids = _tokens("input_ids", record.get("input_ids"))
@@ -389,7 +391,7 @@ class ProcessedInputs:
             if record.get(name) is not None and not MODEL_INPUTS.get(kind, _TEXT).images:
                 raise _text_alone(name, "pixels", kind)
         if grids["video_grid_thw"] is not None and self.settings.temporal_merge_size > 1:
-            raise UnsupportedError(f"video_grid_thw: got a video for {kind!r}, whose frames merge, want images alone")
+            raise UnsupportedError(f"video_grid_thw: got a video for {kind!r}, which merges frames, want only images")
         segments = self.settings.segments(input_ids, **grids, seconds_per_frame=seconds)
         grid = segments.kind == GRID
         stops = segments.lengths.cumsum()
@@ -398,10 +400,10 @@ class ProcessedInputs:
         types = token_types(segments)
         video = input_ids == self.settings.placeholders.video
         if self.settings.video_markers is not None:
-            begun, ended = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
-            video = begun > ended
-        told = record.get("labels")
-        labels = np.where(types, IGNORE_INDEX, input_ids) if told is None else _tokens("labels", told)
+            starts, ends = ((input_ids == marker).cumsum() for marker in self.settings.video_markers)
+            video = starts > ends
+        labels = record.get("labels")
+        labels = np.where(types, IGNORE_INDEX, input_ids) if labels is None else _tokens("labels", labels)
         sequence = InterleavedSequence(
             input_ids=input_ids,
             token_type_ids=types,
@@ -419,13 +421,13 @@ class ProcessedInputs:
     def _patches(
         self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32] | None:
-        """(patches, values) of images and videos, in the order of their tokens."""
+        """Return (patches, values) of images and videos, in token order."""
         sources = [_array(record.get(name), np.float32) for name in ("pixel_values", "pixel_values_videos")]
         counts = grid_thw.prod(axis=1) * self.settings.spatial_merge_size**2
         for name, pixels, where in zip(("pixel_values", "pixel_values_videos"), sources, (~video, video), strict=True):
             got, want = (0 if pixels is None else len(pixels)), int(counts[where].sum())
             if got != want:
-                raise InvalidInputError(f"{name}: got {got} patches, want {want}, those of the grids")
+                raise InvalidInputError(f"{name}: got {got} patches, want {want} as in the grids")
         arrays = [pixels for pixels in sources if pixels is not None and len(pixels)]
         if len(arrays) < 2:
             return arrays[0] if arrays else None
@@ -436,18 +438,18 @@ class ProcessedInputs:
 
 
 def _tokens(name: str, values: object) -> IntArray:
-    """(tokens,) integers of one document, with or without a batch dimension of 1."""
+    """Return (tokens,) integers of one document, without a batch dimension of 1."""
     array = host_array(name, values)
     return int_array(name, array[0] if array.ndim == 2 and len(array) == 1 else array, (None,))
 
 
 def _array(values: object, dtype: type = np.int64) -> Any:
-    """An array of what is there, or None."""
+    """Convert values to an array unless they are None."""
     return None if values is None else np.asarray(values, dtype)
 
 
 def _margins(input_ids: IntArray, spans: IntArray, markers: tuple[int, int] | None) -> tuple[int, int]:
-    """Tokens before and after every image: its markers, if all have them."""
+    """Return the number of marker tokens before and after every image: (1, 1) if all have both, else (0, 0)."""
     if markers is None or not len(spans) or spans[0, 0] == 0 or spans[-1, 1] == input_ids.size:
         return 0, 0
     before, after = (

@@ -1,4 +1,4 @@
-"""Groups of examples: packs of bounded size from a stream or from known lengths, and batches by number."""
+"""Group examples: packs of bounded size, from a stream or from known lengths, and batches of a fixed size."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 Overlong = Literal["raise", "truncate", "drop"]
 
 MIN_PIECE = 32
-"""Fewest tokens on either side of a cut that fills a pack; a document longer than a pack is cut wherever it must be."""
+"""Minimum tokens on either side of a cut that fills a pack; documents longer than a pack are cut where necessary."""
 
 HELD_PACKS = 16
-"""Packs whose tokens a Packer holds at most between calls: more fill better and cost memory, mostly of pixels."""
+"""Maximum tokens that a Packer holds, in packs: more give fuller packs but need memory, mostly for pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class Pack:
     """Examples that become one packed batch.
 
     Args:
-        examples: in the order in which they will stand; at least one.
-        max_tokens: the tokens that there was room for.
+        examples: examples in the order of the batch; at least one.
+        max_tokens: capacity in tokens.
     """
 
     examples: tuple[Example, ...]
@@ -49,27 +49,27 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the examples, padding not counted."""
+        """Number of tokens of the examples, without padding."""
         return sum(example.num_tokens for example in self.examples)
 
     @property
     def fill(self) -> float:
-        """Tokens over capacity."""
+        """Tokens divided by capacity."""
         return self.num_tokens / self.max_tokens
 
 
 @dataclass(frozen=True)
 class PackCounts:
-    """Counts of the work of a Packer since it was made.
+    """Counts of a Packer since its creation.
 
     Args:
-        packs: packs given out.
-        tokens: tokens in them, padding not counted.
-        capacity: tokens that there was room for in them.
-        splits: cuts through documents, whose parts all went on.
+        packs: packs returned.
+        tokens: tokens in these packs, without padding.
+        capacity: total capacity of these packs in tokens.
+        splits: cuts through documents, all parts of which were kept.
         truncated: examples that lost their end.
-        dropped: examples that were lost whole.
-        tokens_lost: tokens of both.
+        dropped: examples that were dropped.
+        tokens_lost: tokens lost by truncating and dropping.
     """
 
     packs: int = 0
@@ -82,26 +82,29 @@ class PackCounts:
 
     @property
     def fill(self) -> float:
-        """Tokens over capacity of all packs; 0 before the first."""
+        """Tokens divided by the capacity of all packs; 0 before the first pack."""
         return self.tokens / self.capacity if self.capacity else 0.0
 
 
 class Packer:
-    """Packer of a stream of examples, which holds some of them and combines those that fill a pack best.
+    """Packer of a stream of examples; it buffers examples and combines those that fill a pack best.
 
-    A pack begins with the example that has waited longest, so that each is packed in time, and goes on with the longest
-    that still fits. With split_text what then remains is filled with the head of a document, cut between two text
-    tokens; the rest of it goes on as an example of its own, with the ids that it has in the whole.
-    A Packer to which the ``pending`` examples of another with the same arguments are added, in their order, gives no
-    pack meanwhile and goes on exactly as the other would; only its counts restart.
+    A pack starts with the oldest example, so that none waits forever, and continues with the longest ones that still
+    fit. With split_text, the remaining space is filled with the head of a document, cut between two text tokens; the
+    rest of the document becomes another example that keeps its position ids.
+
+    To resume, add the ``pending`` examples of a Packer in order to a new one with the same arguments: this returns no
+    packs, and the new Packer continues exactly as the old one would; only its counts restart.
 
     Args:
-        max_tokens: most tokens in a pack.
-        buffer: most examples held between calls, and at most the tokens of HELD_PACKS packs.
+        max_tokens: maximum number of tokens in a pack.
+        buffer: maximum number of examples held between calls; together they have at most HELD_PACKS times max_tokens
+            tokens.
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
-        multiple_of: documents count as padded to a multiple of this; see PackedCollator.
-        overlong: policy for examples that cannot be packed: longer than max_tokens, or with split_text
-            an image that is. "raise" a RecordError, "truncate" before what does not fit, or "drop"; both are counted.
+        multiple_of: multiple to which documents count as padded; see PackedCollator.
+        overlong: policy for examples that do not fit: those longer than max_tokens, or, with split_text, those with an
+            image or audio longer than max_tokens. "raise" raises a RecordError, "truncate" cuts before the part that
+            does not fit, "drop" drops the example; the last two are counted.
     """
 
     def __init__(
@@ -120,25 +123,25 @@ class Packer:
         self.overlong: Overlong = one_of("overlong", overlong, ("raise", "truncate", "drop"))
         if self.max_tokens % self.multiple_of:
             raise InvalidInputError(f"max_tokens: got {max_tokens}, want a multiple of multiple_of={multiple_of}")
-        self._held, self._sizes = dict[int, Example](), dict[int, int]()  # by number of arrival
+        self._held, self._sizes = dict[int, Example](), dict[int, int]()  # by order of arrival
         self._arrived = 0
         self._counts = Counter[str]()
 
     @property
     def pending(self) -> tuple[Example, ...]:
-        """Examples held, in order; save these, and add them to a new Packer to resume."""
+        """Buffered examples in order; to resume, save them and add them to a new Packer."""
         return tuple(self._held.values())
 
     @property
     def counts(self) -> PackCounts:
-        """Counts of what was packed, cut and lost, and the fill rate of the packs."""
+        """Counts of packed, cut and lost examples, and the fill rate of the packs."""
         return PackCounts(**self._counts)
 
     def add(self, example: Example) -> list[Pack]:
-        """Add an example, and return the packs for which there is no more reason to wait.
+        """Add an example, and return the packs that make the buffer small enough again.
 
         Raises:
-            RecordError: it cannot be packed, and overlong is "raise"; the Packer is as it was before.
+            RecordError: the example cannot be packed, and overlong is "raise"; the Packer is unchanged.
         """
         if not isinstance(example, Example):
             raise InvalidInputError(f"example: got {type(example).__name__}, want an Example")
@@ -153,7 +156,7 @@ class Packer:
         return packs
 
     def flush(self) -> list[Pack]:
-        """Pack everything that is held; the last pack may be far from full."""
+        """Pack all buffered examples; the last pack may be far from full."""
         packs = []
         while self._held:
             packs.append(self._pack())
@@ -161,10 +164,10 @@ class Packer:
 
     def _pack(self) -> Pack:
         first = next(iter(self._held))
-        whole = self._sizes[first] <= self.max_tokens
-        chosen = [self._release(first) if whole else self._split(first, _last_cut(self._held[first], self.max_tokens))]
+        fits = self._sizes[first] <= self.max_tokens
+        chosen = [self._release(first) if fits else self._split(first, _last_cut(self._held[first], self.max_tokens))]
         gap = self.max_tokens - self._size(chosen[0])
-        # The longest first, and of several the one that came first: what does not fit now never will.
+        # In one pass from the longest, oldest first among equals, since the gap only shrinks.
         for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
             if size <= gap:
                 chosen.append(self._release(number))
@@ -177,18 +180,18 @@ class Packer:
         return pack
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
-        """Find the example whose head fills most of the gap, the first of several, and where to cut it."""
-        best, where = MIN_PIECE - 1, None
+        """Find the example whose head fills most of the gap, the oldest among equals, and where to cut it."""
+        best, best_cut = MIN_PIECE - 1, None
         for number, example in self._held.items():
             cut = _last_cut(example, min(gap, example.num_tokens - MIN_PIECE))
             if cut > best:
-                best, where = cut, (number, cut)
+                best, best_cut = cut, (number, cut)
             if best == gap:
                 break
-        return where
+        return best_cut
 
     def _split(self, number: int, cut: int) -> Example:
-        """Cut the head off a held example; the rest keeps its turn."""
+        """Cut the head off a buffered example; the rest keeps its place in the queue."""
         example = self._held[number]
         self._hold(number, example.slice(cut, example.num_tokens))
         self._counts["splits"] += 1
@@ -205,14 +208,14 @@ class Packer:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
 
     def _admit(self, example: Example) -> Example | None:
-        """Return the example, or what can be packed of it, or None."""
+        """Return the example, its part that can be packed, or None if it is dropped."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
         if tokens <= self.max_tokens:
             return example
         keep = _last_cut(example, self.max_tokens)
-        what = f"tokens: got {tokens}, want at most {self.max_tokens}"
+        fault = f"tokens: got {tokens}, want at most {self.max_tokens}"
         if self.split_text:
             spans = example.sequence.marked_spans
             sizes = spans[:, 1] - spans[:, 0]
@@ -221,9 +224,9 @@ class Packer:
             long = int((sizes > self.max_tokens).argmax())
             keep = int(spans[long, 0])
             name = example.sequence.span_name(long)
-            what = f"{name}: got {sizes[long]} tokens with its markers, want at most {self.max_tokens}"
+            fault = f"{name}: got {sizes[long]} tokens with its markers, want at most {self.max_tokens}"
         if self.overlong == "raise":
-            raise RecordError(f"{example.key}: {what}; or choose overlong='truncate' or 'drop'")
+            raise RecordError(f"{example.key}: {fault}, or overlong='truncate' or 'drop'")
         if self.overlong == "drop" or not keep:
             self._counts.update(dropped=1, tokens_lost=tokens)
             return None
@@ -232,9 +235,9 @@ class Packer:
 
 
 def _last_cut(example: Example, limit: int) -> int:
-    """Return the last token up to limit where Example.slice may cut: limit, or the start of an image or audio."""
+    """Return the last position up to limit where Example.slice may cut: limit, or the start of an image or audio."""
     spans = example.sequence.marked_spans
-    span = int(np.searchsorted(spans[:, 1], limit, side="right"))  # the first that ends beyond the limit
+    span = int(np.searchsorted(spans[:, 1], limit, side="right"))  # first span that ends beyond the limit
     return min(limit, int(spans[span, 0])) if span < len(spans) else limit
 
 
@@ -243,30 +246,30 @@ Group: TypeAlias = Pack | Sequence[Example]
 
 
 class Batching(Protocol):
-    """Maker of groups of a stream of examples.
+    """Protocol of objects that group a stream of examples.
 
-    One to which the pending examples of another with the same settings are added, in their order, gives no group
-    meanwhile and goes on exactly as the other would. It may cut examples by ``Example.slice`` only.
+    Adding the pending examples of one to a new one with the same settings, in order, returns no groups, and the new
+    one continues exactly as the old one would. Examples may be cut only with ``Example.slice``.
     """
 
     @property
     def pending(self) -> Sequence[Example]:
-        """Examples held, in order."""
+        """Buffered examples in order."""
 
     def add(self, example: Example, /) -> Sequence[Group]:
         """Add an example, and return the groups that are ready."""
 
     def flush(self) -> Sequence[Group]:
-        """Return everything that is held, in groups."""
+        """Return all buffered examples in groups."""
 
 
 class Batcher:
-    """Maker of batches of a fixed number of examples, in the order in which they come.
+    """Grouping of a fixed number of examples into a batch, in order of arrival.
 
     Args:
-        batch_size: examples in a batch.
-        max_tokens: most tokens of an example; None takes any.
-        drop_last: whether fewer, at the end, are dropped instead of a smaller batch.
+        batch_size: number of examples in a batch.
+        max_tokens: maximum number of tokens of an example; None accepts any.
+        drop_last: whether to drop an incomplete last batch.
     """
 
     def __init__(self, batch_size: int, *, max_tokens: int | None = None, drop_last: bool = False) -> None:
@@ -277,14 +280,14 @@ class Batcher:
 
     @property
     def pending(self) -> tuple[Example, ...]:
-        """Examples held, in order."""
+        """Buffered examples in order."""
         return tuple(self._held)
 
     def add(self, example: Example) -> list[list[Example]]:
-        """Add an example, and return the batch that it completes.
+        """Add an example, and return a list with the batch if it is complete.
 
         Raises:
-            RecordError: it is longer than max_tokens; nothing else changes.
+            RecordError: the example is longer than max_tokens; the Batcher is unchanged.
         """
         if self.max_tokens is not None and example.num_tokens > self.max_tokens:
             raise RecordError(f"{example.key}: tokens: got {example.num_tokens}, want at most {self.max_tokens}")
@@ -292,7 +295,7 @@ class Batcher:
         return self._cut() if len(self._held) == self.batch_size else []
 
     def flush(self) -> list[list[Example]]:
-        """Return what is left as a batch, unless it is to be dropped."""
+        """Return the remaining examples as a batch, unless drop_last is set."""
         groups = self._cut()
         return groups if groups[0] and not self.drop_last else []
 
@@ -302,24 +305,24 @@ class Batcher:
 
 
 def first_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
-    """Group lengths that are all known: the longest first, each into the first group that has room for it.
+    """Group known lengths by first-fit decreasing: the longest first, each into the first group with enough room.
 
     >>> first_fit_decreasing([3, 5, 2, 4], 7)
     [[1, 2], [3, 0]]
 
     Args:
-        lengths: (examples,) tokens of each, 1 to max_tokens.
-        max_tokens: most tokens in a group.
+        lengths: (examples,) tokens of each example, 1 to max_tokens.
+        max_tokens: maximum number of tokens in a group.
 
     Returns:
-        indices into lengths, group by group; every index once.
+        indices into lengths for each group; every index occurs once.
     """
     lengths = int_array("lengths", lengths, (None,))
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     first_bad("lengths", lengths, minimum=1, maximum=max_tokens)
-    # Two groups in a row hold more than max_tokens together, which bounds how many there are.
+    # Two consecutive groups hold more than max_tokens together, which bounds the number of groups.
     groups: list[list[int]] = [[] for _ in range(min(lengths.size, 2 * int(lengths.sum()) // max_tokens + 1))]
-    # A tournament tree: leaves are the room in every group, and inner nodes the most room below them.
+    # A tournament tree: leaves hold the room in each group, inner nodes the maximum below them.
     leaves = 1 << max(len(groups) - 1, 0).bit_length()
     room = [max_tokens] * (2 * leaves)
     order = np.argsort(-lengths, kind="stable")

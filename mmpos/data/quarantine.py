@@ -1,4 +1,4 @@
-"""Quarantine: records that cannot be used stop the run, or are counted, logged and written to a file."""
+"""Quarantine of unusable records: they stop the run, or are counted, logged and written to a file."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ __all__ = [
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, object]
-"""Line of a skipped record: source, index, key, error, and facts; of dropped images also their number."""
+"""Fields of a skipped record: source, index, key, error and facts; for dropped images also their number."""
 
 MAX_SKIPPED = 0.1
-"""The usual share of records that may be skipped."""
+"""Default fraction of records that may be skipped."""
 
-_FIRST = 1000  # records of a worker, by which the share is judged
-_ALWAYS = 10  # records that may be skipped where there are few
-_REASONS = 3  # of the most records, which an error names
+_FIRST = 1000  # records of a worker over which the fraction is computed
+_ALWAYS = 10  # number of records that may always be skipped
+_REASONS = 3  # most frequent reasons listed in an error
 
 _logger = logging.getLogger(__name__)
 
 
 class SkipLimit:
-    """Limit of the records that one worker may skip among the first 1,000 that it reads.
+    """Limit on the records that one worker may skip among the first 1,000 that it reads.
 
-    When more are unusable, the set-up is likely wrong, such as the format, and not the records.
+    If more are unusable, the configuration is probably wrong, for example the format, rather than the records.
 
     Args:
-        share: largest share of these records that may be skipped, 0 to 1; ten may always be skipped.
-        records: those that were read before, where a run resumes.
-        skipped: those among them that were skipped.
+        share: largest fraction of these records that may be skipped, 0 to 1; ten may always be skipped.
+        records: number of records read before, if a run resumes.
+        skipped: number of these records that were skipped.
 
     Raises:
-        InvalidInputError: the share is no number from 0 to 1.
+        InvalidInputError: share is not a number from 0 to 1.
     """
 
     def __init__(self, share: float = MAX_SKIPPED, records: int = 0, skipped: int = 0) -> None:
@@ -68,30 +68,30 @@ class SkipLimit:
         self._records += 1
 
     def skip(self, location: Location, message: str) -> None:
-        """Count the latest record as skipped, for this reason.
+        """Count the latest record as skipped, with the message as the reason.
 
         Raises:
-            InvalidInputError: too many were skipped; the message counts the reasons.
+            InvalidInputError: too many records were skipped; the error counts the reasons.
         """
         if self._records > _FIRST:
             return
         self._skipped += 1
-        # Reasons are the same but for the record, numbers, and what is quoted.
+        # Reasons are grouped without the record, numbers and quoted text.
         reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
         self._reasons[reason] += 1
         self._examples.setdefault(reason, message)
-        self._judge(_FIRST, f" of {_FIRST:,}")
+        self._check(_FIRST, f" of {_FIRST:,}")
 
     def end(self) -> None:
-        """Judge the records so far, if they are fewer than 1,000.
+        """Check the limit on the records so far, if they are fewer than 1,000.
 
         Raises:
             InvalidInputError: as skip.
         """
         if self._records < _FIRST:
-            self._judge(self._records)
+            self._check(self._records)
 
-    def _judge(self, records: int, of: str = "") -> None:
+    def _check(self, records: int, of: str = "") -> None:
         allowed = max(_ALWAYS, int(self._share * records))
         if self._skipped <= allowed:
             return
@@ -105,17 +105,17 @@ class SkipLimit:
 
 
 class Quarantine:
-    """Policy of one worker for records that cannot be used.
+    """Policy of one worker for unusable records.
 
     Args:
-        on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line of it.
-        keep: takes each line, such as a QuarantineFile.
+        on_error: "raise" raises the error; "skip" counts the record, logs a warning and passes a line on to keep.
+        keep: called with each line, for example a QuarantineFile.
+        limit: limit on skipped records.
         facts: further fields of each line.
-        limit: of what is skipped.
 
     Attributes:
-        skipped: records so far.
-        limit: counts the records that are read.
+        skipped: number of records skipped so far.
+        limit: limit on skipped records; counts the records that are read.
     """
 
     def __init__(
@@ -131,15 +131,15 @@ class Quarantine:
         self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:
-        """Raise the error of a record, or count, log and write down the record.
+        """Raise the error of a record; or count the record, log a warning and keep its line.
 
         Args:
-            location: its shard and number.
+            location: shard and index of the record.
             raw: the record, if it could be read.
-            error: the fault, which names the record.
+            error: error that names the record.
 
         Raises:
-            RecordError: the error, if on_error is "raise", or the policy for images.
+            RecordError: the error, if on_error is "raise"; for an ImageError its own policy decides.
             InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
@@ -152,7 +152,7 @@ class Quarantine:
         self.limit.skip(location, message)
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
-        """Log and write down the images that were left out of a document, with their number as dropped_images."""
+        """Log the images left out of a document, and keep a line with their number as dropped_images."""
         message = "; ".join(errors)
         _logger.warning("dropped images: %s", message)
         if self._keep is not None:
@@ -161,7 +161,7 @@ class Quarantine:
 
 
 def skips_images(preprocess: object) -> bool:
-    """Tell whether a Preprocess leaves out images, or documents for their images, whatever the policy for records."""
+    """Return whether a Preprocess drops images, or skips documents with broken images."""
     return getattr(preprocess, "on_image_error", None) in ("drop", "skip-document")
 
 
@@ -170,10 +170,10 @@ def _identity(location: Location, raw: object) -> dict[str, object]:
 
 
 class QuarantineFile:
-    """File of JSON lines, one for each skipped record, also where a run resumes before some of them.
+    """File of JSON lines, one per skipped record, even if a resumed run skips a record again.
 
     Args:
-        path: the file; made with its folder by the first line, and added to if it is there.
+        path: path of the file; the first line creates the file and its folder, or is appended to an existing file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,10 +181,10 @@ class QuarantineFile:
         self._records: set[tuple[object, ...]] | None = None
 
     def __call__(self, line: Line) -> None:
-        """Add the line of a record that is not in the file.
+        """Append the line of a record unless the record is in the file.
 
         Raises:
-            OSError: the file cannot be written, and is as it was.
+            OSError: the file cannot be written; its content is unchanged.
         """
         if self._records is None:
             self._records = {_record(known) for known in _lines(self._path)} if self._path.exists() else set()
@@ -200,7 +200,7 @@ class QuarantineFile:
                     while data:
                         data = data[os.write(file, data) :]
                 except OSError:
-                    os.ftruncate(file, size)  # half a line would spoil the file
+                    os.ftruncate(file, size)  # a partial line would corrupt the file
                     raise
             finally:
                 os.close(file)
@@ -208,12 +208,12 @@ class QuarantineFile:
 
 
 def json_line(line: Line) -> bytes:
-    """Encode a line as the file has it."""
+    """Encode a line for the file."""
     return (json.dumps(line) + "\n").encode()
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the lines of all files in a folder of quarantine files; none if the folder is missing."""
+    """Read the lines of all quarantine files in a folder; returns an empty list if the folder is missing."""
     return [line for path in sorted(Path(folder).glob("*.jsonl")) for line in _lines(path)]
 
 
@@ -227,7 +227,7 @@ def _record(line: Line) -> tuple[object, ...]:
 
 
 def _key(raw: object) -> str | None:
-    """Return the key of a record, under the names that are common; None without one."""
+    """Return the key of a record under one of the usual names, or None."""
     if isinstance(raw, Mapping):
         for name in ("__key__", "key", "id"):
             if isinstance(raw.get(name), str | int):

@@ -1,4 +1,4 @@
-"""RankLoader: the batches of one rank as a trainer takes them, as many on every rank."""
+"""RankLoader: yield the batches of one rank to a trainer, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmpos.support.checks import boolean, one_of
 __all__ = ["Even", "RankLoader", "RankState"]
 
 Even = Literal["drop", "repeat"]
-"""Ways of ranks to one number of batches: all stop with the shortest, or go on until the longest has ended."""
+"""How ranks agree on a number of batches: "drop" stops with the shortest rank, "repeat" with the longest."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,15 +27,15 @@ _VERSION = 1
 
 
 class RankState(TypedDict):
-    """State of a RankLoader between two batches, fit for JSON if that of its loader is.
+    """State of a RankLoader between two batches; JSON-compatible if the state of its loader is.
 
     Args:
-        version: of this form.
-        epoch: the epoch that is read.
-        steps: batches given in the epoch.
-        repeats: whether the rank has given all of its batches and began again.
+        version: version of the state.
+        epoch: current epoch.
+        steps: number of batches yielded in the epoch.
+        repeats: whether the rank has yielded all of its batches and started over.
         over: whether the epoch has ended.
-        loader: state of the loader, or of its dataset where the loader has none.
+        loader: state of the loader, or of its dataset if the loader has no state.
     """
 
     version: int
@@ -56,27 +56,27 @@ class _Progress:
 
 
 class RankLoader(Generic[_Item]):
-    """Loader of the batches of this rank, whole, and as many as on every other rank.
+    """Loader that yields the whole batches of this rank, the same number on every rank.
 
-    It is no DataLoader, so that accelerate, which cuts the batches of one for its ranks, leaves it as it is: a dataset
-    of ours gives each rank its own. Every rank makes one and iterates over it as often as the others, and stops within
-    an epoch, if at all, after the same step.
+    A RankLoader is not a DataLoader, so accelerate, which would split the batches of a DataLoader over ranks, leaves
+    it unchanged: a BatchDataset already gives each rank its own batches. Every rank must create a RankLoader and
+    iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
 
-    Even steps cost one all-reduce of three bytes over gloo a step, on the host and before the batch is given: ranks
-    wait for the slowest loader there, as they would for its gradients, and no device waits.
+    Keeping the number of steps even takes one all-reduce of three bytes per step over gloo on the host, before the
+    batch is yielded. Ranks wait there for the slowest loader, as they would for its gradients; no device waits.
 
     Args:
-        loader: ``DataLoader(dataset, batch_size=None)`` of a BatchDataset, or any other that begins again when it is
-            iterated over again.
-        even: "drop" ends the epoch when the first rank has no more batches, and logs on which ranks some are left;
-            "repeat" lets ranks that have ended begin again, until every rank has given all of its batches; None gives
-            what the loader gives, and ranks may differ.
-        endless: whether one iteration goes on with the next epoch, and the next, instead of ending: for a trainer that
-            counts steps alone, and would begin again with the first epoch when a run goes on.
+        loader: ``DataLoader(dataset, batch_size=None)`` of a BatchDataset, or any other iterable that starts over when
+            iterated again.
+        even: "drop" ends the epoch when the first rank runs out of batches, and logs a warning on ranks with batches
+            left; "repeat" starts over on ranks that run out, until every rank has yielded all of its batches; None
+            yields what the loader yields, so that ranks may differ.
+        endless: whether an iteration continues with the next epochs instead of ending, for a trainer that only counts
+            steps and would restart at the first epoch when a run resumes.
 
     Raises:
-        InvalidInputError: loader is no iterable, or even is something else; in the first step and on every rank, one
-            has no batch to repeat.
+        InvalidInputError: loader is not iterable, or even is invalid; in the first step, on every rank: a rank has no
+            batch to repeat.
     """
 
     def __init__(self, loader: Iterable[_Item], even: Even | None = None, *, endless: bool = False) -> None:
@@ -98,15 +98,16 @@ class RankLoader(Generic[_Item]):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of batches that the next epoch gives on every rank; None where a rank does not know it.
+        """Number of batches on every rank in the next epoch; None if a rank does not know it.
 
-        It is that of the loader if it has a length, and else of ``BatchDataset.num_batches``. Every rank must ask.
+        The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
+        loader. A collective operation: every rank must read this property.
         """
         count = getattr(self.dataset, "num_batches", None)
         steps: int | None = _length(self.loader) if count is None else count(getattr(self.loader, "num_workers", 0))
         if self._group is None:
             return steps
-        # The fewest, the most as the fewest of negative numbers, and whether all are known.
+        # The minimum, the maximum as the minimum of negated numbers, and whether all are known.
         shared = torch.tensor([steps or 0, -(steps or 0), steps is not None], dtype=torch.int64)
         distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
         fewest, most, known = shared.tolist()
@@ -114,18 +115,18 @@ class RankLoader(Generic[_Item]):
 
     @property
     def drop_last(self) -> bool:
-        """Nothing: accelerate looks here before it skips the batches of a run that goes on, in a loader of its own.
+        """Attribute that accelerate reads before it replaces a loader to skip batches of a resumed run.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it left as it is: "
-            "TrainingArguments(ignore_data_skip=True), and load_state_dict before the run goes on"
+            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged: "
+            "TrainingArguments(ignore_data_skip=True), and load_state_dict before the run resumes"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the dataset; see BatchDataset.set_epoch. An endless loader keeps that of a state."""
+        """Set the epoch of the dataset; see BatchDataset.set_epoch. An endless loader keeps the epoch of a state."""
         if self.endless and self._resumed:
             return
         self._epoch = epoch
@@ -134,26 +135,26 @@ class RankLoader(Generic[_Item]):
             set_epoch(epoch)
 
     def state_dict(self) -> RankState:
-        """Return the state of this rank behind the latest batch; every rank has its own.
+        """Return the state of this rank after the latest batch; every rank has its own.
 
         Raises:
-            UnsupportedError: workers read the dataset of a DataLoader, or neither has a state.
+            UnsupportedError: workers read the dataset of a DataLoader, or neither loader nor dataset has a state.
         """
         state = {"version": _VERSION, "epoch": self._epoch, **asdict(self._progress)}
         return cast(RankState, {**state, "loader": self._stateful.state_dict()})
 
     def load_state_dict(self, state: RankState) -> None:
-        """Let the next iteration go on behind the batch that was the latest of a state, on every rank.
+        """Resume the next iteration after the latest batch of a state; call this on every rank.
 
-        The batches that follow are those of an epoch that was not interrupted, also where the rank was repeating; of an
-        epoch that had ended, none follow.
+        The batches equal those of an uninterrupted epoch, even if the rank was repeating. If the epoch had ended, the
+        next iteration yields none.
 
         Raises:
-            InvalidInputError: what is no state of a RankLoader, or the loader refuses its own.
+            InvalidInputError: the state is not from a RankLoader, or the loader rejects its part.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want one of version {_VERSION} from RankLoader.state_dict")
+            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from RankLoader.state_dict")
         self._epoch, self._resumed = state["epoch"], True
         self._progress = _Progress(state["steps"], state["repeats"], state["over"])
         if not state["over"]:
@@ -164,14 +165,14 @@ class RankLoader(Generic[_Item]):
         yield from self._of_epoch()
         while self.endless:
             if not self._progress.steps:
-                raise InvalidInputError("loader: got an epoch without batches, want some to go on with")
+                raise InvalidInputError("loader: got an epoch without batches, want at least one")
             self.set_epoch(self._epoch + 1)
             yield from self._of_epoch()
 
     def _of_epoch(self) -> Iterator[_Item]:
         if self._group is None and self.even and _ranks() > 1:
             raise InvalidInputError(
-                "even: got a loader made before torch.distributed was initialised, want it made after"
+                "even: got a loader created before torch.distributed was initialised, want it created after"
             )
         if not self._resumed:
             self._progress = _Progress()
@@ -188,7 +189,7 @@ class RankLoader(Generic[_Item]):
                 batches = iter(self.loader)
                 batch = next(batches, _END)
                 if batch is _END:
-                    raise InvalidInputError("loader: got no batches when begun again, want the same as before")
+                    raise InvalidInputError("loader: got no batches when iterated again, want the same as before")
             self._progress = _Progress(self._progress.steps + 1, repeats)
             yield cast(_Item, batch)
         self._progress = replace(self._progress, over=True)
@@ -197,7 +198,7 @@ class RankLoader(Generic[_Item]):
             _LOG.warning("even='drop': the epoch ends after %d steps and leaves batches of this rank", steps)
 
     def _ends(self, ended: bool) -> bool:
-        """Whether the epoch ends, as this rank has given all of its batches or not, and so the others."""
+        """Return whether the epoch ends, given whether this rank has yielded all of its batches."""
         if self._group is None:
             return ended
         flags = torch.tensor([ended, not ended, ended and not self._progress.steps], dtype=torch.uint8)
@@ -212,9 +213,9 @@ class RankLoader(Generic[_Item]):
     @property
     def _stateful(self) -> Any:
         """The loader or its dataset, whichever has a state."""
-        for each in (self.loader, self.dataset):
-            if hasattr(each, "state_dict"):
-                return each
+        for candidate in (self.loader, self.dataset):
+            if hasattr(candidate, "state_dict"):
+                return candidate
         got = type(self.loader).__name__
         raise UnsupportedError(f"loader: got {got} without a state, want a StatefulDataLoader or a BatchDataset")
 
@@ -223,7 +224,7 @@ _END = object()
 
 
 def _length(loader: object) -> int | None:
-    """Number of batches of a loader; None if it has no length, as a DataLoader of a stream finds out when asked."""
+    """Return the number of batches of a loader; None if it has no length, like a DataLoader of a stream."""
     try:
         return len(cast(Sized, loader))
     except TypeError:

@@ -1,4 +1,4 @@
-"""Rows of NeMo Curator's interleaved tables: joined to samples, one a record, and written from documents."""
+"""Join rows of NeMo Curator's interleaved tables into samples, one per record, and write documents as such rows."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("binary_content", pa.large_binary()),
         pa.field("source_ref", pa.string()),
         pa.field("materialize_error", pa.string()),
-        pa.field("train", pa.bool_()),  # of ours: whether the row is trained on
+        pa.field("train", pa.bool_()),  # added by mmpos: whether the row is trained on
     ]
 )
 """Columns of INTERLEAVED_SCHEMA of NeMo Curator 1.4, and ``train``."""
 
 _ID = "sample_id"
-_GROUP_BYTES = 2**26  # of a row group
+_GROUP_BYTES = 2**26  # bytes of texts and images in a row group
 _TYPES = {b"\xff\xd8\xff": "jpeg", b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif"}
 
 
 class TableReader(Reader, Protocol):
-    """Reader of a table, which can read a column alone."""
+    """Reader of a table that can read a single column."""
 
     def column(self, name: str) -> pa.ChunkedArray:
         """Read a column of all rows."""
@@ -51,22 +51,23 @@ class TableReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reader that joins the rows of each sample to one record, ``{"id": …, "rows": […]}``, which ``Curator`` reads.
+    """Reader that joins the rows of each sample into a record ``{"id": …, "rows": […]}``, as ``Curator`` reads.
 
-    The rows of a sample are neighbours, also across row groups; they may be in any order. Where a row cannot be read,
-    or rows of one sample stand in several places, the sample is an error as a whole. The column ``sample_id`` is read
-    before the rows.
+    The rows of a sample must be adjacent, possibly across row groups, in any order. If a row cannot be read, or the
+    rows of a sample are not adjacent, the whole sample is an error. The column ``sample_id`` is read before the rows.
 
     Args:
-        reader: of the rows: that of a Parquet file or of a Lance fragment.
+        reader: reader of the rows, of a Parquet file or of a Lance fragment.
     """
 
     reader: TableReader
 
     def __post_init__(self) -> None:
-        given: object = self.reader
-        if not callable(getattr(given, "column", None)):
-            raise InvalidInputError(f"reader: got {type(given).__name__}, want that of a Parquet file or of Lance")
+        reader: object = self.reader
+        if not callable(getattr(reader, "column", None)):
+            raise InvalidInputError(
+                f"reader: got {type(reader).__name__}, want a reader of a Parquet file or a Lance fragment"
+            )
 
     @property
     def source(self) -> str:
@@ -74,14 +75,14 @@ class SampleReader:
         return self.reader.source
 
     def count(self) -> int | None:
-        """Return the number of samples; None if the column of their ids cannot be read."""
+        """Return the number of samples; None if the column of ids cannot be read."""
         try:
             return len(self._samples()[0]) - 1
         except (OSError, pa.ArrowException):
             return None
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read samples; of those before the start only the ids are read."""
+        """Read samples; only the ids of samples before the start are read."""
         start, step = stride(start, step)
         try:
             offsets, places = self._samples()
@@ -100,7 +101,7 @@ class SampleReader:
                 yield here, _joined(here, sample, int(places[index]))
 
     def _samples(self) -> tuple[IntArray, IntArray]:
-        """Return (samples + 1,) first rows, and (samples,) in how many places rows of the same id stand."""
+        """Return (samples + 1,) first rows, and (samples,) number of separate runs of rows with the id of a sample."""
         codes = _codes(self.reader.column(_ID))
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         places: IntArray = np.bincount(codes[starts])[codes[starts]]
@@ -108,48 +109,48 @@ class SampleReader:
 
 
 def _joined(here: Location, rows: Sequence[Raw], places: int) -> Raw:
-    read = list[Record]()
+    records = list[Record]()
     for row in rows:
         if isinstance(row, RecordError):
             return RecordError(f"{here}: {row}")
-        read.append(row)
-    name = read[0][_ID]
+        records.append(row)
+    name = records[0][_ID]
     if places > 1:
-        return RecordError(f"{here}: {_ID}: got {name!r} in {places} places, want the rows of a sample side by side")
-    return {"id": name, "rows": read}
+        return RecordError(f"{here}: {_ID}: got {name!r} in {places} places, want adjacent rows of a sample")
+    return {"id": name, "rows": records}
 
 
 def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
-    """Join the rows of each sample in a table to one row of ``id`` and ``rows``, for a Stage with the format Curator.
+    """Join the rows of each sample into one row of ``id`` and ``rows``, for a Stage with the format Curator.
 
     Args:
-        table: whole samples, their rows in any order.
+        table: all rows of the samples, in any order.
 
     Returns:
-        a table with a row for each sample, in order of their first rows.
+        a table with one row per sample, in the order of their first rows.
 
     Raises:
-        InvalidInputError: there is no column of ids.
+        InvalidInputError: the table has no column of ids.
     """
-    given: object = table
-    if not isinstance(given, pa.Table | pa.RecordBatch):
-        raise InvalidInputError(f"table: got {type(given).__name__}, want an Arrow table")
-    whole = pa.table(table)
-    if _ID not in whole.column_names:
-        got = ", ".join(whole.column_names) or "none"
+    argument: object = table
+    if not isinstance(argument, pa.Table | pa.RecordBatch):
+        raise InvalidInputError(f"table: got {type(argument).__name__}, want an Arrow table")
+    table = pa.table(table)
+    if _ID not in table.column_names:
+        got = ", ".join(table.column_names) or "none"
         raise InvalidInputError(f"table: got the columns {got}, want {_ID} among them")
-    codes = _codes(whole[_ID])
+    codes = _codes(table[_ID])
     order = np.argsort(codes, kind="stable")
     counts = np.bincount(codes)
     offsets = np.append(0, counts.cumsum())
     if (np.diff(order) != 1).any():
-        whole = whole.take(order)
-    rows = pa.LargeListArray.from_arrays(offsets, whole.to_struct_array().combine_chunks())
-    return pa.table({"id": whole[_ID].take(offsets[:-1]), "rows": rows})
+        table = table.take(order)
+    rows = pa.LargeListArray.from_arrays(offsets, table.to_struct_array().combine_chunks())
+    return pa.table({"id": table[_ID].take(offsets[:-1]), "rows": rows})
 
 
 def _codes(ids: pa.ChunkedArray) -> IntArray:
-    """Number the ids of rows in order of their first rows; null is an id of its own."""
+    """Encode the ids of rows as integers in order of first occurrence; null counts as an id."""
     try:
         texts = ids.cast(pa.large_string())
     except pa.ArrowException:
@@ -159,19 +160,20 @@ def _codes(ids: pa.ChunkedArray) -> IntArray:
 
 
 def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -> int:
-    """Write documents as rows of NeMo Curator, a Parquet file that its InterleavedParquetReader reads.
+    """Write documents as rows of NeMo Curator to a Parquet file that its InterleavedParquetReader reads.
 
-    A text is a row, and an image another: the bytes of its file in ``binary_content``, or its path in ``source_ref``.
+    Each text and each image is a row; an image is the bytes of its file in ``binary_content``, or its path in
+    ``source_ref``.
 
     Args:
-        documents: with keys that differ.
-        path: path or URL of the file; it is there wholly or not at all.
+        documents: documents with unique keys.
+        path: path or URL of the file, which is written atomically.
 
     Returns:
         the number of rows.
 
     Raises:
-        InvalidInputError: a key comes twice, or a part is no text and no image file.
+        InvalidInputError: a key occurs twice, or a part is neither text nor an image file.
         OSError: the file cannot be written.
     """
     keys, count = set[str](), 0

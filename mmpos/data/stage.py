@@ -1,4 +1,4 @@
-"""Stage: a batch of raw records in, a batch of ready examples out, as Ray Data, Daft and other engines call it."""
+"""Stage: turn a batch of raw records into a batch of ready examples, in Ray Data, Daft and other engines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mmpos.support.checks import boolean
 __all__ = ["STAGE_SCHEMA", "Block", "Stage", "read_examples"]
 
 Block: TypeAlias = pa.Table | pa.RecordBatch | Mapping[str, npt.NDArray[Any]]
-"""A batch of records: an Arrow table or record batch, or columns of numpy by name."""
+"""A batch of records: an Arrow table or record batch, or numpy columns by name."""
 
 STAGE_SCHEMA = pa.schema(
     [
         *(field.with_nullable(True) for field in SCHEMA),
-        pa.field("axes", pa.int32()),  # of its positions
-        pa.field("error", pa.string()),  # why there is no example; all other columns but key are then null
+        pa.field("axes", pa.int32()),  # number of axes of the positions
+        pa.field("error", pa.string()),  # why there is no example; then all other columns but key are null
     ]
 )
-"""What a stage gives: a row of a ready sequence, or an error, for each record."""
+"""Columns of the output of a stage: for each record, a ready sequence or an error."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Callable that makes ready examples of a batch of records; it pickles, and keeps nothing between calls.
+    """Picklable, stateless callable that makes ready examples from a batch of records.
 
-    A record that cannot be used is a row with its ``error``, in its place, and never fails the batch.
+    An unusable record becomes a row with its ``error`` and never fails the batch.
 
     Args:
-        preprocess: makes an example of a record and its location, as for a loader.
-        patches: whether pixels stay.
-        source: column that says where a record comes from, such as "path", for errors and keys; None for none.
+        preprocess: makes an example from a record and its location, as for a loader.
+        patches: whether to keep pixels.
+        source: column with the origin of a record, such as "path", for errors and keys; None uses "batch".
     """
 
     preprocess: MakeExample
@@ -47,9 +47,9 @@ class Stage:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.preprocess
-        if not callable(given):
-            raise InvalidInputError(f"preprocess: got {type(given).__name__}, want a callable of record and location")
+        call: object = self.preprocess
+        if not callable(call):
+            raise InvalidInputError(f"preprocess: got {type(call).__name__}, want a callable of record and location")
         boolean("patches", self.patches)
         source: object = self.source
         if source is not None and not isinstance(source, str):
@@ -59,16 +59,16 @@ class Stage:
         """Make the examples of a batch.
 
         Args:
-            block: the records, whose columns are the fields that the format reads.
+            block: the records; its columns are the fields that the format reads.
 
         Returns:
-            a table of ``STAGE_SCHEMA`` with a row for each record.
+            a table of ``STAGE_SCHEMA`` with one row per record.
 
         Raises:
-            InvalidInputError: something else than a batch, or one without the column ``source``.
-            UnsupportedError: the set-up lacks something that a record needs.
-            ServiceError: a service that builds does not answer.
-            Exception: anything else that the callable raises; a note on the error names the record.
+            InvalidInputError: block is not a batch, or lacks the column ``source``.
+            UnsupportedError: the builder lacks a component that a record needs.
+            ServiceError: the service that builds sequences does not answer.
+            Exception: any other error of the callable; a note on the error names the record.
         """
         records = _records(block)
         if records and self.source is not None and self.source not in records[0]:
@@ -76,12 +76,12 @@ class Stage:
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
     def example(self, record: Record, here: Location) -> Example:
-        """Make the example of one record, without patches if they are not to stay.
+        """Make the example of one record, without patches if ``patches`` is False.
 
         Raises:
-            RecordError, LimitExceededError: the record cannot be used.
-            InvalidInputError: the callable gave something else than an Example.
-            Exception: anything else that the callable raises; a note on the error names the record.
+            RecordError, LimitExceededError: the record is unusable.
+            InvalidInputError: the callable did not return an Example.
+            Exception: any other error of the callable; a note on the error names the record.
         """
         try:
             example: object = self.preprocess(record, here)
@@ -92,7 +92,7 @@ class Stage:
                 error.add_note(f"raised for the record {here}")
             raise
         if not isinstance(example, Example):
-            raise InvalidInputError(f"preprocess: got {type(example).__name__} of {here}, want an Example")
+            raise InvalidInputError(f"preprocess: got {type(example).__name__} for {here}, want an Example")
         if self.patches:
             return example
         return replace(example, sequence=replace(example.sequence, patches=None))
@@ -109,17 +109,17 @@ class Stage:
 
 
 def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
-    """Read the examples of a batch that a stage made; rows with an error are left out.
+    """Read the examples from the output of a stage, skipping rows with an error.
 
     Args:
-        block: a table of ``STAGE_SCHEMA``, whatever else it has.
+        block: a table with the columns of ``STAGE_SCHEMA`` and possibly others.
 
     Raises:
-        InvalidInputError: a column is missing or of another type, or a row is broken.
+        InvalidInputError: a column is missing or has another type, or a row is invalid.
     """
-    given: object = block
-    if not isinstance(given, pa.Table | pa.RecordBatch):
-        raise InvalidInputError(f"block: got {type(given).__name__}, want an Arrow table")
+    argument: object = block
+    if not isinstance(argument, pa.Table | pa.RecordBatch):
+        raise InvalidInputError(f"block: got {type(argument).__name__}, want an Arrow table")
     missing = [name for name in STAGE_SCHEMA.names if name not in block.schema.names]
     if missing:
         raise InvalidInputError(f"block: got no column {missing[0]!r}, want the columns of STAGE_SCHEMA")
@@ -129,9 +129,7 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
             try:
                 yield from_row({name: table[name][i] for name in SCHEMA.names}, table["axes"][i].as_py())
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise InvalidInputError(
-                    f"block[{i}]: got a row that is broken ({error}), want that of a Stage"
-                ) from error
+                raise InvalidInputError(f"block[{i}]: got an invalid row ({error}), want a row of a Stage") from error
 
 
 def _cast(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | pa.ChunkedArray:
@@ -145,26 +143,26 @@ def _source(value: object) -> str:
     return _unicode(value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value))
 
 
-def _unicode(words: str) -> str:
-    return words.encode("utf-8", "backslashreplace").decode("utf-8")
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _records(block: Block) -> list[dict[str, Any]]:
-    """Return the records of a batch as Python has them."""
+    """Convert a batch to a list of records."""
     if isinstance(block, pa.Table | pa.RecordBatch):
         try:
             return block.to_pylist()
-        except UnicodeDecodeError:  # text that is none: as bytes, so that its record alone fails
+        except UnicodeDecodeError:  # invalid text is kept as bytes, so that only its record fails
             texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
             binary = [column.cast(texts.get(column.type, column.type)) for column in block.columns]
             return pa.Table.from_arrays(binary, names=block.schema.names).to_pylist()
     if not isinstance(block, Mapping) or not all(isinstance(column, np.ndarray) for column in block.values()):
-        raise InvalidInputError(f"block: got {type(block).__name__}, want an Arrow table or columns of numpy by name")
+        raise InvalidInputError(f"block: got {type(block).__name__}, want an Arrow table or numpy columns by name")
     flat = [name for name, column in block.items() if not column.ndim]
     if flat:
-        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array of one for each record")
+        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one for each record")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
-        raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want one number")
+        raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want equal numbers")
     columns = {name: column.tolist() if column.ndim == 1 else list(column) for name, column in block.items()}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -1,4 +1,4 @@
-"""Files on this machine and in object stores behind one type of path: read, written whole, claimed, listed."""
+"""Read, write, list and claim files on this machine and in object stores through one path class."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _ARROW = ("abfs", "abfss", "gcs", "gs", "s3")  # schemes that pyarrow.fs opens
 _USERS = ("abfs", "abfss", "hdfs")  # schemes whose URLs name a container or a user before an @
 _OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
 
-_BUFFER = 2**23  # bytes of one request where a file is read in order
-_COPY = 2**24
-_MEMORY = 2**26  # bytes of a file that wait in memory until it is whole; more wait on disk
-_CONFLICTS = 5  # tries of a conditional request that collides with another
+_BUFFER = 2**23  # bytes per request in sequential reads
+_COPY = 2**24  # bytes copied at once in an upload
+_MEMORY = 2**26  # bytes of an upload held in memory; larger uploads are held on disk
+_CONFLICTS = 5  # attempts of a conditional request that conflicts with another
 
 
 @dataclass(frozen=True, order=True)
 class StorePath:
-    """Path of a file or a folder, on this machine or in an object store; ``store_path`` makes one.
+    """Path of a file or a folder on this machine or in an object store; create it with ``store_path``.
 
-    A path holds no connection and no credentials, so that it pickles and may be printed. For a path on this machine
-    it is an ``os.PathLike``.
+    A path holds no connection and no credentials: it can be pickled and printed. A path on this machine works as an
+    ``os.PathLike``.
 
     Args:
         text: the path on this machine, or the URL.
@@ -87,29 +87,29 @@ class StorePath:
         return StorePath(head.rstrip("/").rpartition("/")[0] + options if self.is_url else str(Path(head).parent))
 
     def with_name(self, name: str) -> StorePath:
-        """Return the path beside this one that has another name."""
+        """Return the path with this name in the same folder."""
         return self.parent / name
 
     def exists(self) -> bool:
-        """Tell whether there is a file or a folder; a store has a folder if it has files below it."""
+        """Return whether the path is a file or a folder; a folder of a store exists if there are files below it."""
         if not self.is_url:
             return os.path.exists(self.text)
         return self._info().type.name != "NotFound"
 
     def is_file(self) -> bool:
-        """Tell whether there is a file."""
+        """Return whether the path is a file."""
         return bool(self._info().is_file) if self.is_url else os.path.isfile(self.text)
 
     def identity(self) -> dict[str, object]:
-        """Return facts of a file, fit for JSON, that differ once it is written anew.
+        """Return JSON-compatible metadata of a file that changes whenever the file is rewritten.
 
         Returns:
-            ``size`` in bytes; for a file on this machine also ``changed``, the times in nanoseconds when the file and
-            its entry in the folder changed; for an object ``version``, its ETag or checksum if the store names one,
-            else the time of the last change.
+            ``size`` in bytes; for a file on this machine also ``changed``, its modification and status change times
+            in nanoseconds; for an object ``version``, its ETag or checksum if the store has one, else the time of the
+            last change.
 
         Raises:
-            OSError: the file is not there, or the store does not answer; the error names the path.
+            OSError: the file does not exist, or the store does not answer; the error names the path.
         """
         if not self.is_url:
             with named(self.text):
@@ -130,16 +130,16 @@ class StorePath:
             return {"size": info.size, "version": str(info.mtime_ns)}
 
     def open(self, buffer: int = _BUFFER) -> io.BufferedReader:
-        """Open a file for reading; it can seek.
+        """Open a file for reading and seeking.
 
-        The end of the file is where its size says: a store that sends less gives an error, never a short file.
+        A store that sends fewer bytes than the file has raises an error; the file never appears shorter than it is.
 
         Args:
-            buffer: bytes that one request of a store asks for where the file is read in order.
+            buffer: bytes per request to a store in sequential reads.
 
         Raises:
-            OSError: here and while it is read: the file is not there, may not be read, or the store failed after the
-                retries of its library; the error names the path and has an errno.
+            OSError: here or in a later read: the file does not exist, cannot be read, or the store failed even after
+                the retries of its client library; the error names the path and has an errno.
         """
         if not self.is_url:
             return open(self.text, "rb")
@@ -149,23 +149,23 @@ class StorePath:
         """Return the content of a file.
 
         Raises:
-            OSError: as open.
+            OSError: see ``open``.
         """
         with self.open() as file:
             return file.read()
 
     @contextmanager
     def write(self) -> Iterator[IO[bytes]]:
-        """Write a file that is there wholly when the block ends without an error, and is not touched otherwise.
+        """Write a file atomically: it is complete if the block ends without an error, and unchanged otherwise.
 
-        On this machine it is written beside its place and renamed. For a store it is kept in memory, from 64 MiB on in
-        a temporary file, and uploaded when the block ends.
+        On this machine, a temporary file in the same folder is renamed. For a store, the content is held in memory, or
+        above 64 MiB in a temporary file, and uploaded when the block ends.
 
         Yields:
             A file to write bytes to.
 
         Raises:
-            OSError: the file cannot be written; the error names the path. What was there before is there still.
+            OSError: the file cannot be written; the error names the path. An existing file is unchanged.
         """
         if not self.is_url:
             with whole_file(self.text) as file:
@@ -176,33 +176,34 @@ class StorePath:
             self._upload(spool)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write a whole file.
+        """Write a file atomically.
 
         Raises:
-            OSError: as write.
+            OSError: see ``write``.
         """
         with self.write() as file:
             file.write(data)
 
     def create(self, data: bytes) -> bool:
-        """Write a file unless it is there: of several callers with different data, one gets True.
+        """Create a file exclusively: exactly one of several callers with different data gets True.
 
-        On this machine the file is linked to its name, on S3 it is put with ``If-None-Match``, on Google Cloud Storage
-        with ``ifGenerationMatch``, in memory within one process.
+        On this machine a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, Google Cloud Storage
+        ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
 
         Args:
-            data: the content, which no other caller has: a request whose answer was lost finds its own bytes.
+            data: the content, which must be unique to this caller: after a lost response, the caller recognises its
+                own bytes.
 
         Returns:
-            True if the file now has this content, made by this call or an earlier one; False if it has another.
+            True if the file has this content, written by this call or an earlier one; False if it has other content.
 
         Raises:
-            UnsupportedError: the store has no such request.
+            UnsupportedError: the store has no conditional writes.
             OSError: the file cannot be written; the error names the path.
         """
         with _errors_of(self):
-            made = self._created(data)
-        return made or self.read_bytes() == data
+            is_new = self._created(data)
+        return is_new or self.read_bytes() == data
 
     def glob(self, pattern: str) -> list[StorePath]:
         """List the files below this folder that match a pattern with ``*``, ``?``, ``[…]`` or ``**``, sorted.
@@ -219,27 +220,27 @@ class StorePath:
         """List the files that match this path as a pattern, sorted.
 
         Args:
-            folders: end of the names of folders that are listed like files; None lists no folders.
+            folders: suffix of the names of folders to list as well; None lists files only.
 
         Raises:
-            OSError: as glob.
+            OSError: see ``glob``.
         """
         if not self.is_url:
             matches = ((match, os.path.isfile(match)) for match in glob.glob(self.text, recursive=True))
         else:
             with _errors_of(self):
-                found = _unwrapped(self._filesystem()).glob(self._key, detail=True)
+                infos = _unwrapped(self._filesystem()).glob(self._key, detail=True)
                 root, question, options = self._root.partition("?")
-                inside = len(self._base)
+                start = len(self._base)
             matches = (
-                (f"{root}/{name[inside:].lstrip('/')}{question}{options}", info["type"] == "file")
-                for name, info in found.items()
+                (f"{root}/{name[start:].lstrip('/')}{question}{options}", info["type"] == "file")
+                for name, info in infos.items()
             )
         paths = ((StorePath(match), is_file) for match, is_file in matches)
         return sorted(path for path, is_file in paths if is_file or (folders and path.name.endswith(folders)))
 
     def make_folder(self) -> None:
-        """Make a folder and those above it; an object store needs none."""
+        """Create a folder and its parents; does nothing in an object store, which has no folders."""
         if not self.is_url:
             os.makedirs(self.text, exist_ok=True)
         elif self._scheme not in _ARROW:
@@ -247,10 +248,10 @@ class StorePath:
                 _unwrapped(self._filesystem()).makedirs(self._key, exist_ok=True)
 
     def remove(self) -> None:
-        """Remove a file, if it is there.
+        """Remove a file if it exists.
 
         Raises:
-            OSError: it cannot be removed; the error names the path.
+            OSError: the file cannot be removed; the error names the path.
         """
         if not self.is_url:
             Path(self.text).unlink(missing_ok=True)
@@ -259,7 +260,7 @@ class StorePath:
                 self._filesystem().delete_file(self._key)
 
     def _split(self) -> tuple[str, str]:
-        """Return the path without the options of a URL, and these."""
+        """Return the path without the options of the URL, and the options."""
         url = _URL.fullmatch(self.text)
         options = (url[4] if url else None) or ""
         return self.text[: len(self.text) - len(options)], options
@@ -270,20 +271,20 @@ class StorePath:
 
     @property
     def _root(self) -> str:
-        """URL of the bucket, with the options, by which a filesystem is opened."""
+        """URL of the bucket with the options, from which a filesystem is opened."""
         url = _URL.fullmatch(self.text)
         assert url is not None, "paths on this machine have no root"
         return f"{url[1]}://{url[2]}{url[4] or ''}"
 
     @property
     def _key(self) -> str:
-        """Path inside of the filesystem, bucket included."""
+        """Path inside the filesystem, including the bucket."""
         head, _ = self._split()
         return self._base + head.removeprefix(self._root.partition("?")[0])
 
     @property
     def _base(self) -> str:
-        """Path of the bucket inside of the filesystem."""
+        """Path of the bucket inside the filesystem."""
         return _filesystem(self._root, os.getpid())[1]
 
     def _filesystem(self) -> Any:
@@ -300,14 +301,14 @@ class StorePath:
     def _upload(self, spool: IO[bytes]) -> None:
         size = spool.seek(0, io.SEEK_END)
         spool.seek(0)
-        # Whatever ends the block early, the stream of a library would complete the object with what it has.
+        # If an exception ended the block early, the library's stream would still complete the object, truncated.
         with no_interrupts(), _errors_of(self):
             with self._filesystem().open_output_stream(self._key, compression=None) as file:
                 shutil.copyfileobj(spool, file, _COPY)
             stored = self._filesystem().get_file_info(self._key).size
         if stored != size:
             self.remove()
-            raise _failed(self, errno.EIO, f"got {stored} bytes after an upload of {size}; removed")
+            raise _failed(self, errno.EIO, f"got {stored} bytes after an upload of {size}; removed the object")
 
     def _created(self, data: bytes) -> bool:
         if not self.is_url:
@@ -318,7 +319,7 @@ class StorePath:
             want = "a path on this machine, s3:// or gs://"
             raise UnsupportedError(f"{self}: got a store without conditional writes, want {want}")
         if "?" in self._root:
-            raise UnsupportedError(f"{self}: got a URL with options, which gcsfs does not know, want one without")
+            raise UnsupportedError(f"{self}: got a URL with options, which gcsfs does not support, want none")
         try:
             _fsspec(f"{self._scheme}://")[0].pipe_file(self._key, data, mode="create")
         except FileExistsError:
@@ -327,17 +328,17 @@ class StorePath:
 
 
 def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
-    """Check a path or a URL; nothing is opened.
+    """Check a path or a URL without opening it.
 
     >>> store_path("output", "s3://bucket/folder/") / "a.parquet"
     StorePath(text='s3://bucket/folder/a.parquet')
 
     Args:
         name: name of the argument in errors.
-        path: path on this machine, or URL of a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
+        path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
 
     Raises:
-        InvalidInputError: a URL with credentials, which would be printed and stored, or with an option that is unknown.
+        InvalidInputError: the URL holds credentials, which would be printed and stored, or an unknown option.
     """
     if isinstance(path, StorePath):
         return path
@@ -356,7 +357,7 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
         want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
         raise InvalidInputError(f"{name}: got a URL of {scheme} with the option {min(unknown)!r}, want {want}")
     if scheme == "file":
-        # file:///a, and file:/a as pathlib leaves it, are /a
+        # file:///a is /a, and so is file:/a, which pathlib makes of it.
         slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
         if len(slashes) == 2 and authority != "localhost":
             raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")
@@ -365,14 +366,14 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
 
 
 def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
-    """Open a Parquet file; a read asks a store for all its ranges together, or for whole buffers of each column.
+    """Open a Parquet file; reads from a store are coalesced, or buffered per column if ``buffer_size`` is set.
 
     Args:
         path: the file.
-        options: of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` reads each column of a store in larger buffers.
+        options: options of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
 
     Raises:
-        OSError, pyarrow.ArrowException: as ParquetFile; an OSError of a store names the path and has an errno.
+        OSError, pyarrow.ArrowException: see ParquetFile; an OSError from a store names the path and has an errno.
     """
     with needed_for("Parquet files", extra="data"):
         from pyarrow import parquet
@@ -384,10 +385,10 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
 
 
 class _ObjectFile(io.RawIOBase):
-    """Object of a store as a file that can seek, whose errors name its URL.
+    """Seekable file over an object of a store; its errors name the URL.
 
     Args:
-        path: its URL.
+        path: URL of the object.
     """
 
     def __init__(self, path: StorePath) -> None:
@@ -417,8 +418,7 @@ class _ObjectFile(io.RawIOBase):
             with _errors_of(self._path):
                 data = self._file.read_at(want, self._at)
             if len(data) != want:
-                got = f"{len(data)} of {want} bytes from byte {self._at} on"
-                raise _failed(self._path, errno.EIO, f"the store sent {got}")
+                raise _failed(self._path, errno.EIO, f"the store sent {len(data)} of {want} bytes at byte {self._at}")
             view[:want] = data
             self._at += want
         return want
@@ -431,9 +431,9 @@ class _ObjectFile(io.RawIOBase):
 
 @lru_cache(maxsize=64)
 def _filesystem(root: str, pid: int) -> tuple[Any, str]:
-    """Open the filesystem of a bucket, whose path inside of it is the second value.
+    """Open the filesystem of a bucket, and return it with the path of the bucket inside it.
 
-    It is of one process, as connections do not outlive a fork.
+    The cache is keyed by process, since connections do not survive a fork.
     """
     with needed_for("URLs", extra="data"):
         from pyarrow import fs
@@ -446,7 +446,7 @@ def _filesystem(root: str, pid: int) -> tuple[Any, str]:
 
 
 def _fsspec(root: str) -> tuple[Any, str]:
-    """Open the filesystem of a bucket by fsspec, with the path of the bucket in it."""
+    """Open the filesystem of a bucket with fsspec, and return it with the path of the bucket inside it."""
     with needed_for("URLs", extra="data"):
         import fsspec
         from fsspec.registry import known_implementations
@@ -456,7 +456,7 @@ def _fsspec(root: str) -> tuple[Any, str]:
         return filesystem, str(base)
     except ImportError as error:
         module = known_implementations[scheme]["class"].partition(".")[0]
-        if module == "fsspec":  # whose filesystem needs a package of others
+        if module == "fsspec":  # the module is part of fsspec, but needs another package
             module = getattr(error.__cause__, "name", None) or str(error)
         raise missing(f"{scheme} URLs", module.replace("_", "-"), extra=None) from error
     except ValueError as error:
@@ -466,7 +466,7 @@ def _fsspec(root: str) -> tuple[Any, str]:
 
 
 def _unwrapped(filesystem: Any) -> Any:
-    """Return a filesystem as one of fsspec, whose patterns it then has."""
+    """Return a filesystem of pyarrow as one of fsspec, which supports patterns."""
     with needed_for("URLs", extra="data"):
         from fsspec.implementations.arrow import ArrowFSWrapper
     handler = getattr(filesystem, "handler", None)
@@ -475,7 +475,7 @@ def _unwrapped(filesystem: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _s3_client(root: str, pid: int) -> Any:
-    """Make the client of S3 for what pyarrow has no words for: conditions and ETags."""
+    """Create an S3 client for what pyarrow lacks: conditional writes and ETags."""
     with needed_for("versions and claims on S3", extra="s3"):
         import boto3
     options = {name: values[0] for name, values in parse_qs(root.partition("?")[2]).items()}
@@ -503,24 +503,24 @@ def _put_new(client: Any, data: bytes, **names: str) -> bool:
 
 
 def _linked(path: Path, data: bytes) -> bool:
-    """Write a file beside its name and link it there; True unless the name is taken."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    """Write a temporary file and hard-link it to the path; return False if the path exists."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         return False
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return True
 
 
 @contextmanager
 def _errors_of(path: StorePath) -> Iterator[None]:
-    """Let every error of a store be an OSError with an errno that names the path."""
+    """Convert every error of a store to an OSError that names the path and has an errno."""
     try:
         yield
     except (MmposError, ImportError):
@@ -530,13 +530,13 @@ def _errors_of(path: StorePath) -> Iterator[None]:
 
 
 def _number(error: Exception, path: StorePath) -> int:
-    """Return the errno of an error of a store: by its type, its status of HTTP, or its words other than the path."""
+    """Return the errno for an error of a store, by its type, its HTTP status, or its message without the path."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if isinstance(error, PermissionError | FileNotFoundError):
         return errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT
     response = getattr(error, "response", error)
-    if isinstance(response, dict):  # of botocore
+    if isinstance(response, dict):  # an error of botocore
         status = response["ResponseMetadata"]["HTTPStatusCode"]
     else:
         status = getattr(response, "status_code", getattr(response, "status", None))

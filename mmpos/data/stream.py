@@ -1,4 +1,4 @@
-"""The batches of one worker: which records it reads, in which order, and how it resumes from a small state."""
+"""Stream the batches of one worker: the records that it reads, their order, and how it resumes from a small state."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SplitBy = Literal["auto", "shards", "records"]
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Records of a shard that one consumer reads: first, first + step, …
+    """Records of a shard that one consumer reads: every ``step``-th from ``first`` on.
 
     Args:
-        shard: number of the shard in the order of the epoch.
-        first: its first record.
-        step: distance to the next.
+        shard: index of the shard in the order of the epoch.
+        first: index of the first record.
+        step: difference between the indices of consecutive records.
     """
 
     shard: int
@@ -58,7 +58,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Split:
-    """One consumer among all: a worker of a rank.
+    """Share of one consumer, a worker of a rank, in the records.
 
     >>> Split(rank=1, world_size=2).portions(3)
     [Portion(shard=1, first=0, step=1)]
@@ -67,15 +67,15 @@ class Split:
 
     Args:
         rank: 0 to world_size − 1.
-        world_size: ranks.
+        world_size: number of ranks.
         worker: 0 to num_workers − 1.
-        num_workers: workers of each rank, the same for all; one that loads in its own process is 1.
-        by: "shards" gives whole shards, each read by one consumer only; "records" gives every consumer its part of
-            every shard, even to one record, for which all walk through all shards; "auto" is "shards" where there
-            are at least as many of them as consumers, else "records".
+        num_workers: number of workers of each rank, the same for all; 1 if a rank loads in its own process.
+        by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that
+            numbers of records differ by at most one per shard, but every consumer reads through all shards; "auto" is
+            "shards" if there are at least as many shards as consumers, else "records".
 
     Raises:
-        InvalidInputError: a number is out of its range, or by is something else.
+        InvalidInputError: a number is out of range, or by is invalid.
     """
 
     rank: int = 0
@@ -98,43 +98,43 @@ class Split:
 
     @property
     def consumer(self) -> int:
-        """Number of this consumer, from 0. Ranks count first, so that left-over shards go to different ranks."""
+        """Index of this consumer. Ranks vary fastest, so that leftover shards go to different ranks."""
         return self.worker * self.world_size + self.rank
 
     def portions(self, num_shards: int) -> list[Portion]:
-        """List what this consumer reads of so many shards."""
+        """Return the portions of this consumer for this number of shards."""
         consumer, consumers = self.consumer, self.consumers
         if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
             return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
-        # Each shard begins with the next consumer, so that short shards do not all go to the first ones.
+        # Each shard starts with the next consumer, so that short shards do not all go to the first consumers.
         return [Portion(shard, (consumer - shard) % consumers, consumers) for shard in range(num_shards)]
 
 
 def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
-    """Return (shards,) the order in which an epoch reads the shards, the same for every consumer."""
+    """Return (shards,) order in which an epoch reads the shards, the same for every consumer."""
     return np.random.default_rng((seed, epoch)).permutation(num_shards)
 
 
 def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
-    """Return (records,) the order of the records in one window of one consumer."""
+    """Return (records,) order of the records in one window of one consumer."""
     return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
 
 
 class Origin(NamedTuple):
-    """Identity of a record in an epoch: the portion of its consumer, and its number in the shard."""
+    """Identity of a record in an epoch: index of the portion of its consumer, and index in the shard."""
 
     portion: int
     record: int
 
 
 class Bookmark(NamedTuple):
-    """Point between two records of an epoch, in its order.
+    """Point between two consecutive records of an epoch.
 
     Args:
-        portion: portion in which the current window begins …
-        record: … and number in its shard of the first record that may belong to the window.
+        portion: index of the portion in which the current window starts.
+        record: index in the shard of the first record that may belong to the window.
         window: number of the window.
-        done: records of the window before this point.
+        done: number of records of the window before this point.
     """
 
     portion: int
@@ -147,13 +147,13 @@ START = Bookmark(0, 0, 0, 0)
 
 
 class Entry(NamedTuple):
-    """Record of an epoch, with the point behind it.
+    """Record of an epoch, with the point after it.
 
     Args:
-        origin: portion and number, by which it is read again.
-        location: shard and number, for messages.
+        origin: identity of the record, to read it again.
+        location: shard and index, for messages.
         raw: the record, or its error.
-        after: the bookmark behind it.
+        after: bookmark after the record.
     """
 
     origin: Origin
@@ -166,14 +166,14 @@ class Entry(NamedTuple):
 class Feed:
     """Records that one consumer reads in one epoch.
 
-    The records of its portions, one after the other, are cut into windows, and each window is shuffled by itself. A
-    window is in memory, undecoded, while it is used; its start and the number of records done are the whole state.
+    The concatenated records of its portions are cut into windows, and each window is shuffled. The current window is
+    in memory, undecoded; its start and the number of finished records are the entire state.
 
     Args:
-        readers: the shards of all consumers in the order of the epoch.
-        portions: parts of them that this consumer reads.
-        window: records that are shuffled among each other; 1 leaves the order as it is.
-        seed: seed, epoch and number of the consumer.
+        readers: readers of the shards in the order of the epoch.
+        portions: records that this consumer reads.
+        window: number of records in a shuffling window; 1 keeps the order.
+        seed: seed, epoch and index of the consumer.
     """
 
     readers: tuple[Reader, ...]
@@ -182,14 +182,14 @@ class Feed:
     seed: tuple[int, int, int]
 
     def entries(self, bookmark: Bookmark = START) -> Iterator[Entry]:
-        """Read the records behind a point, in order."""
+        """Read the records after a point, in order."""
         portion, record, window, done = bookmark
         stream = self._stream(portion, record)
         while block := list(islice(stream, self.window)):
             last, _, _ = block[-1]
             following = Bookmark(last.portion, last.record + self.portions[last.portion].step, window + 1, 0)
             order = record_order(len(block), *self.seed, window) if self.window > 1 else range(len(block))
-            taken = [block[i] for i in order][: done - 1 if done else None : -1]  # the next one last
+            taken = [block[i] for i in order][: done - 1 if done else None : -1]  # reversed, for pop()
             del block
             while taken:
                 done += 1
@@ -198,10 +198,10 @@ class Feed:
             portion, record, window, done = following
 
     def find(self, origins: Collection[Origin]) -> Iterator[tuple[Origin, Location, Raw]]:
-        """Read these records again, in the order of the shards; those between them are skipped.
+        """Read these records again, in the order of the shards, skipping the records between them.
 
         Raises:
-            InvalidInputError: a shard has no such record any more.
+            InvalidInputError: a shard no longer contains a record.
         """
         for portion in sorted({origin.portion for origin in origins}):
             wanted = {origin for origin in origins if origin.portion == portion}
@@ -216,7 +216,7 @@ class Feed:
                     break
             if wanted:
                 here = Location(self.readers[part.shard].source, min(wanted).record)
-                raise InvalidInputError(f"{here}: got no such record, want the shards that the state was made with")
+                raise InvalidInputError(f"{here}: got no such record, want the shards that the state was saved with")
 
     def _stream(self, portion: int, record: int) -> Iterator[tuple[Origin, Location, Raw]]:
         for number in range(portion, len(self.portions)):
@@ -228,11 +228,11 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Traced(Example):
-    """Example, or slice of one, that knows its record.
+    """Example, or slice of one, with the identity of its record.
 
     Args:
-        origin: the record.
-        cut: first token of the slice and one past its last; None for the whole.
+        origin: identity of the record.
+        cut: first token of the slice and one past its last; None for a whole example.
     """
 
     origin: Origin = Origin(0, 0)  # noqa: RUF009
@@ -249,25 +249,25 @@ class _Traced(Example):
 
     @property
     def trace(self) -> list[int]:
-        """Record and slice as a few numbers."""
+        """Identity of the record and bounds of the slice as a list of integers."""
         return [*self.origin, *(self.cut or ())]
 
 
 Item: TypeAlias = Any
-"""Batch as the user's collate makes it, or a group without one."""
+"""Batch made by the collate function, or a group without one."""
 
 Collate = Callable[[Any], Item]
-"""Makes a batch of a group."""
+"""Function that makes a batch from a group."""
 
 
 class StreamState(TypedDict):
-    """State of a BatchStream between two batches, fit for JSON.
+    """JSON-compatible state of a BatchStream between two batches.
 
     Args:
-        bookmark: of the feed, behind the last record that was taken.
-        pending: traces of the examples that the batching holds.
-        ready: traces of the examples of each group that is not yet given.
-        counts: from the start of the epoch.
+        bookmark: bookmark of the feed after the last record read.
+        pending: traces of the examples buffered by the batching.
+        ready: traces of the examples of each group that has not been yielded.
+        counts: counts since the start of the epoch.
     """
 
     bookmark: list[int]
@@ -281,10 +281,10 @@ class Stages:
     """Steps from a record to a batch.
 
     Args:
-        preprocess: makes an example of a raw record and its location.
-        batching: a Packer or a Batcher, empty; a copy of it makes the groups.
-        collate: makes a batch of a group; None gives the groups.
-        threads: threads that preprocess, a few records ahead of the batches; 0 uses the caller's own.
+        preprocess: makes an example from a raw record and its location.
+        batching: an empty Packer or Batcher; it is copied.
+        collate: makes a batch from a group; None yields the groups.
+        threads: number of threads that preprocess a few records ahead; 0 uses the thread of the caller.
     """
 
     preprocess: MakeExample
@@ -299,18 +299,18 @@ _LOG = logging.getLogger(__name__)
 class BatchStream(Iterator[Item]):
     """Iterator over the batches of one consumer in one epoch.
 
-    The state between two batches is small: the bookmark in the feed behind the last record that was taken, the records
-    of the examples that wait in the packer or in groups not yet given, and counts. To go on, those records are read
-    and preprocessed again, and what comes is byte for byte what would have come.
+    The state between two batches is small: a bookmark after the last record read, the identities of the examples in
+    the batching and in groups not yet yielded, and counts. A resumed stream reads and preprocesses these records
+    again, and yields byte for byte the batches of the interrupted one.
 
     Args:
         feed: the records.
         stages: steps from a record to a batch.
-        quarantine: policy for records that cannot be used.
-        state: a state of a stream with the same arguments, to go on from there.
+        quarantine: policy for unusable records.
+        state: state of a stream with the same arguments to resume from.
 
     Raises:
-        InvalidInputError: the state does not fit the shards.
+        InvalidInputError: the state does not match the shards.
     """
 
     def __init__(self, feed: Feed, stages: Stages, quarantine: Quarantine, state: StreamState | None = None) -> None:
@@ -335,9 +335,9 @@ class BatchStream(Iterator[Item]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts of records read and skipped, of batches, and of the packer, from the start of the epoch."""
-        now = self._counts + Counter(skipped=self._quarantine.skipped)
-        return now + Counter(asdict(self._batching.counts)) if isinstance(self._batching, Packer) else now
+        """Counts of records and batches, and those of a Packer, since the start of the epoch."""
+        counts = self._counts + Counter(skipped=self._quarantine.skipped)
+        return counts + Counter(asdict(self._batching.counts)) if isinstance(self._batching, Packer) else counts
 
     def _run(self) -> Iterator[Item]:
         for entry, example in self._examples():
@@ -409,7 +409,7 @@ class BatchStream(Iterator[Item]):
         for origin, location, raw in self._feed.find({Origin(*trace[:2]) for trace in traces}):
             example = self._example(raw, location)
             if isinstance(example, RecordError):
-                raise InvalidInputError(f"state: got a record that was whole and is not: {example}") from example
+                raise InvalidInputError(f"state: got a record that is no longer usable: {example}") from example
             wholes[origin] = _Traced.of(example, origin)
 
         def again(trace: Sequence[int]) -> Example:
@@ -418,12 +418,12 @@ class BatchStream(Iterator[Item]):
 
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
-                raise InvalidInputError("state: got more pending examples than the packer holds, want its own state")
+                raise InvalidInputError("state: got more pending examples than the batching holds, want its own state")
         self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 
     def _regroup(self, examples: list[Example]) -> Group:
-        """Make the group that the batching made of these examples."""
+        """Make a group of these examples, as the batching did."""
         batching = self._batching
         return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 

@@ -74,7 +74,7 @@ class TokenFile:
         version = None if status is None else file_version(status)
         if version == self._version:
             return
-        # Noted before reading: a wrong file is reported once, and a version written meanwhile is read the next time.
+        # Set before reading, so that a wrong file is reported once and a version written meanwhile is read next time.
         self._version = version
         try:
             if status is not None and not stat.S_ISREG(status.st_mode):
@@ -91,7 +91,7 @@ def _digest(token: str) -> bytes:
 
 
 def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
-    """Read a token file; returns its version, and the client names by digest of their tokens."""
+    """Read a token file, and return its version and the client names by digest of their tokens."""
     try:
         with path.open("rb") as file:
             version = file_version(os.fstat(file.fileno()))
@@ -123,7 +123,7 @@ def _entry(words: list[str]) -> tuple[bytes, str]:
         raise InvalidInputError(f"got {len(words)} words, want 2: a name and a token")
     name, token = words
     if not _NAME.fullmatch(name):
-        raise InvalidInputError("the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-")
+        raise InvalidInputError("the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-")
     if len(token) < LEAST_CHARACTERS:
         raise InvalidInputError(f"got a token of {len(token)} characters, want >= {LEAST_CHARACTERS}")
     if not is_token(token):
@@ -151,7 +151,7 @@ class TlsFiles:
         return (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
 
     def read(self) -> tuple[grpc.ServerCertificateConfiguration, datetime]:
-        """Read the files; returns the configuration for the transport, and the time at which the certificate expires.
+        """Read the files, and return the configuration for the transport and the expiry time of the certificate.
 
         Raises:
             InvalidInputError: a file cannot be read, or certificate and key do not belong together.
@@ -206,7 +206,7 @@ class Certificates:
         """Read the files again if one has changed. Any thread may call this, one at a time."""
         versions = self._seen()
         if versions != self._versions:
-            # Noted before reading: a version written meanwhile is read the next time.
+            # Set before reading, so that a version written meanwhile is read next time.
             self._versions = versions
             try:
                 self._latest, self._not_after = self._tls.read()

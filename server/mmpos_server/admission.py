@@ -29,9 +29,9 @@ _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
 
 _LONG_CALLS = 16
-"""Maximum number of calls that rotate, and of those that decode images above 16 megapixels, waiting or at work."""
+"""Maximum number of waiting and running calls that rotate, and of calls that decode images above 16 megapixels."""
 
-# Bounds of retry hints in seconds: a shorter hint would make clients retry without pause, a longer one give up.
+# Bounds of the retry delay in seconds: with a shorter delay clients would retry too often, with a longer one give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 
 _CALM = 1.0
@@ -75,31 +75,31 @@ class Gate:
             held: slots that the same call holds already; a call larger than the limit may enter alone.
 
         Raises:
-            ServiceOverloadedError: too few slots are free; it carries the seconds after which to retry.
+            ServiceOverloadedError: too few slots are free; the error has the seconds after which to retry.
         """
         with self._lock:
-            mine = self._held.get(client, 0)
+            held_by_client = self._held.get(client, 0)
             if self.taken > held and self.taken + count > self.limit:
                 raise self._refusal(self.name, self.taken, self.limit)
-            if mine > held and mine + count > self._most:
-                raise self._refusal(f"clients.max_share of {self.name} of {client!r}", mine, self._most)
+            if held_by_client > held and held_by_client + count > self._most:
+                raise self._refusal(f"clients.max_share of {self.name} for {client!r}", held_by_client, self._most)
             self.taken += count
-            self._held[client] = mine + count
+            self._held[client] = held_by_client + count
 
     def leave(self, client: str, count: int = 1, seconds: float | None = None) -> None:
-        """Give back slots of a client and record for how many seconds they were held; None records no time."""
+        """Free slots of a client, and record for how many seconds it held them; None records no time."""
         with self._lock:
             self.taken -= count
-            mine = self._held[client] - count
-            if mine:
-                self._held[client] = mine
+            held_by_client = self._held[client] - count
+            if held_by_client:
+                self._held[client] = held_by_client
             else:
                 del self._held[client]
             if seconds is not None:
                 self._mean = seconds if self._mean is None else self._mean + 0.05 * (seconds - self._mean)
 
     def _refusal(self, name: str, got: int, limit: float) -> ServiceOverloadedError:
-        return ServiceOverloadedError(f"{name}: got {got} taken of {limit:.0f}", self.retry_after)
+        return ServiceOverloadedError(f"{name}: got {got} of {limit:.0f} in use", self.retry_after)
 
 
 class WorkPool:
@@ -111,7 +111,7 @@ class WorkPool:
     Args:
         name: name of the threads.
         threads: number of threads.
-        gate: slots of the calls that wait or are at work.
+        gate: slots of waiting and running calls.
     """
 
     def __init__(self, name: str, threads: int, gate: Gate) -> None:
@@ -124,13 +124,13 @@ class WorkPool:
         """Take a slot for a call of a client.
 
         Raises:
-            ServiceOverloadedError: no slot is free; it carries the seconds after which to retry.
+            ServiceOverloadedError: no slot is free; the error has the seconds after which to retry.
         """
         most = self._short if monotonic() < self._overloaded_until else self.gate.limit
         try:
             if self.gate.taken >= most < self.gate.limit:
                 raise ServiceOverloadedError(
-                    f"{self.gate.name}: got {self.gate.taken} taken of {most} under overload", self.gate.retry_after
+                    f"{self.gate.name}: got {self.gate.taken} of {most} in use under overload", self.gate.retry_after
                 )
             self.gate.enter(client)
         except ServiceOverloadedError:
@@ -144,7 +144,7 @@ class Rates:
 
     Args:
         limits: rate and burst of each client; a rate of 0 is unlimited, a burst of 0 equals the requests of one second.
-        clock: returns seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
@@ -152,7 +152,9 @@ class Rates:
         self.limited = self._per_second > 0
         """Whether the rate of clients is limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and since when; oldest first
+        self._left: OrderedDict[str, tuple[float, float]] = (
+            OrderedDict()
+        )  # requests left, and when counted; oldest first
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -162,7 +164,7 @@ class Rates:
         """Count one request.
 
         Raises:
-            ServiceOverloadedError: the request comes too early; it carries the seconds until the request may come.
+            ServiceOverloadedError: the request exceeds the rate; the error has the seconds after which to retry.
         """
         if not self.limited:
             return
@@ -175,7 +177,7 @@ class Rates:
             self._forget(now)
         if early:
             raise ServiceOverloadedError(
-                f"clients.requests_per_second of {client!r}: want <= {self._per_second:g} on average",
+                f"clients.requests_per_second for {client!r}: want <= {self._per_second:g} on average",
                 (1.0 - left) / self._per_second,
             )
 
@@ -233,6 +235,6 @@ class Admission:
             raise ServiceUnavailableError("the server is about to stop")
 
     def close(self) -> None:
-        """Shut the pools down; tasks at work run to their end or to their next checkpoint."""
+        """Shut the pools down; running tasks continue to their end or to their next checkpoint."""
         for pool in self.pools.values():
             pool.executor.shutdown(wait=False, cancel_futures=True)

@@ -43,7 +43,8 @@ _TICK, _REFRESH = 0.25, 1.0
 _DEAD_SECONDS = 5.0
 """Seconds without a check after which the server no longer counts as live."""
 
-# Seconds for which calls may keep arriving before and after the server refuses them; rounds and seconds without calls.
+# Seconds to wait for calls that are arriving, first while they are accepted and then while they are refused; and the
+# rounds and seconds without a new call after which no more are expected.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _HANG_UP_SECONDS = 1.0
@@ -87,10 +88,10 @@ class Server:
             methods = all_methods
         memory = shared_memory or SharedMemory()
         memory.check(self.listen)
-        self._offered: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
+        self._build_methods: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
             Profiles.from_config(config), config.limits, memory
         )
-        self._methods = self._offered(config)
+        self._methods = self._build_methods(config)
         self._admission = Admission(config.concurrency, config.clients)
         tokens = self.listen.token_file
         self._context = ServerContext(
@@ -107,8 +108,8 @@ class Server:
         self.unary = {method.name: Endpoint(method, self._context) for method in self._methods}
         streams, items = config.concurrency.max_streams, config.concurrency.max_in_flight
         threads = ThreadPoolExecutor(streams, "mmpos-stream"), ThreadPoolExecutor(items, "mmpos-item")
-        made = (StreamEndpoint(method, self._context, *threads) for method in self._methods if method.twin)
-        self.streams = {stream.name: stream for stream in made}
+        endpoints = (StreamEndpoint(method, self._context, *threads) for method in self._methods if method.twin)
+        self.streams = {stream.name: stream for stream in endpoints}
         services = list(dict.fromkeys(method.service for method in self._methods))
         self._health = Health(services)
         # The methods come from several descriptor pools, but reflection takes a single pool.
@@ -116,7 +117,7 @@ class Server:
         self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
         self._server: grpc.Server | None = None
         self._threads: list[ThreadPoolExecutor] = list(threads)
-        self._tasks = [self._context.transit.look, self.metrics.settle]
+        self._tasks = [self._context.transit.check, self.metrics.settle]
         self._files: list[Callable[[], None]] = [] if self._context.tokens is None else [self._context.tokens.refresh]
         self._last_round = -math.inf
         self._ended = Event()
@@ -136,13 +137,13 @@ class Server:
         """Listen and serve.
 
         Returns:
-            Addresses to which clients connect: the port's and the unix socket's.
+            Addresses that clients connect to: the port and the unix socket.
 
         Raises:
             InvalidInputError: an address is in use, the host is not on this machine, or a TLS file is wrong.
         """
         listen, concurrency = self.listen, self.config.concurrency
-        # Before the ports, so that an error in a file is reported before a port in use.
+        # First, so that an error in a file is reported before a port in use.
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
         if certificates is not None:
             self._files.append(certificates.refresh)
@@ -169,7 +170,7 @@ class Server:
             InvalidInputError: a profile is wrong; the server then keeps its old settings.
             ImportError: a profile needs a package that is not installed.
         """
-        methods = self._offered(config)
+        methods = self._build_methods(config)
         self.config = config
         self._context = replace(self._context, config=config, rates=Rates(config.clients))
         self._context.transit.renew(config.connections)
@@ -190,7 +191,7 @@ class Server:
         A stream ends with UNAVAILABLE once the items that the server has read are answered.
 
         Args:
-            grace: seconds after which calls at work are cancelled; None cancels them at once.
+            grace: seconds after which running calls are cancelled; None cancels them at once.
         """
         self.announce_stop()
         for stream in self.streams.values():
@@ -217,7 +218,7 @@ class Server:
 
     @property
     def _quiet(self) -> bool:
-        """Return whether no call and no message is left."""
+        """Whether no call is running and no message is in transit."""
         admission = self._admission
         gates = (admission.calls, admission.streams, admission.watches, admission.checks)
         return self._context.transit.quiet and not any(gate.taken for gate in gates)
@@ -255,7 +256,7 @@ class Server:
     def _add_port(self, server: grpc.Server, certificates: Certificates | None) -> str:
         """Listen on the port and return its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
-        # Checked before the transport, which answers a port in use with a number and lines on stderr.
+        # Checked first, since the transport reports a port in use only by port 0 and lines on stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         target = address(listen.host, listen.port)
         try:
@@ -277,11 +278,13 @@ class Server:
             server.add_registered_method_handlers(method.service, {method.name: _unary(endpoint.answer)})
         for stream in self.streams.values():
             server.add_registered_method_handlers(stream.method.service, {stream.name: _stream(stream.answers)})
-        shown = self.introspection
-        server.add_registered_method_handlers(HEALTH, {"Check": _unary(shown.check), "Watch": _stream(shown.watch)})
+        introspection = self.introspection
+        server.add_registered_method_handlers(
+            HEALTH, {"Check": _unary(introspection.check), "Watch": _stream(introspection.watch)}
+        )
         for name in REFLECTION:
-            server.add_registered_method_handlers(name, {"ServerReflectionInfo": _stream(shown.reflect)})
-        server.add_generic_rpc_handlers((_Unknown(_unary(shown.unknown)),))
+            server.add_registered_method_handlers(name, {"ServerReflectionInfo": _stream(introspection.reflect)})
+        server.add_generic_rpc_handlers((_Unknown(_unary(introspection.unknown)),))
 
 
 class _Unknown(grpc.GenericRpcHandler):

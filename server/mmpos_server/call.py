@@ -1,4 +1,4 @@
-"""A request at work: its deadline, slots and stages, and the long work that it hands to thread pools."""
+"""A running request: its deadline, slots and stages, and the long work that it passes to thread pools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.1
 
 
 class GoneError(BaseException):
-    """The client of a call has disconnected, so nobody waits for the answer; ``except Exception`` does not catch it."""
+    """The client of a call has disconnected, so the answer is not needed; ``except Exception`` does not catch this."""
 
 
 class Recipient(Protocol):
@@ -132,7 +132,7 @@ class Call:
         return (self._deadline is None or not self.late) and self._context.is_active()
 
     def checkpoint(self) -> None:
-        """Raise an error if nobody waits for the answer any more.
+        """Raise an error if the client no longer waits for the answer.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.
@@ -153,14 +153,14 @@ class Call:
             if number:
                 self.counts[name] = self.counts.get(name, 0) + number
 
-    def plain(self, way: Answering, raw: bytes) -> bytes | None:
-        """Return the answer to a plain request, or None if the request must be parsed.
+    def plain(self, answering: Answering, raw: bytes) -> bytes | None:
+        """Return the answer to a plain request from ``answering``, or None if the request must be parsed.
 
         Raises:
             ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         began = perf_counter()
-        plain = way(raw)
+        plain = answering(raw)
         if plain is None:
             return None
         answer, documents, tokens, images = plain
@@ -224,16 +224,16 @@ class Call:
             ServiceOverloadedError: the queue of the pool is full.
             ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
-        line = self._admission.pools[pool]
-        if line.gate not in self._slots:
+        work = self._admission.pools[pool]
+        if work.gate not in self._slots:
             if self.item:
-                self.wait_for(lambda: line.enter(self.client))
+                self.wait_for(lambda: work.enter(self.client))
             else:
-                line.enter(self.client)
-            self._slots.append(line.gate)
+                work.enter(self.client)
+            self._slots.append(work.gate)
 
     def hold(self, size: int) -> None:
-        """Reserve ``size`` bytes besides those of the request; an item of a stream waits for room.
+        """Reserve ``size`` more bytes for the call; an item of a stream waits until they are free.
 
         Raises:
             ServiceOverloadedError: too few bytes are free, or the client holds its full share.
@@ -260,7 +260,7 @@ class Call:
         self._slots.append(gate)
 
     def release(self) -> None:
-        """Give back the slots of the call and close its shared memory; ``free`` gives back the bytes that it holds."""
+        """Free the slots of the call and close its shared memory; ``free`` frees the bytes that the call holds."""
         self.memory = NO_MEMORY
         seconds = self.seconds
         for gate in self._slots:
@@ -268,7 +268,7 @@ class Call:
         self._slots.clear()
 
     def free(self) -> None:
-        """Give back the bytes that the call holds."""
+        """Free the bytes that the call holds."""
         held, self.held = self.held, 0
         if held:
             self._admission.bytes.leave(self.client, held, self.seconds)

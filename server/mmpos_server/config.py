@@ -43,7 +43,7 @@ class _Settings(BaseModel):
 
 
 class Limits(_Settings):
-    """Limits of one request, checked before the work begins; the fields are those of message Limits."""
+    """Limits of one request, checked before the work begins; the fields equal those of the message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
@@ -95,7 +95,7 @@ class ClientLimits(_Settings):
     Args:
         max_share: share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams; at least one call.
         requests_per_second: calls and items of streams, on average; 0 sets no limit.
-        burst: maximum number of these at once after a pause; 0 stands for those of one second.
+        burst: maximum number of calls and items at once after a pause; 0 allows the number of one second.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
@@ -133,14 +133,14 @@ class ServerConfig(_Settings):
 
     @field_validator("profiles")
     @classmethod
-    def _some(cls, profiles: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
+    def _check_profiles(cls, profiles: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
         if not profiles or "" in profiles:
             raise ValueError("at least one profile, each with a name")
         return profiles
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """Parse settings from TOML; a text without profiles gets those of the embedded file.
+        """Parse settings from TOML; a text without profiles gets the profiles of the embedded file.
 
         Args:
             text: content of the file.
@@ -164,7 +164,7 @@ class ServerConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Folder that relative paths start from: the file's, or the working directory."""
+        """Folder to which relative paths refer: the folder of the file, or the working directory."""
         return Path() if self._path is None else self._path.parent
 
     @property

@@ -1,4 +1,4 @@
-"""Unary and streaming endpoints of gRPC: take and return bytes, time every stage, map every exception to a status."""
+"""Unary endpoints, from bytes to bytes, which time every stage and turn exceptions into statuses; and shared state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SURELY_FEW = 2**15
 _PREFIX = secrets.token_hex(5)
 """Prefix of the request ids of this process."""
 
-_SANE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+_VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -133,7 +133,7 @@ class ServerContext:
         request_id: str | None = None
         retried: Metadata = ()
         for key, value in context.invocation_metadata():
-            if key == REQUEST_ID and _SANE.fullmatch(str(value)):
+            if key == REQUEST_ID and _VALID_ID.fullmatch(str(value)):
                 request_id = str(value)
             elif key == _ATTEMPTS:
                 retried = ((RETRIED, str(value)),)
@@ -172,7 +172,7 @@ class ServerContext:
         Raises:
             DecodeError: the bytes are not a message of this kind.
             LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the first one), or more fields and numbers than any request within the limits.
+                enforces the initial limit), or more fields and numbers than any request within the limits.
         """
         limits = self.config.limits
         if len(raw) > limits.request_bytes:
@@ -189,9 +189,9 @@ class ServerContext:
         """Open the shared memory that a request names; its size is checked before any byte is read.
 
         Raises:
-            LimitExceededError: the request names more bytes, documents or parts than one request may.
-            ServiceOverloadedError: the requests at work hold too many bytes.
-            UnsupportedError: the request wants its answer in shared memory, which is disabled here.
+            LimitExceededError: the request names more bytes, or has more documents or parts, than the limits allow.
+            ServiceOverloadedError: the running requests hold too many bytes.
+            UnsupportedError: the request wants its answer in shared memory, which this server has disabled.
             InvalidInputError: the shared memory for the answer cannot be opened.
         """
         if mentions(raw, self.shared_memory):

@@ -1,4 +1,4 @@
-"""Tensors of a request that travel outside its messages: in shared memory, or as raw bytes of the request."""
+"""Tensors of a request outside its parsed message: in shared memory, or in the raw bytes of the request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Exchange(Beside):
             region.close()
 
     def view(self, name: str, shared: pb.SharedMemory) -> Data:
-        """Map or copy the bytes of a tensor of the request. Read them once only: the client may change mapped bytes.
+        """Map or copy the bytes of a tensor of the request. Read them only once: the client may change mapped bytes.
 
         Raises:
             UnsupportedError, InvalidInputError: see ``get``.
@@ -114,7 +114,7 @@ class Exchange(Beside):
         return True
 
     def expect(self, sizes: Iterable[float]) -> None:
-        """Check that tensors of these sizes fit into the shared memory, before they are made.
+        """Check that tensors of these sizes fit into the shared memory, before they are computed.
 
         Raises:
             OutputError: the tensors do not fit.
@@ -128,7 +128,7 @@ class Exchange(Beside):
         """Serialize the answer with its large tensors; the GIL is released meanwhile.
 
         Raises:
-            OutputError: the tensors do not fit into the shared memory; the error carries the bytes that they need.
+            OutputError: the tensors do not fit into the shared memory; the error has the bytes that they need.
         """
         self._fit(self._end)
         return super().serialize(answer)
@@ -159,7 +159,7 @@ class Views:
 
 
 NO_MEMORY = Exchange()
-"""Empty exchange of a call before its request is read and after its end, while a thread may still be at work."""
+"""Empty exchange of a call before its request is read and after its end, while its work may still be running."""
 
 
 @lru_cache(maxsize=256)

@@ -41,7 +41,7 @@ class LogFormat(StrEnum):
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
-    """Describe a flag; ``default`` replaces the default value in the help text."""
+    """Return the option of a flag; ``default`` replaces the default value in the help text."""
     shown = True if default is None else default
     return typer.Option(*names, help=text, show_default=shown, **settings)
 
@@ -51,7 +51,7 @@ class Flags:
     """Flags of the command line, with their help.
 
     Raises:
-        InvalidInputError: a flag is wrong, or requires another one.
+        InvalidInputError: a flag is wrong, or requires another flag.
     """
 
     host: Annotated[str, _flag("Address to listen on; 0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
@@ -85,13 +85,14 @@ class Flags:
         ),
     ] = None
     notice_seconds: Annotated[
-        float, _flag("Seconds to keep serving after SIGTERM as NOT_SERVING, so that load balancers notice.", min=0)
+        float,
+        _flag("Seconds to serve after SIGTERM while health is NOT_SERVING, so that load balancers notice.", min=0),
     ] = 0.0
-    drain_seconds: Annotated[float, _flag("Seconds that calls at work may take after SIGTERM.", min=0)] = 30.0
+    drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans and metrics, as the environment variables OTEL_… say.", "--otel")
+        bool, _flag("Export OpenTelemetry spans and metrics, configured by the environment variables OTEL_….", "--otel")
     ] = False
     preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
         False
@@ -123,7 +124,7 @@ class Flags:
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Show the page of metrics, liveness and readiness, and export metrics, where flags ask for them."""
+        """Serve the page of metrics, liveness and readiness, and export metrics, if the flags enable them."""
         registry.register(ProcessMetrics(self.listen.tls))
         with ExitStack() as stack:
             if self.metrics_port or inherits():

@@ -99,7 +99,7 @@ class Health:
 
 
 class Introspection:
-    """Endpoints of health and reflection, and of all methods that the server does not have.
+    """Endpoints of health and reflection, and the refusal of all methods that the server does not have.
 
     Args:
         health: health of the services.
@@ -183,7 +183,7 @@ class Introspection:
 
 
 def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
-    """Build a descriptor pool with the files of these messages, their imports, and those of health and reflection."""
+    """Build a descriptor pool of the files of these messages, of their imports, and of health and reflection."""
     pool, added = DescriptorPool(), set[str]()
 
     def add(file: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server process from start to drain: signals, settings that are read again, and an exit in time."""
+"""A server process from start to drain: its signals, the reload of its settings, and its exit in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig
 from mmpos_server.flags import Flags
 from mmpos_server.listening import Listen, notify, warn
-from mmpos_server.malloc import give_back_at_rest, keep_large_blocks
+from mmpos_server.malloc import keep_large_blocks, release_memory_when_idle
 from mmpos_server.telemetry import Logs, logging_all
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = ["CUT_OFF", "Running", "SettingsReader", "leave", "prepare", "serve"]
 
 
 CUT_OFF = 3
-"""Exit status of a process that ended while its threads were still at work."""
+"""Exit status of a process that ended while its threads were still running."""
 
 LAST_SECONDS = 3.0
 """Seconds after the drain in which the process must exit; less than the supervisor waits."""
@@ -48,7 +48,7 @@ _SWITCH_SECONDS = 0.001
 def serve(options: Flags) -> None:
     """Serve until SIGTERM or SIGINT, then until no call is left; a second signal ends the process at once.
 
-    If threads are still at work after the drain, the process exits with status CUT_OFF. It prints one line per address
+    If threads are still running after the drain, the process exits with status CUT_OFF. It prints one line per address
     to stdout as soon as it answers calls.
 
     Raises:
@@ -73,10 +73,10 @@ def serve(options: Flags) -> None:
 
 
 def prepare() -> None:
-    """Set up the process, and ignore SIGHUP until it can read settings again; for its entry point only."""
+    """Set up a process, which ignores SIGHUP until it can reload settings; only for its entry point."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
-    give_back_at_rest()
+    release_memory_when_idle()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -119,7 +119,7 @@ class Running:
 
     @property
     def live(self) -> bool:
-        """Whether the server is starting or at work. Thread-safe."""
+        """Whether the server is starting or still runs its checks. Thread-safe."""
         return self.server.live or not self._started
 
     def stop(self) -> None:
@@ -160,7 +160,7 @@ class Running:
     def _next(self, seconds: float) -> str | None:
         end = monotonic() + seconds
         while True:
-            # In short waits: a signal that arrives just before a wait does not end it.
+            # In short waits, since a signal that arrives just before a wait does not end it.
             try:
                 return self._events.get(timeout=min(max(0.0, end - monotonic()), _LOOK_SECONDS))
             except Empty:
@@ -173,7 +173,7 @@ class Running:
         def end() -> None:
             try:
                 self.server.stop(grace)
-                for thread in _at_work():
+                for thread in _running_threads():
                     thread.join()
             except Exception as error:  # must not delay the exit until the end of the drain
                 self._logs.error("stop failed", error)
@@ -190,25 +190,25 @@ def _tracing() -> Tracing:
     return configured()
 
 
-def _at_work() -> list[Thread]:
+def _running_threads() -> list[Thread]:
     """Return the threads of the pools that have not ended; their names end in numbers."""
-    return [each for each in all_threads() if re.fullmatch(r"mmpos-\w+_\d+", each.name)]
+    return [thread for thread in all_threads() if re.fullmatch(r"mmpos-\w+_\d+", thread.name)]
 
 
 def _cut_off(logs: Logs) -> NoReturn:
-    """Exit while threads are at work, since Python cannot stop a thread; the log shows their tracebacks."""
+    """Log the tracebacks of the running threads and exit, since Python cannot stop a thread."""
     try:
         with tempfile.TemporaryFile("w+") as file:  # not stderr, which may be a pipe that nobody reads
             faulthandler.dump_traceback(file)
             file.seek(0)
-            logs.error("cut off", threads=[thread.name for thread in _at_work()], traceback=file.read())
+            logs.error("cut off", threads=[thread.name for thread in _running_threads()], traceback=file.read())
         logs.close()
     finally:
         os._exit(CUT_OFF)
 
 
 class SettingsReader:
-    """Thread that reads the settings again on request; wrong settings change nothing.
+    """Thread that reloads the settings on request; wrong settings change nothing.
 
     Args:
         first: settings at the start; some of them stay in force.
@@ -225,11 +225,11 @@ class SettingsReader:
         logs: Logs,
     ) -> None:
         self._first, self._read, self._renew, self._logs = first, read, renew, logs
-        self._asked: SimpleQueue[ServerConfig | None] = SimpleQueue()  # whose put is safe in a signal handler
+        self._asked: SimpleQueue[ServerConfig | None] = SimpleQueue()  # its put is safe in a signal handler
         Thread(target=self._keep_reading, name="mmpos-settings", daemon=True).start()
 
     def ask(self, config: ServerConfig | None = None) -> None:
-        """Read the settings again, or apply ``config``. Any thread or signal handler may call this."""
+        """Reload the settings, or apply ``config``. Any thread or signal handler may call this."""
         self._asked.put(config)
 
     def _keep_reading(self) -> None:
@@ -242,7 +242,7 @@ class SettingsReader:
                 self._renew(config.model_copy(update={"concurrency": self._first.concurrency}))
             except (MmposError, ImportError) as error:
                 self._logs.error("settings not reloaded", reason=str(error))
-            except Exception as error:  # any error, so that the thread can read the next version
+            except Exception as error:  # any error, so that the thread survives and reads the next version
                 self._logs.error("settings not reloaded", error)
             else:
                 self._logs.info(

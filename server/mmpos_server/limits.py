@@ -42,7 +42,7 @@ MAX_VIEWS = 16
 """Maximum number of views of a query."""
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
-"""Maximum number of fields and numbers per part or segment, rounded up, and of the rest of a message."""
+"""Maximum number of fields and numbers per part or segment, rounded up, and in the rest of a message."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -100,7 +100,7 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:
-    """Check documents against all limits but that of tokens, before they are placed; return the number of images."""
+    """Check documents against all limits except tokens, before they are placed; return the number of images."""
     kind = segments.kind
     counts = np.bincount(kind, minlength=TILE + 1).tolist()
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
@@ -126,7 +126,7 @@ def check_table(positions: PositionTable, limits: Limits) -> None:
 
 
 def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
-    """Check the size of a view before it is made: overlapping ranges may multiply the table."""
+    """Check the size of a view before it is computed, since overlapping ranges may multiply the table."""
     tokens = positions.num_tokens
     if isinstance(view, Take):
         starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
@@ -145,13 +145,13 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
 
 
 def check_answer(size: float, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply against the limit before they are made, and record them in the call."""
+    """Check the bytes of a reply against the limit before they are computed, and record them in the call."""
     check("response_bytes", size, limits)
     call.answer_bytes += size
 
 
 def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Check the tensors of an answer, before they are made, against the client's memory or the limit of replies.
+    """Check the tensors of an answer, before they are computed, against the client's memory or the limit of replies.
 
     Args:
         sizes: bytes of each tensor.
@@ -165,7 +165,7 @@ def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
 
 
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply with positions against the limit before they are made."""
+    """Check the bytes of a reply with positions against the limit before they are computed."""
     if dense is None:
         check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:

@@ -85,7 +85,7 @@ def local(listen: Listen) -> bool:
 
 
 def warn(listen: Listen, logs: Logs) -> None:
-    """Warn of a port that is open to everybody and of secret files that every user of this machine can read."""
+    """Warn about a port that is open to everybody, and about secret files that every user of this machine can read."""
     if not local(listen):
         target = address(listen.host, listen.port)
         if listen.tls is None:
@@ -109,7 +109,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         raise InvalidInputError(f"host: got {host!r} ({error.strerror}), want an address of this machine") from None
     reserved = socket.socket(family, kind, protocol)
     try:
-        # Same option as the transport: otherwise the last connections of a server that just ended would block the port.
+        # As the transport does: otherwise the last connections of a server that has just ended would block the port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -154,7 +154,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
-        # Calls that Python has not accepted yet: beyond these (by default 1000) the core drops calls of any client, so
+        # Calls that Python has not accepted yet: beyond these (by default 1000) gRPC drops calls of any client, so
         # one client that opens calls and ends them at once could shut out the others.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
@@ -253,14 +253,14 @@ class Uds:
         self.check()
         try:
             with tempfile.TemporaryDirectory(prefix=".mmpos-", dir=self.path.parent) as folder:
-                made = self._make(folder, add)
+                identity = self._make(folder, add)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise InvalidInputError(f"uds: got {self.path} ({reason}), want a path to listen on") from None
 
         def remove() -> None:
             with suppress(OSError):
-                if _identity(self.path.lstat()) == made:
+                if _identity(self.path.lstat()) == identity:
                     self.path.unlink()
 
         return remove
@@ -271,14 +271,14 @@ class Uds:
         try:
             # A unique name, in case the descriptor of the folder is reused when gRPC deletes the path.
             name = Path(folder).name
-            # By the descriptor of the folder, so that a long path does not make the address too long.
+            # Addressed by the descriptor of the folder, since the path of the folder may be too long.
             add(f"unix:/proc/self/fd/{fd}/{name}")
             os.chmod(name, self.mode, dir_fd=fd)
-            made = _identity(os.stat(name, dir_fd=fd))
+            identity = _identity(os.stat(name, dir_fd=fd))
             os.rename(name, self.path, src_dir_fd=fd)
         finally:
             os.close(fd)
-        return made
+        return identity
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

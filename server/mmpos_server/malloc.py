@@ -9,21 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 from time import process_time, sleep
 
-__all__ = ["give_back_at_rest", "keep_large_blocks"]
+__all__ = ["keep_large_blocks", "release_memory_when_idle"]
 
 
 # From glibc's malloc.h, which allows thresholds up to 32 MiB on 64 bits.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES, _TRIM_BYTES, _ARENAS = 32 * 2**20, 256 * 2**20, 4
 
-_REST_SECONDS, _REST_SHARE = 5.0, 0.05
+_IDLE_SECONDS, _IDLE_SHARE = 5.0, 0.05
 """A process is idle when it has used at most this share of a processor for this many seconds."""
 _GROWN_BYTES = 32 * 2**20
 """Growth of resident memory, in bytes, above which free memory is returned."""
 
 
 def keep_large_blocks() -> bool:
-    """Let malloc serve blocks up to 32 MiB from the heap and keep 256 MiB of it; for a process's entry point only.
+    """Configure malloc to serve blocks up to 32 MiB from the heap and keep 256 MiB of it; only for entry points.
 
     Otherwise page faults dominate large replies. Each arena keeps this much, and glibc creates up to eight per core;
     a limit of four arenas bounds the total.
@@ -38,10 +38,10 @@ def keep_large_blocks() -> bool:
     return all(library.mallopt(name, value) for name, value in settings.items())
 
 
-def give_back_at_rest(seconds: float = _REST_SECONDS) -> bool:
-    """Start a thread that returns free memory to the system when the process is idle; for its entry point only.
+def release_memory_when_idle(seconds: float = _IDLE_SECONDS) -> bool:
+    """Start a thread that returns free memory to the system when the process is idle; only for its entry point.
 
-    After a peak much more memory is free than the arenas may keep: free blocks between used ones do not count.
+    After a peak, much more memory is free than arenas may keep, since that limit ignores free blocks between used ones.
 
     Args:
         seconds: idle time after which memory is returned.
@@ -52,17 +52,17 @@ def give_back_at_rest(seconds: float = _REST_SECONDS) -> bool:
     library = _glibc()
     if library is None:
         return False
-    threading.Thread(target=_keep_giving_back, args=(library, seconds), name="mmpos-malloc", daemon=True).start()
+    threading.Thread(target=_keep_releasing, args=(library, seconds), name="mmpos-malloc", daemon=True).start()
     return True
 
 
-def _keep_giving_back(library: ctypes.CDLL, seconds: float) -> None:
+def _keep_releasing(library: ctypes.CDLL, seconds: float) -> None:
     with suppress(OSError):  # a system without /proc
         least, used = _resident_bytes(), process_time()
         while True:
             sleep(seconds)
             before, used = used, process_time()
-            if used - before <= _REST_SHARE * seconds and _resident_bytes() > least + _GROWN_BYTES:
+            if used - before <= _IDLE_SHARE * seconds and _resident_bytes() > least + _GROWN_BYTES:
                 library.malloc_trim(0)  # releases the GIL
                 least = _resident_bytes()
 

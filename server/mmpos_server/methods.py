@@ -106,12 +106,12 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """Turn a function from a query to a field of the response into one from the request to the response."""
+    """Wrap a function of a query and a field of the response as a function of the request and the response."""
 
-    def whole(request: Message, response: Message, call: Call) -> None:
+    def run_request(request: Message, response: Message, call: Call) -> None:
         run(required("", request, "query"), answering(response, field), call)
 
-    return whole
+    return run_request
 
 
 class _Item(Protocol):
@@ -133,7 +133,7 @@ class _ItemAnswer(Protocol):
 def streamed(
     name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
 ) -> Twin:
-    """Return the streaming form of a method of mmpos; each item has an id and may fail alone."""
+    """Return the streaming form of a method of mmpos; each item has an id and its own error."""
 
     def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
@@ -189,7 +189,7 @@ class Failure:
 
 
 def public(error: Exception, request_id: str) -> MmposError:
-    """Return the error to show to a client: its own errors unchanged, internal ones by request id only."""
+    """Return the error to show to a client: the client's errors unchanged, internal errors only by request id."""
     if isinstance(error, DecodeError):
         return InvalidInputError("request: the bytes are not a protobuf message of this method")
     if isinstance(error, _KNOWN):
@@ -218,5 +218,5 @@ def refused_by(error: Exception) -> str | None:
     if isinstance(error, ServiceUnavailableError):  # also raised at the end of an idle stream
         return "stopping" if "about to stop" in str(error) else None
     if isinstance(error, ServiceOverloadedError):
-        return str(error).partition(":")[0].partition(" of ")[0]
+        return str(error).partition(":")[0].partition(" ")[0]
     return None

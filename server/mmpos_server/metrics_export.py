@@ -1,4 +1,4 @@
-"""Metrics by OTLP: the registry of the metrics page, sent at intervals to where spans go."""
+"""Export of metrics by OTLP: the registry of the metrics page, sent at intervals to the collector of the spans."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _LAST_SECONDS = 2.0
 def exported(registry: CollectorRegistry) -> Iterator[None]:
     """Export the metrics by OTLP over gRPC while the context is open, at intervals and once more at its end.
 
-    The environment (OTEL_...) describes the export and may switch it off. The interval is OTEL_METRIC_EXPORT_INTERVAL
-    in milliseconds, 60,000 unless it is set.
+    The environment (OTEL_...) configures the export and may disable it. The interval is OTEL_METRIC_EXPORT_INTERVAL
+    in milliseconds, 60,000 by default.
 
     Args:
-        registry: the metrics.
+        registry: metrics to export.
 
     Raises:
         InvalidInputError: the interval is not a positive number.
@@ -73,7 +73,7 @@ def exported(registry: CollectorRegistry) -> Iterator[None]:
         try:
             scope = converted(registry.collect(), begun)
             sender.export(MetricsData([ResourceMetrics(described, [scope], schema_url="")]))
-        except Exception:  # of a Prometheus collector, say; the thread goes on
+        except Exception:  # for example from a Prometheus collector; the thread continues
             logging.getLogger(__name__).exception("metrics not exported")
 
     def keep_sending() -> None:
@@ -92,11 +92,11 @@ def exported(registry: CollectorRegistry) -> Iterator[None]:
 
 
 def converted(families: Iterable[Family], begun: int) -> ScopeMetrics:
-    """Convert families of Prometheus to metrics of OpenTelemetry: counters to monotonic sums, the rest by its kind.
+    """Convert Prometheus metrics to OpenTelemetry: counters to monotonic sums, histograms unchanged, others to gauges.
 
     Args:
-        families: as a registry collects them.
-        begun: unix time in nanoseconds from which counters and histograms count.
+        families: families of metrics that a registry has collected.
+        begun: unix time in nanoseconds at which counters and histograms began to count.
     """
     metrics = [_metric(family, begun, time_ns()) for family in families]
     return ScopeMetrics(InstrumentationScope("mmpos_server", version()), metrics, schema_url="")
@@ -109,7 +109,7 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
     elif family.type == "counter":
         totals = (sample for sample in family.samples if sample.name.endswith("_total"))
         data = Sum(
-            [NumberDataPoint(each.labels, begun, now, each.value) for each in totals], _CUMULATIVE, is_monotonic=True
+            [NumberDataPoint(total.labels, begun, now, total.value) for total in totals], _CUMULATIVE, is_monotonic=True
         )
     else:
         data = Gauge([NumberDataPoint(sample.labels, 0, now, sample.value) for sample in family.samples])
@@ -118,7 +118,7 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
 
 
 def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
-    """Gather the samples of each set of labels; Prometheus counts what lies below each bound, OTLP between bounds."""
+    """Return a point for each set of labels; Prometheus counts values up to each bound, OTLP values between bounds."""
     below: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in samples:
@@ -152,8 +152,8 @@ def _is(variable: str, value: str) -> bool:
 
 
 def _seconds() -> float:
-    words = os.environ.get(_INTERVAL, "60000")
+    text = os.environ.get(_INTERVAL, "60000")
     with suppress(ValueError):
-        if (milliseconds := float(words)) > 0:
+        if (milliseconds := float(text)) > 0:
             return milliseconds / 1000
-    raise InvalidInputError(f"{_INTERVAL}: got {words!r}, want milliseconds > 0")
+    raise InvalidInputError(f"{_INTERVAL}: got {text!r}, want milliseconds > 0")

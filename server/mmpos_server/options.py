@@ -10,7 +10,7 @@ import typer
 
 from mmpos_server.flags import Flags
 from mmpos_server.launch import leave
-from mmpos_server.launch import serve as serve_here
+from mmpos_server.launch import serve as serve_in_process
 from mmpos_server.workers import supervise
 
 __all__ = ["app", "serve"]
@@ -27,17 +27,17 @@ app = typer.Typer(
 def serve(**flags: Any) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health reports NOT_SERVING, the server answers the calls that have arrived, then exits.
-    A second signal ends the server at once. SIGHUP reads the settings again.
+    SIGTERM and SIGINT drain: health reports NOT_SERVING, and the server answers the calls that have arrived and exits.
+    A second signal ends the server at once. SIGHUP reloads the settings.
     """
     options = Flags(**flags)
     if options.otel:
         # Report a missing package once instead of once per worker.
         import_module("mmpos_server.tracing")
     if options.workers > 1:
-        supervise(options)  # then as any program: multiprocessing removes its folder
+        supervise(options)  # no immediate exit: multiprocessing removes its folder at the end
         return
-    serve_here(options)
+    serve_in_process(options)
     leave()
 
 

@@ -22,7 +22,7 @@ __all__ = ["exposed"]
 
 
 MOST_CONNECTIONS = 64
-"""Maximum number of connections; a new one closes the oldest, so that idle clients never keep a probe out."""
+"""Maximum number of connections; a new one closes the oldest, so that idle clients cannot block a probe."""
 
 SECONDS = 5.0
 """Seconds after which a connection of the page is closed."""
@@ -141,11 +141,11 @@ class _Request(BaseHTTPRequestHandler):
             self._answer(404, b"not found\n")
 
     def do_HEAD(self) -> None:
-        """Answer as GET does, without the body."""
+        """Answer like GET, without the body."""
         self.do_GET()
 
     def log_message(self, *_: Any) -> None:
-        """Write nothing about a request."""
+        """Ignore messages about requests."""
 
     def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

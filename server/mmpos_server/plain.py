@@ -33,7 +33,7 @@ _Settings = tuple[Plan, bool, bool, bytes]
 
 
 class PlainQueries:
-    """Answers to plain queries, byte for byte equal to those made through messages.
+    """Answers to plain queries, byte for byte equal to the answers made through messages.
 
     Args:
         profiles: settings of models.

@@ -1,4 +1,4 @@
-"""PositionService, which reads a query, places its documents and writes the positions."""
+"""PositionService: read a query, place its documents and write the positions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "PositionService",
     "complete",
     "is_small",
-    "segments_at_work",
+    "max_segments",
 ]
 
 
@@ -80,7 +80,7 @@ class PositionService:
             call.run("place", lambda: finish(read()))
             return
         query = read()
-        if segments_at_work(query) > SMALL_SEGMENTS:
+        if max_segments(query) > SMALL_SEGMENTS:
             call.run("place", finish, query)
             return
         positions, images = self._solve(query, call)
@@ -138,19 +138,19 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     return PositionsQuery(source, scheme, query.start, query.strict, query.views, query.dense)
 
 
-def segments_at_work(query: PositionsQuery) -> float:
-    """Bound the number of segments in the documents and views of a query."""
+def max_segments(query: PositionsQuery) -> float:
+    """Return an upper bound of the number of segments in the documents and views of a query."""
     documents, segments = _source(query.source)
     total = segments
     for view in query.views:
         if isinstance(view, Take):
             starts, stops = np.asarray(view.starts), np.asarray(view.stops)
-            apart = starts.size == stops.size and bool((starts[1:] >= stops[:-1]).all())
-            segments = (1 if apart else starts.size) * segments + starts.size
+            disjoint = starts.size == stops.size and bool((starts[1:] >= stops[:-1]).all())
+            segments = (1 if disjoint else starts.size) * segments + starts.size
         elif isinstance(view, Window):
             document, documents = np.asarray(view.documents), np.size(view.documents)
-            often = max(Counter(document.tolist()).values(), default=0)
-            segments = often * segments + 2 * documents
+            repeats = max(Counter(document.tolist()).values(), default=0)
+            segments = repeats * segments + 2 * documents
         else:
             segments += (4 if isinstance(view, Shard) else 1) * documents
         total += segments

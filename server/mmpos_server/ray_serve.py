@@ -83,12 +83,12 @@ def add_services(servicer: object, server: _Host) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One at a time: Serve takes only the first of a list.
+        # One per call, since Serve takes only the first handler of several.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
 class Replica:
-    """Replica of a Ray Serve deployment, with the methods of all services and its own gates, pools and profiles.
+    """Replica of a Ray Serve deployment, with the methods of all services and with its own gates, pools and profiles.
 
     Args:
         config: settings of the server.
@@ -136,7 +136,7 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
     """Create an application of one deployment, "mmpos", for serve.run.
 
     Args:
-        config: settings of each replica; None uses the embedded ones. Replicas read the files that profiles name.
+        config: settings of each replica; None uses the embedded settings. Replicas read the files that profiles name.
         log_level: minimum level of the lines that replicas write to stderr, a key of LEVELS.
         options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 

@@ -1,4 +1,4 @@
-"""RotaryService, which computes cos and sin and rotates the tensors of a request, on an accelerator if available."""
+"""RotaryService: compute cos and sin and rotate the tensors of a request, on an accelerator if available."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmpos_server.call import Call
     from mmpos_server.shared_memory import Data
 
-__all__ = ["RotaryService", "check_head_dim", "demand_torch", "device", "has_torch", "preload"]
+__all__ = ["RotaryService", "check_head_dim", "device", "has_torch", "preload", "require_torch"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim, since frequencies are computed pair by pair in exact arithmetic."""
@@ -71,7 +71,7 @@ class RotaryService:
             call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        demand_torch()
+        require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
@@ -84,17 +84,17 @@ class RotaryService:
         with call.stage("rotate"):
             from mmpos.rotary import angles, cos_sin
 
-            made = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
+            result = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
         call.checkpoint()
         with call.stage("write"):
-            if isinstance(made, tuple):
-                put_tensor(answer.cos, made[0], call.memory)
-                put_tensor(answer.sin, made[1], call.memory)
+            if isinstance(result, tuple):
+                put_tensor(answer.cos, result[0], call.memory)
+                put_tensor(answer.sin, result[1], call.memory)
             else:
-                put_tensor(answer.cache, made, call.memory)
+                put_tensor(answer.cache, result, call.memory)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        demand_torch()
+        require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
@@ -102,18 +102,18 @@ class RotaryService:
             sizes = [call.memory.holds(x) for x in (message.q, message.k)]
             check_tensors(sizes, self._limits, call)
             rooms = call.memory.room(sizes)
-            # Tensors that are rotated in place are copies.
+            # Tensors that are rotated in place must be copies.
             memory = call.memory if rooms is None else Views(call.memory)
             q = get_torch("q", required("", message, "q"), memory)
             k = get_torch("k", message.k, memory) if message.HasField("k") else None
             outs = None if rooms is None else _outs(q, k, rooms)
-        q, k = self.turn(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
+        q, k = self.rotate_tensors(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
         with call.stage("write"):
             put_tensor(answer.q, q, call.memory)
             if k is not None:
                 put_tensor(answer.k, k, call.memory)
 
-    def turn(
+    def rotate_tensors(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -128,11 +128,11 @@ class RotaryService:
         """Rotate q and k, on an accelerator if available, in place or into other tensors in CPU memory."""
         from mmpos.rotary.apply import rotate_into
 
-        where = _device_of_torch()
+        target = _device_of_torch()
         call.checkpoint()
         with call.stage("rotate"):
-            q, k = there = q.to(where), None if k is None else k.to(where)
-            into = there if outs is None or where != "cpu" else outs
+            q, k = on_device = q.to(target), None if k is None else k.to(target)
+            into = on_device if outs is None or target != "cpu" else outs
             rotate_into(into, q, k, positions, rotary, layout=layout, conjugate=conjugate)
             if outs is not None and into is not outs:
                 for out, rotated in zip(outs, into, strict=True):
@@ -144,7 +144,7 @@ class RotaryService:
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
             check_head_dim(message.rotary.head_dim)
-            message.rotary.DiscardUnknownFields()  # of any size; the cache would keep them
+            message.rotary.DiscardUnknownFields()  # they may have any size, and the cache would keep them
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 
@@ -152,7 +152,7 @@ class RotaryService:
         """Return the rotation of a profile, or of the default profile for None."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
-            raise InvalidInputError(f"rotary: the request has no rotation, and neither has profile {profile.name!r}")
+            raise InvalidInputError(f"rotary: the request and its profile {profile.name!r} have no rotation")
         return profile.rotary
 
     def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[PositionTable | Tensor, int]:
@@ -203,7 +203,7 @@ def device() -> str:
 
 
 def preload() -> None:
-    """Import torch now, since it takes seconds, instead of while the first client waits."""
+    """Import torch now, since the import takes seconds and would delay the first client."""
     if has_torch():
         _device_of_torch()
 
@@ -217,7 +217,7 @@ def _device_of_torch() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def demand_torch() -> None:
+def require_torch() -> None:
     """Raise an error if torch is not installed."""
     if not has_torch():
-        raise UnsupportedError(f"rotary: this server has no torch, want one installed with {pip_install('all')}")
+        raise UnsupportedError(f"rotary: this server has no torch, want {pip_install('all')}")

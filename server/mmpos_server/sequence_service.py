@@ -1,4 +1,4 @@
-"""SequenceService, which checks, builds and writes documents in parallel; each document may fail alone."""
+"""SequenceService: check, build and write documents; a document that fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingDocument", "SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
-"""Number of pixels above which an image counts as heavy; few threads decode heavy images, to bound memory."""
+"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, to bound memory."""
 
 
 @dataclass
@@ -112,16 +112,16 @@ class SequenceService:
                 write(documents)
 
         if is_small(call):
-            documents = self._weighed(read, builder, call, patches)
+            documents = self._read_checked(read, builder, call, patches)
         else:
-            documents = call.run("place", self._weighed, read, builder, call, patches)
+            documents = call.run("place", self._read_checked, read, builder, call, patches)
         decoded: dict[PoolName, list[PendingDocument]] = {"image": [], "heavy": []}
         for document in documents:
             if document.pool:
                 decoded[document.pool].append(document)
-        pools = [pool for pool, several in decoded.items() if several]
+        pools = [pool for pool, pending in decoded.items() if pending]
         for pool in pools:
-            call.join(pool)  # so that a call is refused before any work
+            call.join(pool)  # first, so that a call is refused before any work
         for pool in pools:
             call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
         if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
@@ -135,22 +135,22 @@ class SequenceService:
         check("images", sum(_images(document) for document in message.documents), self._limits)
         return [_read(document, call) for document in message.documents]
 
-    def _weighed(
+    def _read_checked(
         self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, patches: bool
     ) -> list[PendingDocument]:
         """Read the documents and check their sizes against the limits before any is built."""
         with call.stage("read"):
             documents = read()
-            weight = _Weight()
+            size = _Size()
             for document in documents:
                 call.checkpoint()
-                weight.add(document, builder, call, patches=patches)
-            call.memory.expect([weight.patch_bytes])  # ids are small, and text is not tokenised yet
-            check("pixels", weight.pixels, self._limits)
-            check("tokens", weight.tokens, self._limits)
-            reply = 0 if call.memory.answers else 4 * weight.tokens + weight.patch_bytes
+                size.add(document, builder, call, patches=patches)
+            call.memory.expect([size.patch_bytes])  # ids are small, and text is not tokenised yet
+            check("pixels", size.pixels, self._limits)
+            check("tokens", size.tokens, self._limits)
+            reply = 0 if call.memory.answers else 4 * size.tokens + size.patch_bytes
             check_answer(reply, self._limits, call)
-            check("segments", weight.frames, self._limits)
+            check("segments", size.frames, self._limits)
             return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[PendingDocument], call: Call) -> None:
@@ -158,12 +158,14 @@ class SequenceService:
             for document in documents:
                 call.checkpoint()
                 if document.outcome is None:
-                    document.outcome = self._one(builder, document, call)
+                    document.outcome = self._build_one(builder, document, call)
 
-    def _one(self, builder: SequenceBuilder, document: PendingDocument, call: Call) -> InterleavedSequence | MmposError:
+    def _build_one(
+        self, builder: SequenceBuilder, document: PendingDocument, call: Call
+    ) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
-        except ServiceError:  # of the checkpoint
+        except ServiceError:  # raised by the checkpoint
             raise
         except MmposError as error:
             return error
@@ -191,7 +193,7 @@ class SequenceService:
 
 
 class _CheckedParts(list[Any]):
-    """List of parts whose iteration stops with an error when nobody waits for the answer any more."""
+    """List of parts that raises an error during iteration if the client no longer waits for the answer."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:
         super().__init__(parts)
@@ -221,7 +223,7 @@ def _read(message: pb.Document, call: Call) -> PendingDocument:
 
 
 @dataclass
-class _Weight:
+class _Size:
     """Size of a request, estimated from image headers: source pixels, tokens, bytes of patches, and frames."""
 
     pixels: int = 0
@@ -233,7 +235,7 @@ class _Weight:
         """Add a document.
 
         Each character counts as a token until it is tokenised. Images that need not be decoded are replaced by their
-        sizes. A broken image counts as nothing, since building it raises the error.
+        sizes. A broken image adds nothing, since building it raises the error.
         """
         images = 0
         for i, part in enumerate(document.parts):

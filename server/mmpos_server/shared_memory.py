@@ -1,4 +1,4 @@
-"""Shared memory of clients on this machine: objects with a prefix, regions of them, and registered regions."""
+"""Shared memory of clients on this machine: objects with a prefix, their regions, and registered regions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Region:
 
     The bytes are read and written through a descriptor: a client that shrinks a mapped object would crash the server
     (SIGBUS), and mapped bytes could change after a check. ``map`` maps objects that cannot shrink, for uses that need
-    no check. The descriptor is closed when nobody refers to the region any more.
+    no check. The descriptor is closed when the region is garbage-collected.
 
     Args:
         name: name of the region in errors.
@@ -65,7 +65,9 @@ class Region:
             self._descriptor = _opened(key)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise LimitExceededError(f"{name}: got {error.strerror} opening {key!r}, want fewer at once") from None
+                raise LimitExceededError(
+                    f"{name}: got {error.strerror} when opening {key!r}, want fewer open files"
+                ) from None
             raise InvalidInputError(
                 f"{name}.key: got {key!r} ({error.strerror}), want an object that this server may open"
             ) from None
@@ -88,7 +90,7 @@ class Region:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
         """
         at = self.within(name, offset, byte_size)
-        self._check(name)  # before memory for the claimed size is allocated
+        self._check(name)  # before allocating memory of the claimed size
         data = np.empty(byte_size, np.uint8)
         rest = data.data
         while rest:  # the system reads at most 2 GiB at once
@@ -118,7 +120,7 @@ class Region:
                 done = os.pwrite(self._descriptor, rest, at)
             except OSError as error:
                 raise LimitExceededError(
-                    f"{name}: got {error.strerror} writing {self.key!r}, want more memory"
+                    f"{name}: got {error.strerror} when writing {self.key!r}, want more memory"
                 ) from None
             at, rest = at + done, rest[done:]
 
@@ -136,9 +138,9 @@ class Region:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
         """
         at = self.within(name, 0, byte_size)
-        if not _stays(self._descriptor, at + byte_size):
+        if not _cannot_shrink(self._descriptor, at + byte_size):
             return None
-        self._check(name)  # after the seals: a size checked earlier could have changed since
+        self._check(name)  # after the seals, since an earlier check could be outdated
         begin = at - at % mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
@@ -198,10 +200,10 @@ def _opened(key: str) -> int:
             os.close(handle)
 
 
-def _stays(descriptor: int, size: int) -> bool:
-    """Return whether the first bytes of an object stay whatever its client does: it is a sealed memfd without holes.
+def _cannot_shrink(descriptor: int, size: int) -> bool:
+    """Return whether no client can remove the first bytes of an object, a sealed memfd without holes.
 
-    The system replaces pages that the client frees, unless overcommit of memory is off.
+    The system replaces pages that a client frees, unless memory overcommit is off.
     """
     status = os.fstat(descriptor)
     try:
@@ -215,7 +217,7 @@ def _stays(descriptor: int, size: int) -> bool:
 
 @cache
 def _device_of_memfd() -> int:
-    """Return the device of all memfds except those of huge pages, of which the system may run out."""
+    """Return the device of all memfds except memfds of huge pages, since the system may run out of huge pages."""
     descriptor = os.memfd_create("mmpos")
     try:
         return os.fstat(descriptor).st_dev
@@ -250,9 +252,7 @@ class SharedMemory:
             InvalidInputError: other machines can reach an address.
         """
         if self.prefix is not None and not local(listen):
-            raise InvalidInputError(
-                f"shared-memory: got host {listen.host!r}, want one that only this machine reaches, such as 127.0.0.1"
-            )
+            raise InvalidInputError(f"shared-memory: got host {listen.host!r}, want a loopback host such as 127.0.0.1")
 
     def open(self, name: str, key: str, offset: int, byte_size: int) -> Region:
         """Open a region of an object.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["IDLE_SECONDS", "ItemWindow", "StreamEndpoint"]
 
 WINDOW_ITEMS, WINDOW_BYTES = 16, 32 * 2**20
-"""Bounds at which reading pauses: items of one stream that are not answered, and bytes of these items and answers."""
+"""Bounds at which reading pauses: unanswered items of one stream, and bytes of these items and their answers."""
 
 IDLE_SECONDS = 600.0
 """Seconds without an item after which a stream ends."""
@@ -41,7 +41,7 @@ class ItemWindow:
     """Flow control of one stream: limits reading ahead of the answers.
 
     An answer may be far larger than its item, and is held until the client reads it. Therefore answers count towards
-    the limit, each item at work counts as the largest answer so far, and few items begin before the first answer.
+    the limit, each running item counts as the largest answer so far, and few items begin before the first answer.
 
     Args:
         items: maximum number of items that are read but not answered.
@@ -52,7 +52,7 @@ class ItemWindow:
         self._most, self._size = items, size
         # Totals in and out, since each number has one writing thread: the reader or the writer.
         self._read = self._read_bytes = self._sent = self._sent_bytes = 0
-        # Of answers; several threads may update these.
+        # Totals of answers, which several threads update.
         self._answered = self._answer_bytes = 0
         self._largest = -1
         self._changed = Condition()
@@ -78,13 +78,13 @@ class ItemWindow:
         return not self._closed
 
     def close(self) -> None:
-        """Wake the reader if it waits for room, and let nobody wait any more."""
+        """Wake the reader if it waits for room, and end all later waits at once."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def enter(self, size: int) -> None:
-        """Record an item of ``size`` bytes that was read and is at work. Only the reading thread calls this."""
+        """Record an item of ``size`` bytes that was read and is running. Only the reading thread calls this."""
         self._read += 1
         self._read_bytes += size
 
@@ -106,7 +106,7 @@ class ItemWindow:
 
 
 class StreamEndpoint:
-    """Streaming endpoint of a method: answers come in order, and an item that fails does not affect others.
+    """Streaming endpoint of a method: answers are in order, and an item that fails does not affect the others.
 
     Args:
         method: method with a stream form.
@@ -189,11 +189,11 @@ class StreamEndpoint:
 
     def plain(self, raw: bytes, stream: Call) -> bytes | None:
         """Answer a plain item whose client still waits; return None for any other item."""
-        way = self._twin.plain
-        if way is None or self.server.tracing is not None or not stream.awaited:
+        answering = self._twin.plain
+        if answering is None or self.server.tracing is not None or not stream.awaited:
             return None
         began = perf_counter()
-        plain = way(raw)
+        plain = answering(raw)
         if plain is None:
             return None
         answer, documents, tokens, images = plain
@@ -275,7 +275,7 @@ class _Stream:
             self._answers.put(None)
 
     def serve(self, requests: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the answers to the items in order until the client is done.
+        """Yield the answers to the items in order until the client ends the stream.
 
         Raises:
             ServiceUnavailableError: the server is about to stop, or no item arrived for a long time.
@@ -308,7 +308,7 @@ class _Stream:
         try:
             item = self._answers.get(timeout=IDLE_SECONDS)
         except Empty:
-            if not self._reading:  # an item is slow
+            if not self._reading:  # a running item is slow
                 return self._next()
             raise ServiceUnavailableError(
                 f"stream: no item arrived for {IDLE_SECONDS:g} s, want a new stream"
@@ -321,7 +321,7 @@ class _Stream:
         return item
 
     def _read(self, requests: Iterator[bytes]) -> None:
-        """Read the items and answer them, or let workers answer them."""
+        """Read the items, and answer them or pass them to workers."""
         endpoint, call = self._endpoint, self._call
         transit = endpoint.server.transit
         late = ServiceTimeoutError("request: only part of it arrived in time")

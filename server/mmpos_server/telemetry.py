@@ -45,32 +45,32 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Settling(self))  # first, so that it is collected first
-        self.noted: deque[_End | None] = deque()
+        self.recorded: deque[_End | None] = deque()
         """Ended calls that are not counted yet; None stands for a call that begins."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
-            "mmpos_requests", "Calls, and items of streams, by status.", ["method", "status"], registry=registry
+            "mmpos_requests", "Calls and items of streams, by status.", ["method", "status"], registry=registry
         )
         self.refused = Counter(
             "mmpos_refused", "Refused calls and streams, by limit.", ["method", "reason"], registry=registry
         )
         self.unauthenticated = Counter(
             "mmpos_unauthenticated",
-            "Calls and streams refused for lack of a known credential.",
+            "Calls and streams refused for lack of a known token.",
             registry=registry,
         )
-        self.documents = Counter("mmpos_documents", "Documents answered.", method, registry=registry)
-        self.tokens = Counter("mmpos_tokens", "Tokens answered.", method, registry=registry)
-        self.images = Counter("mmpos_images", "Images answered.", method, registry=registry)
+        self.documents = Counter("mmpos_documents", "Documents in answers.", method, registry=registry)
+        self.tokens = Counter("mmpos_tokens", "Tokens in answers.", method, registry=registry)
+        self.images = Counter("mmpos_images", "Images in answers.", method, registry=registry)
         self.bytes_in = Counter("mmpos_request_bytes", "Bytes of requests.", method, registry=registry)
         self.bytes_out = Counter("mmpos_response_bytes", "Bytes of answers.", method, registry=registry)
         self.in_flight = Gauge(
-            "mmpos_in_flight", "Calls, and items of streams, at work.", registry=registry, multiprocess_mode="livesum"
+            "mmpos_in_flight", "Running calls and items of streams.", registry=registry, multiprocess_mode="livesum"
         )
         self.streams = Gauge("mmpos_streams", "Open streams.", registry=registry, multiprocess_mode="livesum")
         self.stages = Histogram(
             "mmpos_stage_seconds",
-            "Time of each stage of a call, and of the whole (total).",
+            "Duration of each stage of a call, and of the whole call (total).",
             ["method", "stage"],
             buckets=_SECONDS,
             registry=registry,
@@ -82,7 +82,7 @@ class Metrics:
         ended: dict[tuple[MethodMetrics, str], list[_End]] = defaultdict(list)
         with suppress(IndexError):
             while True:
-                end = self.noted.popleft()
+                end = self.recorded.popleft()
                 if end is None:
                     begun += 1
                 else:
@@ -116,7 +116,7 @@ class _End(NamedTuple):
     response_bytes: int
 
 
-_MOST_NOTED = 10_000
+_MOST_RECORDED = 10_000
 """Maximum number of recorded beginnings and ends before they are counted."""
 
 
@@ -138,7 +138,7 @@ class MethodMetrics:
 
     def begin(self) -> None:
         """Record the beginning of a call or an item of a stream."""
-        self._metrics.noted.append(None)
+        self._metrics.recorded.append(None)
 
     def end(
         self,
@@ -158,9 +158,9 @@ class MethodMetrics:
             request_bytes: bytes of the request.
             response_bytes: bytes of the answer.
         """
-        noted = self._metrics.noted
-        noted.append(_End(self, status, stages, counts, request_bytes, response_bytes))
-        if len(noted) > _MOST_NOTED:
+        recorded = self._metrics.recorded
+        recorded.append(_End(self, status, stages, counts, request_bytes, response_bytes))
+        if len(recorded) > _MOST_RECORDED:
             self._metrics.settle()
 
     def count(self, status: str, ends: Sequence[_End]) -> None:
@@ -183,7 +183,7 @@ class MethodMetrics:
 
 
 def aggregate(folder: str) -> CollectorRegistry:
-    """Return a registry that sums the values that all workers keep in a folder."""
+    """Return a registry that sums the values of all workers in a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]
     return registry
@@ -200,10 +200,10 @@ class ProcessMetrics(Collector):
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, without the certificate's if it cannot be read."""
+        """Yield the metrics, without the expiry of the certificate if it cannot be read."""
         build = {"version": version(), "python": python_version()}
         yield InfoMetricFamily("mmpos_build", "Versions of the server and of Python.", build)
-        yield GaugeMetricFamily("mmpos_start_time_seconds", "When the server started, in unix time.", self._started)
+        yield GaugeMetricFamily("mmpos_start_time_seconds", "Start time of the server in unix time.", self._started)
         if self._tls is None:
             return
         try:
@@ -211,7 +211,7 @@ class ProcessMetrics(Collector):
         except (OSError, InvalidInputError):
             return
         yield GaugeMetricFamily(
-            "mmpos_certificate_not_after_seconds", "When the certificate expires, in unix time.", seconds
+            "mmpos_certificate_not_after_seconds", "Expiry time of the certificate in unix time.", seconds
         )
 
 
@@ -221,7 +221,7 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# Records of grpc with this beginning quote the metadata of callers, which may hold a token.
+# Records of grpc that begin with these words quote the metadata of callers, which may hold a token.
 _QUOTES_METADATA = "Invalid encoding on"
 
 _MOST_LINES = 10_000
@@ -234,7 +234,7 @@ _GATHERING_SECONDS = 0.02
 class Logs:
     """Logger of one server. Its methods never wait for the file: a thread formats and writes the lines.
 
-    When the file accepts no lines, such as a pipe that nobody reads or a file on a full disk, lines are dropped and
+    If the file accepts no lines, for example a pipe that nobody reads or a file on a full disk, lines are dropped and
     counted; the first line after that reports their number.
 
     Args:
@@ -348,7 +348,7 @@ class Logs:
             self._file.write(text)
             self._file.flush()
             return
-        # Without the buffer of the file, which would keep the text that a full disk rejected.
+        # Bypass the buffer of the file, which would keep the text that a full disk rejected.
         data = self._torn + text.encode(errors="backslashreplace")
         size = len(data)
         try:
@@ -380,7 +380,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
-    """Create the logger of a process and write all messages of the process with it; for its entry point only.
+    """Create the logger of a process and write all messages of the process with it; only for its entry point.
 
     These include records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
     directly. If the process crashes, its last lines may be lost.

@@ -53,11 +53,11 @@ class Tracing:
             "mmpos.client": call.client,
             **_peer(context.peer()),
         }
-        above = propagate.extract(carrier, Context())
-        self._enter(call, self._tracer.start_span(method, above, trace.SpanKind.SERVER, attributes))
+        parent = propagate.extract(carrier, Context())
+        self._enter(call, self._tracer.start_span(method, parent, trace.SpanKind.SERVER, attributes))
 
     def begin_item(self, call: Call, method: str, stream: Call) -> None:
-        """Begin the span of an item as a child of its stream's span.
+        """Begin the span of an item as a child of the span of its stream.
 
         Args:
             call: call of the item, which gets the span.
@@ -66,7 +66,7 @@ class Tracing:
         """
         attributes = {"mmpos.request_id": call.request_id}
         assert stream.span is not None
-        self._enter(call, self._tracer.start_span(f"{method} item", _below(stream.span), attributes=attributes))
+        self._enter(call, self._tracer.start_span(f"{method} item", _context_of(stream.span), attributes=attributes))
 
     def end(self, call: Call, status: str, **sizes: int) -> None:
         """End the span of a call, a stream or an item.
@@ -101,13 +101,13 @@ class Tracing:
             call.stages = _Stages()
 
     def _stages(self, stages: _Stages, span: Span) -> None:
-        context = _below(span)
+        context = _context_of(span)
         for name, begin, end in stages.times:
             self._tracer.start_span(name, context, start_time=begin).end(end)
 
 
 class _Stages(list[tuple[str, float]]):
-    """Stages of a call with the time of day of each begin and end; ``append`` is thread-safe."""
+    """Stages of a call with the wall-clock time of each begin and end; ``append`` is thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,9 +135,9 @@ def configured() -> Tracing:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    made = TracerProvider(resource=resource())
-    made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Tracing(made)
+    exporting = TracerProvider(resource=resource())
+    exporting.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(exporting)
 
 
 def resource() -> Resource:
@@ -150,7 +150,7 @@ def resource() -> Resource:
     return described
 
 
-def _below(span: Span) -> Context:
+def _context_of(span: Span) -> Context:
     return trace.set_span_in_context(span, Context())
 
 

@@ -109,7 +109,7 @@ class Transit:
             ended()
 
     def sending(self, message: object, transport: Transport) -> None:
-        """Record that a message is on its way to the client."""
+        """Record that a message is being sent to the client."""
         self._answers[message] = monotonic(), transport.cancel
 
     def sent(self, message: object) -> None:
@@ -121,17 +121,17 @@ class Transit:
         """Whether no message is in transit."""
         return not self._requests and not self._answers
 
-    def look(self) -> None:
+    def check(self) -> None:
         """End the calls whose messages take too long."""
         now, times = monotonic(), self._times
         seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
-        for event, messages, most in (
+        for event, messages, limit in (
             ("request did not arrive in time", self._requests, seconds),
             ("client does not read answers", self._answers, times.send_seconds),
         ):
             for message, (began, end) in list(messages.items()):
-                if began > now - most:
+                if began > now - limit:
                     break
                 messages.pop(message, None)
-                self._logs.seldom(event, seconds=most)
+                self._logs.seldom(event, seconds=limit)
                 end()

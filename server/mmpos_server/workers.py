@@ -62,8 +62,8 @@ def supervise(options: Flags) -> None:
         raise InvalidInputError(
             f"--uds cannot be combined with {options.workers} workers: processes cannot share a unix socket"
         )
-    # Without relaying the lines of gRPC's core, which runs in the supervisor only to export metrics with --otel.
-    with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as held:
+    # Do not relay lines of gRPC's C++ core, which the supervisor uses only to export metrics with --otel.
+    with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as stack:
         # Report errors in files once instead of once per worker.
         config = options.settings()
         Profiles.from_config(config)
@@ -73,14 +73,14 @@ def supervise(options: Flags) -> None:
         if listen.token_file:
             TokenFile(listen.token_file, logs)
         warn(listen, logs)
-        # First without sharing the port: two servers that both share it would not notice each other.
+        # First without sharing the port, since two servers that both share it would not notice each other.
         bind(listen.host, listen.port).close()
-        reserved = held.enter_context(bind(listen.host, listen.port, reuse_port=True))
+        reserved = stack.enter_context(bind(listen.host, listen.port, reuse_port=True))
         shared = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
-        held.callback(os.close, _use(folder))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
+        stack.callback(os.close, _use(folder))
         os.environ[_METRICS_FOLDER] = folder  # before the process from which the workers are forked starts
-        held.callback(os.environ.pop, _METRICS_FOLDER)
+        stack.callback(os.environ.pop, _METRICS_FOLDER)
         _Supervisor(options, shared, config, folder, logs).run()
 
 
@@ -118,7 +118,7 @@ class _Supervisor:
         self._context.set_forkserver_preload(["mmpos_server.workers", "mmpos_server.services", *rotations])
         self._sending = Lock()
         self._reading = SettingsReader(config, options.settings, self._renew, logs)
-        self._turned = self._ticked = monotonic()
+        self._last_step = self._ticked = monotonic()
         self._announced = False
         self._ends = float("inf")
         """Time at which to kill the remaining workers; infinity until the stop."""
@@ -127,7 +127,7 @@ class _Supervisor:
     @property
     def live(self) -> bool:
         """Whether the supervisor still runs its checks. Thread-safe."""
-        return monotonic() - self._turned < 5.0
+        return monotonic() - self._last_step < 5.0
 
     @property
     def ready(self) -> bool:
@@ -147,13 +147,13 @@ class _Supervisor:
         signals = _catch_signals()
         with self._options.page(aggregate(self._folder), lambda: self.live, lambda: self.ready):
             while not self._stopping or any(worker.process for worker in self._workers):
-                self._turn(signals)
+                self._step(signals)
         if self._failure:
             raise InvalidInputError(self._failure)
 
-    def _turn(self, signals: int) -> None:
+    def _step(self, signals: int) -> None:
         """Start workers, wait for a moment, and handle signals, messages and ended processes."""
-        now = self._turned = monotonic()
+        now = self._last_step = monotonic()
         for worker in self._workers:
             if worker.process is None and worker.due <= now and not self._stopping:
                 self._start(worker)
@@ -162,15 +162,15 @@ class _Supervisor:
         pause = min([_BEAT_SECONDS, *(max(0.0, when - now) for when in due)])
         for readable in wait([*by_pipe, signals], pause):
             if isinstance(readable, Connection):
-                self._hear(by_pipe[readable])
+                self._receive(by_pipe[readable])
             else:
                 for number in os.read(signals, 64):
-                    self._signalled(number)
+                    self._handle_signal(number)
         if monotonic() - self._ticked >= _BEAT_SECONDS:
             self._ticked = monotonic()
             self._tick()
 
-    def _signalled(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
             self._reading.ask()
         else:
@@ -203,8 +203,8 @@ class _Supervisor:
         finally:
             theirs.close()
 
-    def _hear(self, worker: _Worker) -> None:
-        """Handle a message of a worker (it accepts calls, or why it cannot start) or the end of its process."""
+    def _receive(self, worker: _Worker) -> None:
+        """Handle a message of a worker (that it accepts calls, or why it cannot start) or the end of its process."""
         assert worker.pipe is not None
         try:
             message = worker.pipe.recv()
@@ -220,7 +220,7 @@ class _Supervisor:
             worker.serving = worker.served = True
             self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
         worker.ready = message
-        if not self._announced and not self._stopping and all(each.served for each in self._workers):
+        if not self._announced and not self._stopping and all(other.served for other in self._workers):
             self._announced = True
             print(f"mmpos_server listening on {address(self._listen.host, self._listen.port)}", flush=True)
             notify("READY=1")
@@ -271,7 +271,7 @@ class _Supervisor:
             self._send(worker, config)
 
     def _send(self, worker: _Worker, message: object) -> None:
-        with self._sending, suppress(OSError):  # it has just ended
+        with self._sending, suppress(OSError):  # the process has just ended
             if worker.pipe is not None:
                 worker.pipe.send(message)
 
@@ -294,34 +294,34 @@ def _catch_signals() -> int:
 
 
 def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
-    """Serve as a worker until the supervisor tells it to stop or is gone."""
+    """Serve as a worker until the supervisor stops the worker or ends."""
     used = _use(folder)
-    gc.freeze()  # the collector then does not touch shared memory, so it stays shared
+    gc.freeze()  # the garbage collector then does not touch memory shared with the parent process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by the terminal; the supervisor gets it as well
-    # By the number of the worker, so that the next process continues the files of the previous one.
+    # Files are named by the worker's number, so that the next process continues the files of the previous one.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
     prepare()
     sending = Lock()
 
-    def say(message: bool | str) -> None:
+    def report(message: bool | str) -> None:
         with sending, suppress(OSError):
             pipe.send(message)
 
     with logging_all(options.log_level, options.log_format) as logs:
         beating: list[Running] = []
-        Thread(target=_beat, args=(beating, say), name="mmpos-beat", daemon=True).start()
+        Thread(target=_beat, args=(beating, report), name="mmpos-beat", daemon=True).start()
         try:
             running = Running(options, listen, config, logs)
             beating.append(running)
-            Thread(target=_obey, args=(pipe, running), name="mmpos-supervisor", daemon=True).start()
+            Thread(target=_follow, args=(pipe, running), name="mmpos-supervisor", daemon=True).start()
 
             def started(_: list[str]) -> None:
                 signal.signal(signal.SIGTERM, lambda *_: running.stop())
-                say(True)
+                report(True)
 
             running.run(started)
         except (MmposError, ImportError) as error:
-            say(str(error))
+            report(str(error))
         except Exception as error:
             logs.error("worker failed", error)
     with suppress(BlockingIOError):  # the supervisor or other workers still use the folder
@@ -337,16 +337,16 @@ def _use(folder: str) -> int:
     return descriptor
 
 
-def _beat(beating: list[Running], say: Callable[[bool | str], None]) -> None:
+def _beat(beating: list[Running], report: Callable[[bool | str], None]) -> None:
     """Report once a second whether the worker accepts calls."""
     while True:
         sleep(_BEAT_SECONDS)
         if all(running.live for running in beating):
-            say(any(running.server.ready for running in beating))
+            report(any(running.server.ready for running in beating))
 
 
-def _obey(pipe: Connection, running: Running) -> None:
-    """Do what the supervisor says; without a supervisor, end."""
+def _follow(pipe: Connection, running: Running) -> None:
+    """Follow the messages of the supervisor, and stop when it has ended."""
     while True:
         try:
             message = pipe.recv()

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import cpu_vllm  # noqa: F401
 import numpy as np
 import pytest
 import torch
 import transformers
 import vllm
 import vllm._custom_ops
-import vllm_on_cpu  # noqa: F401
 from PIL import Image
 from probe_configs import QWEN
 from torch import Tensor

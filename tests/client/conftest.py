@@ -1,4 +1,4 @@
-"""A server with the default configuration, and both kinds of clients."""
+"""Fixtures: a server with the default configuration, and the kinds of clients."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of client, for ``opened``."""
+    """Return the kind of client, for ``open_client``."""
     return str(request.param)

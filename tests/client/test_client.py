@@ -1,4 +1,4 @@
-"""Both clients: arguments, requests, retries and statuses, channels and processes."""
+"""Test both clients: arguments, requests, retries and statuses, channels and processes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)
 
 
 def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
-    """Make a handler that aborts with these, one after the other, and then answers; and its count."""
-    left, count = list(outcomes), [0]
+    """Return a handler that aborts with each of these outcomes before it answers, and the count of its calls."""
+    remaining, count = list(outcomes), [0]
 
     def handler(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
         count[0] += 1
-        if left:
-            code, details, metadata = left.pop(0)
+        if remaining:
+            code, details, metadata = remaining.pop(0)
             context.set_trailing_metadata(metadata)
             context.abort(code, details)
         return echo(request, context)
@@ -77,7 +77,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
         ({"addresses": "localhost:0"}, "addresses[0]: got 'localhost:0'"),
         ({"addresses": "localhost:65536"}, "addresses[0]: got 'localhost:65536'"),
         ({"addresses": "::1:50051"}, "addresses[0]: got '::1:50051'"),
-        ({"addresses": ["a:1", "unix:b"]}, "addresses[1]: got 'unix:b', want \"host:port\" for each of several"),
+        ({"addresses": ["a:1", "unix:b"]}, "addresses[1]: got 'unix:b', want \"host:port\" in a list of addresses"),
         ({"addresses": ["a:1", None]}, "addresses[1]: got None"),
         ({"timeout": None}, "timeout: got None, want seconds above 0"),
         ({"timeout": 0}, "timeout: got 0, want"),
@@ -118,7 +118,7 @@ def test_wrong_certificates_are_refused(arguments: Any, message: str) -> None:
     assert failure(lambda: Tls(**arguments)) == (InvalidInputError, message)
 
 
-def test_a_certificate_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_certificate_file_is_reported(tmp_path: Path) -> None:
     client = Client("localhost:1", tls=Tls(tmp_path / "none.pem"))
     with pytest.raises(InvalidInputError, match=r"^tls.root_certificates: got '.*none.pem', want a file that can"):
         client.info()
@@ -128,15 +128,15 @@ def test_a_private_key_is_not_shown() -> None:
     assert "secret" not in repr(Tls(certificate=b"public", key=b"secret"))
 
 
-def test_options_change_on_the_same_channel_and_are_checked() -> None:
+def test_with_options_keeps_the_channel_and_checks_its_arguments() -> None:
     handler, count = aborting(*[UNAVAILABLE] * 9)
     fake = Fake(handler)
     with serving(fake) as address, Client(address, attempts=1, metadata=[("a", "b")]) as client:
         other = client.with_options(profile="p", timeout=5, metadata=[("c", "d")], window=2)
         assert repr(other) == f"Client({address!r}, profile='p', timeout=5)"
         assert failure(lambda: client.with_options(timeout=-1))[0] is InvalidInputError
-        for each in (client, other):
-            failure(each.place, SEGMENTS)
+        for variant in (client, other):
+            failure(variant.place, SEGMENTS)
     assert count == [2]
     assert [[key for key, _ in m if len(key) == 1] for m in fake.metadata] == [["a"], ["c"]]
     assert other._channels is client._channels
@@ -145,36 +145,33 @@ def test_options_change_on_the_same_channel_and_are_checked() -> None:
 # Requests
 
 
-def test_nothing_travels_from_the_part_on_that_is_refused_here() -> None:
+def test_parts_after_a_refused_part_are_not_sent() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
     assert len(build_batch(None, documents, "return").request().data) < 100
-    with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # without asking
+    with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # before the call
         build(None, documents[1]).request()
 
 
-def test_rotations_that_a_service_cannot_make_are_refused(server: str) -> None:
+def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> None:
     rotary, positions, q = Rotary(head_dim=8), place(SEGMENTS), torch.randn(15, 2, 8)
     with Client(server) as client:
 
-        def turned(q: object, k: object = None, rotary: object = rotary, **options: object) -> tuple[type, str]:
+        def remote(q: object, k: object = None, rotary: object = rotary, **options: object) -> tuple[type, str]:
             return failure(client.apply_rotary, q, k, positions, rotary, **options)
 
-        def here(q: object, k: object = None, **options: object) -> tuple[type, str]:
+        def local(q: object, k: object = None, **options: object) -> tuple[type, str]:
             return failure(apply_rotary, q, k, positions, rotary, **options)
 
-        assert turned([1]) == here([1])
-        assert turned(q, q.double()) == here(q, q.double())
-        assert turned(q, layout="x") == here(q, layout="x")
-        assert turned(q[:3]) == here(q[:3])
-        assert turned(q.clone().requires_grad_()) == (
+        assert remote([1]) == local([1])
+        assert remote(q, q.double()) == local(q, q.double())
+        assert remote(q, layout="x") == local(q, layout="x")
+        assert remote(q[:3]) == local(q[:3])
+        assert remote(q.clone().requires_grad_()) == (
             UnsupportedError,
             "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
         )
-        assert turned(q, q.to("meta")) == (
-            InvalidInputError,
-            "k: must be on the device of q, cpu, got meta",
-        )
-        assert turned(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
+        assert remote(q, q.to("meta")) == (InvalidInputError, "k must be on the device of q, cpu, got meta")
+        assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
         device = DevicePositions.from_table(positions, "cpu")
         assert failure(client.angles, rotary, device)[0] is InvalidInputError
         assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
@@ -197,7 +194,7 @@ def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
 def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
     names = [name for name in dir(Client) if not name.startswith("_")]
     assert names == [name for name in dir(AsyncClient) if not name.startswith("_")]
-    for name in set(names) - {"stream", "stream_build"}:  # whose items may also come from an async iterable
+    for name in set(names) - {"stream", "stream_build"}:  # AsyncClient also accepts an async iterable
         one, other = (inspect.signature(getattr(kind, name)) for kind in (Client, AsyncClient))
         assert one == other, name
     assert str(inspect.signature(Client("localhost:1").healthy)) == "(service: 'str' = '') -> 'bool'"
@@ -206,7 +203,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
 # Retries, deadlines, and the statuses of gRPC
 
 
-def test_unavailable_is_tried_again_and_in_the_end_an_error(kind: str) -> None:
+def test_an_unavailable_server_is_retried_and_then_reported(kind: str) -> None:
     handler, count = aborting(*[UNAVAILABLE] * 3)
     with serving(Fake(handler)) as address, open_client(kind, address) as client:
         assert_equal(client.place(SEGMENTS), place(SEGMENTS))
@@ -237,7 +234,7 @@ def test_calls_cancelled_by_a_stopping_server_are_retried() -> None:
         ("ABORTED", (), ServiceError),
     ],
 )
-def test_no_other_status_is_tried_again_and_each_is_an_error_of_ours(code: str, metadata: Any, kind: Any) -> None:
+def test_other_statuses_are_not_retried_and_become_errors_of_mmpos(code: str, metadata: Any, kind: Any) -> None:
     handler, count = aborting((grpc.StatusCode[code], "why: got this", metadata))
     matching = pytest.raises(MmposError, match="why: got this")
     with serving(Fake(handler)) as address, Client(address) as client, matching as caught:
@@ -260,7 +257,7 @@ def test_no_call_takes_longer_than_its_timeout(kind: str) -> None:
         over.set()
 
 
-def test_an_answer_that_makes_no_sense_is_the_fault_of_the_server() -> None:
+def test_an_invalid_answer_is_a_service_error() -> None:
     with serving(Fake(lambda request, context: pb.PlaceResponse())) as address, Client(address) as client:
         assert failure(lambda: client.place(SEGMENTS)) == (
             ServiceError,
@@ -268,7 +265,7 @@ def test_an_answer_that_makes_no_sense_is_the_fault_of_the_server() -> None:
         )
 
 
-def test_nobody_there_is_an_error_and_not_healthy() -> None:
+def test_a_port_without_a_server_is_unavailable_and_not_healthy() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with Client(f"127.0.0.1:{taken.getsockname()[1]}", attempts=2) as client:
@@ -280,23 +277,23 @@ def test_nobody_there_is_an_error_and_not_healthy() -> None:
 # Channels
 
 
-def test_several_servers_take_turns_and_the_sick_one_takes_none() -> None:
+def test_calls_are_spread_over_the_healthy_servers() -> None:
     fakes = [Fake(), Fake(), Fake()]
     with ExitStack() as stack:
         addresses = [stack.enter_context(serving(fake, serving=i < 2)) for i, fake in enumerate(fakes)]
         client = stack.enter_context(Client(addresses))
-        # Until those that are well are connected.
+        # Until the healthy ones are connected.
         assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.metadata for fake in fakes[:2]))
         counts = [len(fake.metadata) for fake in fakes]
         for _ in range(10):
             client.place(SEGMENTS)
         assert [len(f.metadata) - c for f, c in zip(fakes, counts, strict=True)] == [5, 5, 0]
         assert [len(f.metadata) for f in fakes][2] == 0
-        many = stack.enter_context(Client([addresses[2], "127.0.0.1:1"], attempts=1))
-        assert failure(lambda: many.place(SEGMENTS))[0] is ServiceUnavailableError
+        unhealthy = stack.enter_context(Client([addresses[2], "127.0.0.1:1"], attempts=1))
+        assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 
 
-def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_in_a_list_are_resolved_to_one_family_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"four": ["10.0.0.1", "10.0.0.2"], "both": ["::2", "10.0.0.3"], "six": ["::6"]}
 
     def resolve(host: str, port: int, **_: Any) -> Any:
@@ -312,7 +309,7 @@ def test_names_in_a_list_become_numbers_of_one_family(monkeypatch: pytest.Monkey
         target(("four:1", "none:2"))
 
 
-def test_retries_balancing_and_the_name_of_the_certificate_follow_the_destination() -> None:
+def test_the_destination_sets_retries_balancing_and_the_name_of_the_certificate() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         values = dict(channel_options(Destination(*arguments)))
         return values, json.loads(str(values["grpc.service_config"]))
@@ -338,11 +335,11 @@ def test_a_large_answer_is_received() -> None:
     many = SegmentTable.from_documents([[Text(1)] * 60_000])
     with serving(Fake()) as address, Client(address) as client:
         table = client.place(many)
-    assert table.table.nbytes > 4 * 2**20  # what gRPC takes by itself
+    assert table.table.nbytes > 4 * 2**20  # the default limit of gRPC
     assert_equal(table, place(many))
 
 
-def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
+def test_a_server_accepts_only_clients_with_its_certificate(kind: str, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server.test")
     client_cert, client_key = make_certificate(tmp_path, "client.test")
     credentials = grpc.ssl_server_credentials(
@@ -359,7 +356,7 @@ def test_certificates_make_a_channel_safe(kind: str, tmp_path: Path) -> None:
     server.stop(0).wait()
 
 
-def test_a_client_that_was_closed_opens_again(server: str) -> None:
+def test_a_closed_client_reconnects_at_its_next_call(server: str) -> None:
     client = Client(server)
     client.close()
     assert_equal(client.place(SEGMENTS), place(SEGMENTS))
@@ -369,7 +366,7 @@ def test_a_client_that_was_closed_opens_again(server: str) -> None:
     client.close()
 
 
-def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
+def test_closing_a_client_cancels_its_calls(kind: str) -> None:
     arrived, over = threading.Event(), threading.Event()
 
     def slow(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
@@ -402,23 +399,23 @@ def test_a_call_whose_client_is_closed_ends(kind: str) -> None:
         over.set()
 
 
-def test_a_call_that_begins_while_another_thread_closes_the_client_fails_as_calls_do(
+def test_a_call_that_begins_while_another_thread_closes_the_client_is_cancelled(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(server) as client, grpc.insecure_channel(server) as channel:
         channel.close()
         monkeypatch.setattr(client, "_connection", lambda: OpenChannel(channel))
-        asks: list[Callable[[], object]] = [
+        calls: list[Callable[[], object]] = [
             lambda: client.place(SEGMENTS),
             lambda: list(client.stream([PositionsQuery(SEGMENTS)])),
         ]
-        for ask in asks:
+        for call in calls:
             with pytest.raises(ServiceError, match=r"^CANCELLED: the client was closed$"):
-                ask()
+                call()
         assert client.healthy() is False
 
 
-def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> None:
+def test_an_async_client_works_in_successive_event_loops(server: str) -> None:
     client = AsyncClient(server)
     for _ in range(2):  # the first loop leaves its channel open
         assert_equal(asyncio.run(client.place(SEGMENTS)), place(SEGMENTS))
@@ -434,7 +431,7 @@ def test_one_async_client_serves_one_event_loop_after_the_other(server: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_an_answer_that_is_no_message_is_an_error_of_the_server(kind: str) -> None:
+def test_a_malformed_answer_is_a_service_error(kind: str) -> None:
     garbage: grpc.RpcMethodHandler[bytes, bytes]
     garbage = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
     server = grpc.server(ThreadPoolExecutor(1))
@@ -522,8 +519,8 @@ def load(path: Path, address: str, *arguments: str, **environment: str) -> subpr
 def test_a_client_works_in_the_workers_of_a_loader(
     method: str, used: str, support: str, server: str, tmp_path: Path
 ) -> None:
-    done = load(tmp_path, server, method, used, GRPC_ENABLE_FORK_SUPPORT=support)
-    assert done.stdout == "done\n", done.stderr
+    completed = load(tmp_path, server, method, used, GRPC_ENABLE_FORK_SUPPORT=support)
+    assert completed.stdout == "done\n", completed.stderr
 
 
 FORKED = """
@@ -543,11 +540,11 @@ os.wait()
 """
 
 
-def test_a_fork_that_would_hang_is_an_error_instead(server: str) -> None:
+def test_a_call_that_would_hang_after_a_fork_is_refused(server: str) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     want = "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1"
-    assert done.stdout.startswith(want), done.stderr
+    assert completed.stdout.startswith(want), completed.stderr
 
 
 def test_without_grpc_the_import_names_the_pip_command() -> None:
@@ -560,6 +557,8 @@ try:
 except ImportError as error:
     print(error)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         want = r'want pip install "multimodal-positions\[client\]"'
-        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", done.stdout), done.stdout
+        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", completed.stdout), (
+            completed.stdout
+        )

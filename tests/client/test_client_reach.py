@@ -1,4 +1,4 @@
-"""Servers that a client cannot reach: those that come back are waited for, others are an error that says why."""
+"""Test unreachable servers: clients wait for one that restarts, and report why they cannot reach any other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmpos_server.testing import running
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 GAP = 2.5
-"""Seconds between two servers: more than the attempts of one call take."""
+"""Seconds between two servers: longer than all attempts of one call take."""
 
 
 def calls(address: str, done: threading.Event) -> Iterator[None]:
@@ -67,7 +67,7 @@ def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
     threads = [threading.Thread(target=load, args=(kind,)) for kind in answered]
 
     def answer(count: int) -> None:
-        """Serve until all kinds have so many answers, or one has failed."""
+        """Serve until each kind has this number of answers, or one has failed."""
         with running(listen=listen):
             for thread in threads:
                 if not thread.is_alive() and count == 10:
@@ -85,8 +85,8 @@ def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
     assert failed == []
 
 
-def said(address: str, tls: Tls | None = None) -> str:
-    """Give the words of the error of a call, and of a stream, without those that gRPC adds."""
+def cause(address: str, tls: Tls | None = None) -> str:
+    """Return the error message of a call without the details of gRPC, and check that a stream has the same message."""
     with Client(address, timeout=600, tls=tls, attempts=1) as client:
         with pytest.raises(ServiceUnavailableError) as raised:
             client.place(SEGMENTS)
@@ -101,26 +101,26 @@ def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
-        vouch = "tls.root_certificates: they do not vouch for the server's certificate"
-        assert said(address, Tls(other)) == vouch
-        names = "tls.server_name: the server's certificate has other names"
-        assert said(address, Tls(cert, server_name="elsewhere")) == names
-        assert said(address).endswith("Socket closed (a server that requires TLS closes it: tls=Tls(...))")
-        assert said(address, Tls(b"no PEM")) == "tls: the certificates cannot be used, want PEM"
+        untrusted = "tls.root_certificates: cannot verify the server's certificate"
+        assert cause(address, Tls(other)) == untrusted
+        misnamed = "tls.server_name: the server's certificate is valid only for other names"
+        assert cause(address, Tls(cert, server_name="elsewhere")) == misnamed
+        assert cause(address).endswith("Socket closed (a server that requires TLS closes it: tls=Tls(...))")
+        assert cause(address, Tls(b"no PEM")) == "tls: the certificates are invalid, want PEM"
     with running(listen=Listen(tls=TlsFiles(cert, key, cert))) as address:
-        wants = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
-        assert said(address, Tls(cert)).endswith(wants)
-        trusts = " (a server that does not trust tls.certificate closes it)"
-        assert said(address, Tls(cert, other, other_key)).endswith(trusts)
+        unidentified = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
+        assert cause(address, Tls(cert)).endswith(unidentified)
+        unknown = " (a server that does not trust tls.certificate closes it)"
+        assert cause(address, Tls(cert, other, other_key)).endswith(unknown)
     with running() as address:
-        assert said(address, Tls(cert)) == "tls: the server does not use TLS, want tls=None"
+        assert cause(address, Tls(cert)) == "tls: the server does not use TLS, want tls=None"
 
 
-def test_a_server_that_was_never_there_is_not_waited_for() -> None:
+def test_a_client_does_not_wait_for_a_server_that_it_never_reached() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         port = taken.getsockname()[1]
-        assert said(f"127.0.0.1:{port}").endswith("Connection refused")
+        assert cause(f"127.0.0.1:{port}").endswith("Connection refused")
 
 
 def test_a_client_with_one_attempt_does_not_wait() -> None:
@@ -142,13 +142,13 @@ def test_health_of_a_stopped_server_is_reported_at_once() -> None:
             assert not client.healthy()
 
 
-def test_a_server_that_comes_back_with_a_strange_certificate_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_client_does_not_wait_for_a_server_that_restarts_with_another_certificate(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, other_key = make_certificate(tmp_path, "other")
     port = free_port()
     with Client(f"127.0.0.1:{port}", timeout=600, tls=Tls(cert)) as client:
         with running(listen=Listen(port=port, tls=TlsFiles(cert, key))):
             client.place(SEGMENTS)
-        strange = running(listen=Listen(port=port, tls=TlsFiles(other, other_key)))
-        with strange, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: they do not vouch"):
+        restarted = running(listen=Listen(port=port, tls=TlsFiles(other, other_key)))
+        with restarted, pytest.raises(ServiceUnavailableError, match=r"^tls\.root_certificates: cannot verify"):
             client.place(SEGMENTS)

@@ -1,4 +1,4 @@
-"""Clients that share memory with a server of this machine: the same results, and regions that come and go."""
+"""Test clients that share memory with a server on this machine: their results, and the lifetime of their regions."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from mmpos_server.services import methods
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the test looks for objects where Linux keeps them")
 
 CONFIG = ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})
-TAKES = SharedMemory(PREFIX)
+SERVER_MEMORY = SharedMemory(PREFIX)
 MIB = 2**20
 PHOTOS = [str(path) for path in (Path(str(resources.files("mmpos"))) / "photos").glob("*.jpg")]
 SEGMENTS = SegmentTable.from_documents([[Text(500), Grid(20, 20), Text(124)]])
@@ -59,7 +59,7 @@ TABLE, ROTARY = place(SEGMENTS), Rotary(64)
 
 
 def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of a megabyte and of a quarter."""
+    """Return q of about one megabyte and k of a quarter of that."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(TABLE.num_tokens, heads, 64, generator=generator).bfloat16() for heads in (8, 2))
     return q, k
@@ -67,7 +67,7 @@ def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with running(CONFIG, shared_memory=TAKES) as address:
+    with running(CONFIG, shared_memory=SERVER_MEMORY) as address:
         yield address
 
 
@@ -78,23 +78,23 @@ def client(server: str) -> Iterator[Client]:
     assert names() == set()
 
 
-def kept(client: Client) -> list[int]:
-    """Sizes of the regions that a client keeps."""
+def idle_sizes(client: Client) -> list[int]:
+    """Return the sizes of the idle regions of a client."""
     pool = client._pools.get()
     return [] if pool is None else sorted(region.size for region in pool.regions._idle)
 
 
-def test_large_tensors_travel_beside_the_messages(server: str) -> None:
+def test_large_tensors_are_not_part_of_the_messages(server: str) -> None:
     config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"request_bytes": MIB})})
     q, k = tensors()
-    with running(config, shared_memory=TAKES) as address:
+    with running(config, shared_memory=SERVER_MEMORY) as address:
         with Client(address, timeout=60) as plain, pytest.raises(LimitExceededError, match="message larger than max"):
             plain.apply_rotary(q, k, TABLE, ROTARY)
         with Client(address, shared_memory=64 * MIB, timeout=60) as client:
             assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
 
 
-def test_results_are_the_callers_own(client: Client) -> None:
+def test_results_are_writable_and_survive_later_calls(client: Client) -> None:
     first, second = tensors(1), tensors(2)
     rotated = client.apply_rotary(*first, TABLE, ROTARY)
     client.apply_rotary(*second, TABLE, ROTARY)
@@ -105,14 +105,14 @@ def test_results_are_the_callers_own(client: Client) -> None:
     patches[:] = 0
 
 
-def test_regions_are_used_again(client: Client) -> None:
+def test_regions_are_reused(client: Client) -> None:
     client.apply_rotary(*tensors(), TABLE, ROTARY)
     first = names()
     client.apply_rotary(*tensors(1), TABLE, ROTARY)
-    assert (names(), len(first), len(kept(client))) == (first, 3, 3)
+    assert (names(), len(first), len(idle_sizes(client))) == (first, 3, 3)
 
 
-def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
+def test_objects_are_sealed_if_the_server_sees_this_process_and_files_otherwise(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = tensors()
@@ -133,7 +133,7 @@ def test_objects_are_sealed_for_a_server_that_sees_this_process_and_else_files(
         assert [path.is_symlink() for path in files] == [False] * 3
 
 
-def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind: str) -> None:
+def test_a_server_without_shared_memory_is_refused_at_the_first_call(kind: str) -> None:
     want = "^shared_memory requires a server on this machine, started with --shared-memory$"
     with running(CONFIG) as address, open_client(kind, address, shared_memory=MIB) as client:
         assert client.info().shared_memory_prefix == ""
@@ -141,14 +141,14 @@ def test_a_server_without_it_is_refused_at_the_first_call_that_would_use_it(kind
             client.place(SEGMENTS)
 
 
-def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
+def test_memory_beyond_the_limit_of_the_client_is_refused(server: str) -> None:
     with Client(server, shared_memory=2 * MIB, timeout=60) as client:
         with pytest.raises(
             LimitExceededError, match=r"^shared_memory: got \d+ bytes besides \d+ in use, want at most 2097"
         ):
             client.apply_rotary(*tensors(), TABLE, ROTARY)
         assert names() == set()
-        # What an answer needs is not known: it has what the documents leave.
+        # The size of the answer is unknown, so it gets the bytes that the documents leave.
         array = np.full((500, 500, 3), 7, np.uint8)
         assert client.build(["A ", array]).patches is not None
         with pytest.raises(
@@ -158,14 +158,12 @@ def test_more_than_the_client_may_keep_is_refused(server: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1"])
-def test_bytes_are_a_number(value: object) -> None:
+def test_the_limit_must_be_a_number_of_bytes(value: object) -> None:
     with pytest.raises(InvalidInputError, match="shared_memory: got"):
         Client(shared_memory=value)  # type: ignore[arg-type]
 
 
-def test_an_answer_that_needs_more_than_was_guessed_is_asked_for_again(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_larger_than_the_guess_is_requested_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "GUESS", LEAST)
     parts = ["A ", Path(PHOTOS[0])]
     first = client.build(parts)
@@ -174,11 +172,11 @@ def test_an_answer_that_needs_more_than_was_guessed_is_asked_for_again(
     assert pool is not None
     needed = first.patches.nbytes
     assert pool.expected == {sequences_pb2.SequencesQuery: needed + needed // 8 + LEAST}
-    assert [size >= needed for size in kept(client)] == [True]
+    assert [size >= needed for size in idle_sizes(client)] == [True]
 
 
 def test_an_answer_that_never_fits_is_an_error() -> None:
-    pool = shared_memory.Pool(MIB, told())
+    pool = shared_memory.Pool(MIB, server_info())
     seen = []
 
     def call() -> None:
@@ -196,27 +194,27 @@ def test_an_answer_that_never_fits_is_an_error() -> None:
     assert names() == set()
 
 
-def told() -> Any:
-    """Make the info of a server, as far as pools look at it."""
+def server_info() -> Any:
+    """Return the fields of a server's info that pools read."""
     return SimpleNamespace(shared_memory_prefix=PREFIX, shared_memory_processes="")
 
 
-def rotations_by(wrapped: Callable[[Run], Run]) -> Callable[..., list[Method]]:
-    """Make the methods of a server whose rotations run otherwise."""
+def wrapped_rotations(wrapper: Callable[[Run], Run]) -> Callable[..., list[Method]]:
+    """Return the methods of a server with a wrapper around its rotations."""
 
-    def made(*given: Any) -> list[Method]:
+    def build(*arguments: Any) -> list[Method]:
         return [
-            replace(method, run=wrapped(method.run)) if method.name == "Rotate" else method
-            for method in methods(*given)
+            replace(method, run=wrapper(method.run)) if method.name == "Rotate" else method
+            for method in methods(*arguments)
         ]
 
-    return made
+    return build
 
 
-def test_regions_of_a_call_that_failed_are_given_up() -> None:
+def test_regions_of_a_failed_call_are_removed() -> None:
     late = threading.Event()
 
-    def held(run: Run) -> Run:
+    def delayed(run: Run) -> Run:
         def rotate(request: Any, answer: Any, call: Call) -> None:
             while late.is_set():
                 time.sleep(0.01)
@@ -225,7 +223,7 @@ def test_regions_of_a_call_that_failed_are_given_up() -> None:
         return rotate
 
     with (
-        running(CONFIG, shared_memory=TAKES, methods=rotations_by(held)) as address,
+        running(CONFIG, shared_memory=SERVER_MEMORY, methods=wrapped_rotations(delayed)) as address,
         Client(address, shared_memory=64 * MIB, timeout=60) as client,
     ):
         client.apply_rotary(*tensors(), TABLE, ROTARY)
@@ -244,7 +242,7 @@ def test_regions_of_a_call_that_failed_are_given_up() -> None:
         assert not names() & before
 
 
-def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
+def test_regions_of_a_retried_call_are_removed(kind: str) -> None:
     refused: list[str] = []
 
     def once(run: Run) -> Run:
@@ -262,7 +260,7 @@ def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     want = apply_rotary(q, k, TABLE, ROTARY)
     counts = []
     with (
-        running(CONFIG, shared_memory=TAKES, methods=rotations_by(once)) as address,
+        running(CONFIG, shared_memory=SERVER_MEMORY, methods=wrapped_rotations(once)) as address,
         open_client(kind, address, shared_memory=64 * MIB, timeout=60) as client,
     ):
         for _ in range(2):
@@ -271,8 +269,8 @@ def test_regions_of_a_call_that_was_sent_twice_are_given_up(kind: str) -> None:
     assert (len(refused), counts) == (1, [0, 3])
 
 
-def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
-    pool = shared_memory.Pool(MIB, told())
+def test_an_answer_outside_the_region_of_its_request_is_refused() -> None:
+    pool = shared_memory.Pool(MIB, server_info())
     with Lease(pool, last=True) as lease:
         part = tensor_pb2.SharedMemory(key=f"/{PREFIX}x", byte_size=1)
         with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 1 of '/.*x', want the region of the request$"):
@@ -286,19 +284,19 @@ def test_an_answer_elsewhere_is_the_fault_of_the_server() -> None:
     pool.regions.close()
 
 
-def test_many_threads_at_once(client: Client) -> None:
-    def turn(seed: int) -> bool:
+def test_many_threads_rotate_at_once(client: Client) -> None:
+    def rotates(seed: int) -> bool:
         q, k = tensors(seed)
         rotated = client.apply_rotary(q, k, TABLE, ROTARY)
         want = apply_rotary(q, k, TABLE, ROTARY)
         return torch.equal(rotated[0], want[0]) and torch.equal(rotated[1], want[1])  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(turn, range(24))) == [True] * 24
-    assert len(kept(client)) <= 24
+        assert list(threads.map(rotates, range(24))) == [True] * 24
+    assert len(idle_sizes(client)) <= 24
 
 
-def test_many_tasks_at_once(server: str) -> None:
+def test_many_tasks_rotate_at_once(server: str) -> None:
     async def scenario() -> None:
         async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
             pairs = [tensors(seed) for seed in range(6)]
@@ -309,7 +307,7 @@ def test_many_tasks_at_once(server: str) -> None:
     assert names() == set()
 
 
-def test_a_copy_has_regions_of_its_own_and_one_with_other_options_has_the_same(client: Client) -> None:
+def test_a_pickled_client_has_its_own_regions_and_with_options_shares_them(client: Client) -> None:
     client.apply_rotary(*tensors(), TABLE, ROTARY)
     mine = names()
     client.with_options(timeout=50).apply_rotary(*tensors(), TABLE, ROTARY)
@@ -320,7 +318,7 @@ def test_a_copy_has_regions_of_its_own_and_one_with_other_options_has_the_same(c
     assert names() == mine
 
 
-def test_regions_go_with_their_client(server: str) -> None:
+def test_regions_are_removed_with_their_client(server: str) -> None:
     client = Client(server, shared_memory=64 * MIB, timeout=60)
     client.apply_rotary(*tensors(), TABLE, ROTARY)
     assert len(names()) == 3
@@ -336,7 +334,7 @@ def test_regions_go_with_their_client(server: str) -> None:
     assert names() == set()
 
 
-def test_regions_in_use_when_the_client_closes_go_when_they_are_given_back() -> None:
+def test_regions_in_use_at_close_are_removed_when_they_are_returned() -> None:
     regions = SharedObjects(PREFIX, 64 * MIB)
     one = regions.take(MIB)
     regions.close()
@@ -345,7 +343,7 @@ def test_regions_in_use_when_the_client_closes_go_when_they_are_given_back() -> 
     assert names() == set()
 
 
-def test_regions_make_room_for_each_other_and_fit() -> None:
+def test_idle_regions_are_reused_if_they_fit_and_removed_to_make_room() -> None:
     regions = SharedObjects(PREFIX, 10 * LEAST)
     one, two = regions.take(3 * LEAST), regions.take(1)
     assert (one.size, two.size, regions.free) == (3 * LEAST, LEAST, 6 * LEAST)
@@ -355,14 +353,14 @@ def test_regions_make_room_for_each_other_and_fit() -> None:
         regions.take(7 * LEAST)
     for region in (one, two):
         regions.give(region, keep=True)
-    assert regions.take(3 * LEAST - 1) is one  # not the first that is there
+    assert regions.take(3 * LEAST - 1) is one  # and not the first idle region
     regions.give(one, keep=True)
-    whole = regions.take(10 * LEAST)
-    assert names() == {whole.key[1:]}  # the idle ones have made room
+    full = regions.take(10 * LEAST)
+    assert names() == {full.key[1:]}  # the idle ones were removed
     regions.close()
 
 
-def test_a_machine_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     regions = SharedObjects(PREFIX, 2**60)
     with pytest.raises(
         LimitExceededError, match=r"^shared_memory: cannot create an object of \d+ bytes \(No space left on device\)"
@@ -385,13 +383,13 @@ def script(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program, PREFIX], capture_output=True, text=True, check=False)
 
 
-def test_regions_go_at_exit() -> None:
+def test_regions_are_removed_at_exit() -> None:
     assert script("print(os.path.exists('/dev/shm' + region.key))").stdout == "True\n"
     assert names() == set()
 
 
-def test_a_forked_child_removes_nothing_of_its_parent() -> None:
-    done = script(
+def test_a_forked_child_does_not_remove_the_regions_of_its_parent() -> None:
+    completed = script(
         "child = os.fork()",
         "if not child:",
         "    regions.give(region, keep=False)",
@@ -400,7 +398,7 @@ def test_a_forked_child_removes_nothing_of_its_parent() -> None:
         "os.waitpid(child, 0)",
         "print(os.path.exists('/dev/shm' + region.key), region.data.sum() == 7 * 2**20)",
     )
-    assert (done.stdout, done.stderr) == ("True True\n", "")
+    assert (completed.stdout, completed.stderr) == ("True True\n", "")
     assert names() == set()
 
 
@@ -420,7 +418,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_client_that_is_killed_harms_nobody(client: Client, server: str) -> None:
+def test_a_killed_client_does_no_harm(client: Client, server: str) -> None:
     for _ in range(3):
         with subprocess.Popen([sys.executable, "-c", KILLED, server], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -428,6 +426,6 @@ def test_a_client_that_is_killed_harms_nobody(client: Client, server: str) -> No
             process.send_signal(signal.SIGKILL)
         q, k = tensors()
         assert_equal(client.apply_rotary(q, k, TABLE, ROTARY), apply_rotary(q, k, TABLE, ROTARY))
-        # Nobody is left to remove what it had; its names hold the id of its process.
+        # The objects of the killed process remain; their names contain its id.
         for name in names(f"{PREFIX}{process.pid}-"):
             Path("/dev/shm", name).unlink()

@@ -1,4 +1,4 @@
-"""Streams of both clients: order, windows, errors in their place, what breaks, and what is closed."""
+"""Test the streams of both clients: order, windows, errors, broken connections and cancellation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: in
         assert_equal(built, SequenceBuilder(scheme="mrope", start=7).build(["c"]))
 
 
-def test_errors_of_a_stream_stand_in_their_place_or_end_it(kind: str, server: str) -> None:
+def test_errors_are_yielded_in_order_or_end_the_stream(kind: str, server: str) -> None:
     queries = [*numbered(2), WRONG, UNSENT, *numbered(1)]
     batches: list[Any] = [[["a"], [0.5]], [["b"]]]
     with open_client(kind, server) as client:
@@ -76,58 +76,58 @@ def test_errors_of_a_stream_stand_in_their_place_or_end_it(kind: str, server: st
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, server: str) -> None:
-    read = 0
+    consumed = 0
 
     def source() -> Iterator[PositionsQuery]:
-        nonlocal read
+        nonlocal consumed
         for query in numbered(30):
-            read += 1
+            consumed += 1
             yield query
 
     with open_client(kind, server, window=window) as client:
-        ahead = [read - i for i, _ in enumerate(client.stream(source()))]
+        ahead = [consumed - i for i, _ in enumerate(client.stream(source()))]
     assert len(ahead) == 30
     assert max(ahead) <= window
-    assert read == 30
+    assert consumed == 30
 
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the streams that a client has opened."""
+    """Return the list to which each stream that a client opens is added."""
     links: list[Any] = []
     original: Any = streams._opened
 
-    def kept(*arguments: Any) -> Any:
+    def opened(*arguments: Any) -> Any:
         links.append(original(*arguments))
         return links[-1]
 
-    monkeypatch.setattr(streams, "_opened", kept)
+    monkeypatch.setattr(streams, "_opened", opened)
     return links
 
 
 def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str, links: list[Any]) -> None:
-    asked: list[PositionsQuery] = []
+    sent: list[PositionsQuery] = []
 
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(4):
-            assert not asked or eventually(lambda: links[-1].ready)  # the answer to the one before has come
-            asked.append(query)
+            assert not sent or eventually(lambda: links[-1].ready)  # the previous answer has arrived
+            sent.append(query)
             yield query
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(4):
-            if asked:
+            if sent:
                 await asyncio.wait([links[-1].answer])
-            asked.append(query)
+            sent.append(query)
             yield query
 
     with open_client(kind, server) as client:
-        counts = [len(asked) for _ in client.stream(slowly() if kind == "sync" else slowly_awaited())]
+        counts = [len(sent) for _ in client.stream(slowly() if kind == "sync" else slowly_awaited())]
     assert len(counts) == 4
     assert counts[0] < 4
 
 
-def test_an_error_of_the_source_is_the_callers(kind: str, server: str) -> None:
+def test_an_error_of_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
     def broken() -> Iterator[PositionsQuery]:
         yield from numbered(1)
         raise KeyError("mine")
@@ -144,7 +144,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     ) -> Iterator[pb.StreamPlaceResponse]:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
-        ended.wait(60)  # which nothing but the end of the call sets
+        ended.wait(60)  # only the end of the call sets it
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         results = client.stream(numbered(10))
@@ -154,7 +154,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
         assert ended.wait(30)
 
 
-def test_a_stream_that_is_done_is_not_cancelled(kind: str) -> None:
+def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     active: list[bool] = []
 
     def stream(
@@ -169,14 +169,14 @@ def test_a_stream_that_is_done_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def test_a_stream_that_breaks_while_nothing_is_under_way_has_lost_nothing(kind: str, links: list[Any]) -> None:
+def test_a_stream_that_breaks_without_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
     def broken() -> bool:
         return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
 
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(3):
             yield query
-            assert eventually(broken)  # and what reads it has seen that
+            assert eventually(broken)  # and its reader has noticed
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(3):
@@ -195,49 +195,49 @@ def test_a_stream_that_breaks_while_nothing_is_under_way_has_lost_nothing(kind: 
 
 
 def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
-    """Make a stream that breaks after so many answers, so many times; and the items that each stream was asked."""
-    asked: list[int] = []
+    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the counts of answers."""
+    answered: list[int] = []
 
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
-        asked.append(0)
-        number = len(asked)
+        answered.append(0)
+        number = len(answered)
         for response in echo_stream(requests, context):
-            if number <= times and asked[-1] == after:
+            if number <= times and answered[-1] == after:
                 context.abort(*UNAVAILABLE[:2])
-            asked[-1] += 1
+            answered[-1] += 1
             yield response
 
-    return stream, asked
+    return stream, answered
 
 
 def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
-    stream, asked = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
+    stream, answered = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
         assert_equal(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
-    # An answer that was on its way as the stream broke may have to be given again.
-    assert asked[:6] == [4] * 6
-    assert asked[6] >= 6
+    # An answer in transit when its stream broke may be sent again.
+    assert answered[:6] == [4] * 6
+    assert answered[6] >= 6
 
 
 def test_a_stream_that_breaks_too_often_without_an_answer_is_an_error(kind: str) -> None:
-    stream, asked = breaking(after=0, times=9)
+    stream, answered = breaking(after=0, times=9)
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
         error, words = failure(lambda: list(client.stream(numbered(3))))
-    # A write may find the stream broken before its status is read.
+    # A write may fail before the status of the broken stream is read.
     assert error is ServiceUnavailableError
     assert words in ("gone", "stream: the connection broke while a request was written")
-    assert asked == [0, 0]
+    assert answered == [0, 0]
 
 
-def test_a_write_that_fails_is_a_broken_connection() -> None:
+def test_a_failed_write_is_reported_as_a_broken_connection() -> None:
     for details, kind in (("Internal error from Core", ServiceUnavailableError), ("other", ServiceError)):
         error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
         assert type(error_of(error)) is kind
 
 
-def test_a_stream_that_ends_too_early_is_taken_up_again(kind: str) -> None:
+def test_a_stream_that_ends_too_early_is_resumed(kind: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
@@ -256,9 +256,7 @@ def test_a_stream_that_ends_too_early_is_taken_up_again(kind: str) -> None:
         (pb.StreamPlaceResponse(id=0), "answer: got neither a result nor an error"),
     ],
 )
-def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(
-    kind: str, response: pb.StreamPlaceResponse, message: str
-) -> None:
+def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPlaceResponse, message: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
@@ -269,7 +267,7 @@ def test_answers_that_nobody_asked_for_are_the_fault_of_the_server(
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
-def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> None:
+def test_the_timeout_of_a_stream_limits_the_wait_for_each_answer(kind: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
@@ -284,11 +282,11 @@ def test_a_stream_waits_for_each_answer_as_long_as_the_timeout(kind: str) -> Non
 
 @contextmanager
 def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Servers that share a port, as workers do."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    """Start servers that share a port, as workers do."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
         command = [sys.executable, fake_server.__file__, address]
         started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
         try:
@@ -303,7 +301,7 @@ def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
 
 
 def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
-    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # a request above what gRPC keeps by itself
+    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than the retry buffer of gRPC
     queries = numbered(60)
     with workers(2) as (address, processes), ThreadPoolExecutor(32) as pool, ExitStack() as stack:
 

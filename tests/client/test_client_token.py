@@ -1,4 +1,4 @@
-"""The token of a client: where it may travel, where it is read, and that it is never shown."""
+"""Test the token of a client: connections that may carry it, the file that holds it, and that it is never shown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mistake(call: Callable[..., object], *args: object, **kwargs: object) -> str
         ["localhost:1", "b:2"],
     ],
 )
-def test_a_token_does_not_cross_a_network_in_the_clear(kind: Any, addresses: Any) -> None:
+def test_a_token_requires_tls_unless_the_server_is_on_this_machine(kind: Any, addresses: Any) -> None:
     i, address = (1, addresses[1]) if isinstance(addresses, list) else (0, addresses)
     assert mistake(kind, addresses, token=TOKEN) == (
         f"token requires tls for {address!r} (addresses[{i}]): others could read the token"
@@ -64,7 +64,7 @@ def test_a_token_does_not_cross_a_network_in_the_clear(kind: Any, addresses: Any
     "address",
     ["localhost:1", "127.9.9.9:1", "[::1]:1", "dns:///localhost:1", "dns:localhost:1", "unix:/x", "unix-abstract:x"],
 )
-def test_on_this_machine_a_token_needs_no_tls_and_sees_no_proxy(address: str) -> None:
+def test_on_this_machine_a_token_needs_no_tls_and_uses_no_proxy(address: str) -> None:
     destination = Destination.checked(address, 1, None, TOKEN)
     assert dict(channel_options(destination))["grpc.enable_http_proxy"] == 0
     assert "grpc.enable_http_proxy" not in dict(channel_options(Destination.checked(address, 1, None)))
@@ -76,10 +76,10 @@ def test_a_malformed_token_is_refused_and_not_quoted() -> None:
     for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
         assert mistake(Client, token=wrong) == f"token must consist of {want}"
     assert mistake(Client, token=b"secret") == "token: got bytes, want a token, the path of a token file, or None"
-    said = "metadata[1]: 'authorization' cannot be combined with a token"
+    message = "metadata[1]: 'authorization' cannot be combined with a token"
     metadata = [("a", "b"), ("authorization", "Basic secret")]
-    assert mistake(Client, token=TOKEN, metadata=metadata) == said
-    assert mistake(Client(token=TOKEN).with_options, metadata=metadata) == said
+    assert mistake(Client, token=TOKEN, metadata=metadata) == message
+    assert mistake(Client(token=TOKEN).with_options, metadata=metadata) == message
     Client(metadata=metadata)
 
 
@@ -93,7 +93,7 @@ def test_a_token_is_not_shown_and_is_pickled_with_its_client(kind: Any, tmp_path
             assert "secret" not in repr(shown)
 
 
-def test_a_pickled_client_reads_the_file_where_it_is_used(tmp_path: Path) -> None:
+def test_an_unpickled_client_reads_the_token_file_again(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
     client = Client(token=file)
@@ -104,7 +104,7 @@ def test_a_pickled_client_reads_the_file_where_it_is_used(tmp_path: Path) -> Non
     assert pickle.loads(raw)._metadata() == (("authorization", f"Bearer {OTHER}{OTHER}"),)
 
 
-def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_there_is_none(tmp_path: Path) -> None:
+def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_the_file_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
     assert mistake(client.info) == f"token: got {file} (No such file or directory), want a file with a token"
@@ -112,7 +112,7 @@ def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_there_
     assert mistake(client.info) == f"token: got {file} (no token in it), want a file with a token"
     seen = []
     for text in (f"{TOKEN}\n", f"{OTHER}\n", "", None, f"  {TOKEN}  "):
-        # Of another inode each time, as the times of files are coarse.
+        # Replace the file each time, since timestamps alone are too coarse.
         (tmp_path / "next").write_text(text or "")
         os.replace(tmp_path / "next", file)
         if text is None:
@@ -147,18 +147,18 @@ def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pyt
     options = ["--server", server, "--token-file", str(file)]
     for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
         assert run(capsys, "remote", *command, *options)[::2] == (0, "")
-    said = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
-    assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", said)
+    message = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
+    assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", message)
 
 
-def test_the_command_line_encrypts_and_shows_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_uses_tls_and_a_client_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     path = {name: str(tmp_path / name) for name in ("localhost.pem", "carol.pem", "carol.key")}
     tls = TlsFiles(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
     with running(listen=Listen(tls=tls)) as server:
-        ask = ["remote", "positions", "3", "--server", server, "--tls-ca", path["localhost.pem"], "--timeout", "20"]
-        assert run(capsys, *ask, "--tls-cert", path["carol.pem"], "--tls-key", path["carol.key"])[::2] == (0, "")
-        assert run(capsys, *ask)[0] == 4
-    said = "mmpos: error: tls.certificate requires tls.key\n"
-    assert run(capsys, "remote", "info", "--tls-cert", path["carol.pem"]) == (2, "", said)
+        command = ["remote", "positions", "3", "--server", server, "--tls-ca", path["localhost.pem"], "--timeout", "20"]
+        assert run(capsys, *command, "--tls-cert", path["carol.pem"], "--tls-key", path["carol.key"])[::2] == (0, "")
+        assert run(capsys, *command)[0] == 4
+    message = "mmpos: error: tls.certificate requires tls.key\n"
+    assert run(capsys, "remote", "info", "--tls-cert", path["carol.pem"]) == (2, "", message)

@@ -1,4 +1,4 @@
-"""Clients that share nothing with mmpos but the protocol: Node with .proto files, and buf through reflection."""
+"""Test clients that share only the protocol with mmpos: Node with .proto files, and buf through reflection."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ PHOTO = ROOT / "mmpos" / "photos" / "coffee.jpg"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    # The same backend as below: torchvision rounds pixels otherwise.
+    # The same backend as below, since torchvision rounds pixels differently.
     with running(ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})) as address:
         yield address
 
 
 def node(script: str, *arguments: object) -> Any:
     command = [f"{BIN}/node", str(NODE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 # Node.
 
 
 def install() -> None:
-    """Install what package.json names, once; other workers of pytest wait for it."""
-    wanted, done = NODE / "package.json", NODE / "node_modules" / ".package-lock.json"
-    with wanted.open() as lock:
+    """Install the packages of package.json once, while other workers of pytest wait."""
+    manifest, marker = NODE / "package.json", NODE / "node_modules" / ".package-lock.json"
+    with manifest.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists() or done.stat().st_mtime < wanted.stat().st_mtime:
+        if not marker.exists() or marker.stat().st_mtime < manifest.stat().st_mtime:
             flags = ["--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
             subprocess.run([f"{BIN}/npm", "install", *flags], cwd=NODE, check=True, capture_output=True)
-            done.touch()
+            marker.touch()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def summary(server: str) -> Any:
     return node("client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json", PHOTO)
 
 
-def test_node_finds_the_server(summary: Any) -> None:
+def test_node_lists_the_schemes(summary: Any) -> None:
     assert summary["schemes"] == list(SCHEMES)
 
 
@@ -69,7 +69,7 @@ def test_node_expands_every_golden_table(summary: Any) -> None:
     assert summary["golden"] == {"cases": 157, "wrong": []}
 
 
-def test_node_streams_batches_and_an_error_stays_in_its_place(summary: Any) -> None:
+def test_node_streams_batches_and_receives_an_error_in_order(summary: Any) -> None:
     batches = summary["stream"]["right"]
     bad = str(2**64 - 1)
     message = "offsets[0]: the span of 4 tokens ends at 5, want <= 3, the length of document 0"
@@ -106,22 +106,22 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
 
 
 def page(server: str, without: str = "") -> str:
-    """Return what the JavaScript of docs/protocol.md prints, without an option of the loader."""
+    """Run the JavaScript of docs/protocol.md, after removing ``without`` from it, and return its output."""
     install()
     blocks = re.findall(r"```js\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(), re.DOTALL)
     code = "".join(blocks).replace("localhost:50051", server).replace(without, "")
     environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
-    done = subprocess.run(
+    completed = subprocess.run(
         [f"{BIN}/node", "-e", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    return done.stdout
+    return completed.stdout
 
 
-def test_the_client_on_the_page_expands_a_table(server: str) -> None:
+def test_the_documented_client_expands_a_table(server: str) -> None:
     assert json.loads(page(server)) == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
 
 
-def test_the_loader_drops_a_field_without_the_option_on_the_page(server: str) -> None:
+def test_the_loader_drops_a_field_without_the_documented_option(server: str) -> None:
     assert page(server, without="keepCase: true, ") == "grid_thw: got shape (0, 3), want (1, 3)\n"
 
 
@@ -131,8 +131,8 @@ def test_the_loader_drops_a_field_without_the_option_on_the_page(server: str) ->
 def curl(server: str, method: str, request: object) -> tuple[int, Any]:
     command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", json.dumps(request)]
     url = f"http://{server}/{method if method.startswith('inference.') else f'mmpos.rpc.v1.{method}'}"
-    done = subprocess.run([*command, url], capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, json.loads(done.stdout or done.stderr)
+    completed = subprocess.run([*command, url], capture_output=True, text=True, check=False, timeout=60)
+    return completed.returncode, json.loads(completed.stdout or completed.stderr)
 
 
 SPANS = {"lengths": [11], "offsets": [3], "gridThw": [1, 2, 3]}
@@ -149,9 +149,9 @@ def test_buf_places_spans(server: str) -> None:
 
 def test_buf_lists_the_services_of_both_protocols(server: str) -> None:
     command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
-    done = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
+    completed = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
     ours = {f"mmpos.rpc.v1.{name}Service" for name in ("Info", "Position", "Rotary", "Sequence")}
-    assert {*ours, "inference.GRPCInferenceService"} <= set(done.stdout.split())
+    assert {*ours, "inference.GRPCInferenceService"} <= set(completed.stdout.split())
 
 
 def test_buf_asks_a_model_of_the_open_inference_protocol(server: str) -> None:

@@ -1,4 +1,4 @@
-"""Several plain servers behind one client: one is killed, and one goes away, under load; nothing is lost."""
+"""Test several servers behind one client: one is killed or stopped under load, and no call is lost."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ CALLS, ITEMS = 1500, 1500
 
 
 def numbers(positions: list[PositionTable], first: int) -> list[int]:
-    """Which questions these are the answers to: ids start where they were asked to, from the first question on."""
+    """Return the number of the query behind each answer: the ids of query ``n`` start at ``first + n``."""
     return [int(table.dense()[0, 0]) - first for table in positions]
 
 
 KILLED = threading.Event()
-"""A third of the work is done before, the rest after."""
+"""Set after a server is killed; a third of the work is done before."""
 
 
 def called(client: Client, thread: int) -> list[PositionTable]:
-    """Calls of one thread, one after the other."""
+    """Make the calls of one thread in sequence."""
     results = []
     for number in range(CALLS):
         results.append(client.place(SEGMENTS, start=thread * CALLS + number))
@@ -54,7 +54,7 @@ def streamed(client: Client) -> list[PositionTable]:
 
 
 async def awaited(addresses: list[str]) -> tuple[list[list[PositionTable]], list[PositionTable]]:
-    """Calls, some at once, and a stream beside them."""
+    """Make two sequences of calls and a stream concurrently."""
 
     async def calls(client: AsyncClient, worker: int) -> list[PositionTable]:
         results = []
@@ -122,11 +122,11 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(start: Star
             assert numbers(tables, worker * CALLS) == list(range(CALLS // 4))
         assert numbers(awaited_stream, 0) == list(range(ITEMS))
         after = [server.answered for server in (servers[0], servers[2])]
-        assert all(b < a for b, a in zip(before, after, strict=True))  # both of the others went on
+        assert all(b < a for b, a in zip(before, after, strict=True))  # both remaining servers continued
         assert np.array_equal(stream.result()[7].dense(), place(SEGMENTS, start=7).dense())
 
 
-def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_are_answered(start: Start) -> None:
+def test_a_replica_that_is_not_serving_gets_no_new_calls_and_loses_none(start: Start) -> None:
     servers = replicas(start, "--notice-seconds", "600")
     addresses = [server.program.address for server in servers]
     with Client(addresses, timeout=30) as client:
@@ -136,7 +136,7 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
         leaving.program.process.send_signal(signal.SIGTERM)
 
         def spared() -> bool:
-            """Return whether ten calls go to the others, as soon as the notice has reached the client."""
+            """Make ten calls, and return whether all of them go to the other servers."""
             count = leaving.answered
             for _ in range(10):
                 client.place(SEGMENTS)
@@ -148,7 +148,7 @@ def test_a_replica_that_says_not_serving_gets_no_new_call_and_those_under_way_ar
         after = [server.answered for server in servers]
     assert numbers(results, 0) == list(range(40))
     gone, *others = (a - b for a, b in zip(after, before, strict=True))
-    # Their turns begin anew whenever a connection changes, so the halves need not be equal.
+    # The rotation restarts whenever a connection changes, so the two shares may differ.
     assert (gone, sum(others), min(others) > 0) == (0, 40, True)
-    leaving.program.process.send_signal(signal.SIGTERM)  # at once
+    leaving.program.process.send_signal(signal.SIGTERM)  # ends it at once
     assert leaving.program.process.wait(60) == 0

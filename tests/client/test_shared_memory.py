@@ -1,4 +1,4 @@
-"""Shared memory of clients on the server's side: what is refused, what is read and written, and what is left alone."""
+"""Test how a server opens, reads, writes, maps and refuses the shared memory of clients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos_server.listening import Listen, Uds, local
 from mmpos_server.shared_memory import MAX_NAME, MAX_REGIONS, Region, Regions, SharedMemory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the test looks for objects where Linux keeps them")
 
-TAKES = SharedMemory(PREFIX)
+SERVER_MEMORY = SharedMemory(PREFIX)
 BYTES = bytes(range(256))
 
 
@@ -29,15 +29,15 @@ def key() -> Iterator[str]:
         yield key
 
 
-def opened(key: str, offset: int = 0, byte_size: int = 256) -> Region:
-    return TAKES.open("q.shared", key, offset, byte_size)
+def open_region(key: str, offset: int = 0, byte_size: int = 256) -> Region:
+    return SERVER_MEMORY.open("q.shared", key, offset, byte_size)
 
 
 def descriptors() -> int:
-    """Count the descriptors that are open on objects of these tests; others of the process come and go."""
+    """Count the open descriptors of objects of these tests, since other descriptors come and go."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             count += os.readlink(link).startswith(str(FOLDER / PREFIX))
     return count
 
@@ -54,12 +54,12 @@ def shrink(key: str, size: int = 100) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "a/b", "é", "a b", "x" * 65, "..\n"])
-def test_a_prefix_that_no_name_has_is_refused(prefix: str) -> None:
+def test_a_prefix_of_wrong_characters_or_length_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidInputError, match=r"shared-memory: got .*, want 1 to 64 letters"):
         SharedMemory(prefix)
 
 
-def test_without_a_prefix_nothing_is_taken(key: str) -> None:
+def test_without_a_prefix_shared_memory_is_refused(key: str) -> None:
     with pytest.raises(UnsupportedError, match=r"^q: shared memory requires a server started with --shared-memory$"):
         SharedMemory().open("q", key, 0, 1)
 
@@ -77,21 +77,21 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))  # their prefix is another one in each process
-def test_a_name_that_is_not_of_the_prefix_or_no_name_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))  # the prefix differs in each process
+def test_a_name_without_the_prefix_or_with_wrong_characters_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got .*, want '/{PREFIX}…' of letters"):
-        opened(name)
+        open_region(name)
 
 
 @pytest.mark.parametrize("prefix", [".", ".."])
-def test_folders_are_no_names(prefix: str) -> None:
+def test_the_name_of_a_folder_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidInputError, match=r"want '/"):
         SharedMemory(prefix).open("q", f"/{prefix}", 0, 1)
 
 
-def test_an_object_that_is_not_there_is_refused() -> None:
+def test_a_missing_object_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"No such file or directory.*want an object that this server may open"):
-        opened(f"/{PREFIX}nobody")
+        open_region(f"/{PREFIX}nobody")
 
 
 MAKERS: dict[str, Callable[[Path], object]] = {
@@ -109,7 +109,7 @@ def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -
     try:
         before = descriptors()
         with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '/{PREFIX}strange'[ ,]"):
-            opened(f"/{path.name}", 0, 1)
+            open_region(f"/{path.name}", 0, 1)
         assert descriptors() == before
     finally:
         with suppress(IsADirectoryError):
@@ -118,11 +118,11 @@ def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -
             path.rmdir()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the owner of a file")
 def test_an_object_of_another_user_is_refused(key: str) -> None:
-    held = opened(key)
+    region = open_region(key)
     os.chown(FOLDER / key[1:], 12345, -1)
-    for use in (lambda: opened(key), lambda: held.read("q", 0, 1), lambda: held.write("q", 0, b"a")):
+    for use in (lambda: open_region(key), lambda: region.read("q", 0, 1), lambda: region.write("q", 0, b"a")):
         with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
             use()
     assert content(key) == BYTES
@@ -142,12 +142,12 @@ def test_an_object_of_another_user_is_refused(key: str) -> None:
 def test_parts_outside_the_object_are_refused(key: str, offset: int, byte_size: int, message: str) -> None:
     before = descriptors()
     with pytest.raises(InvalidInputError, match=rf"^q\.shared: {message}"):
-        opened(key, offset, byte_size)
+        open_region(key, offset, byte_size)
     assert descriptors() == before
 
 
-def test_a_part_is_read_and_written_and_nothing_beside_it(key: str) -> None:
-    part = opened(key, 10, 20)
+def test_only_bytes_of_the_part_are_read_and_written(key: str) -> None:
+    part = open_region(key, 10, 20)
     copy = part.read("q", 3, 5)
     copy[:] += 1
     part.write("q", 17, b"end")
@@ -157,16 +157,16 @@ def test_a_part_is_read_and_written_and_nothing_beside_it(key: str) -> None:
 
 @pytest.mark.parametrize("offset", [-1, 18, 2**63])
 def test_bytes_outside_the_part_are_refused(key: str, offset: int) -> None:
-    part = opened(key, 10, 20)
+    part = open_region(key, 10, 20)
     assert part.read("q", 17, 3).tobytes() == BYTES[27:30]
-    for refused in (lambda: part.read("q", offset, 3), lambda: part.write("q", offset, b"abc")):
+    for use in (lambda: part.read("q", offset, 3), lambda: part.write("q", offset, b"abc")):
         with pytest.raises(InvalidInputError, match=rf"^q: got bytes {offset} to {offset + 3}, want 0 to 20 of its"):
-            refused()
+            use()
     assert content(key) == BYTES
 
 
-def test_an_object_that_has_shrunk_is_refused_and_harms_nobody(key: str) -> None:
-    part = opened(key)
+def test_an_object_that_has_shrunk_is_refused_without_a_crash(key: str) -> None:
+    part = open_region(key)
     shrink(key)
     for use in (lambda: part.read("q", 0, 1), lambda: part.write("q", 0, b"a")):
         with pytest.raises(InvalidInputError, match=r"^q: got bytes 0 to 256 of .*, want at most 100, its size"):
@@ -175,60 +175,60 @@ def test_an_object_that_has_shrunk_is_refused_and_harms_nobody(key: str) -> None
 
 
 def test_an_object_that_shrinks_between_check_and_use_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = opened(key)
+    part = open_region(key)
     shrink(key)
     monkeypatch.setattr(part, "_check", lambda name: None)
     with pytest.raises(InvalidInputError, match=r"^q: the object .* shrank while it was read"):
         part.read("q", 0, 256)
 
 
-def test_the_system_may_read_less_than_was_asked(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    part, whole = opened(key), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:100]], at))
+def test_a_short_read_of_the_system_is_continued(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, original = open_region(key), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:100]], at))
     assert part.read("q", 6, 250).tobytes() == BYTES[6:]
 
 
-def test_a_server_with_too_many_files_open_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_reported_as_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files opening '/.*', want fewer"):
-        opened(key)
+    with pytest.raises(LimitExceededError, match=r"^q\.shared: got Too many open files when opening '/.*', want fewer"):
+        open_region(key)
 
 
-def test_a_machine_without_memory_is_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_memory_is_reported_as_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device writing '/.*', want more memory"):
-        opened(key).write("q", 0, b"a")
+    with pytest.raises(LimitExceededError, match=r"^q: got No space left on device when writing '/.*', want more"):
+        open_region(key).write("q", 0, b"a")
 
 
-def test_descriptors_are_closed_when_nobody_holds_the_region_and_the_object_stays(key: str) -> None:
+def test_a_freed_region_closes_its_descriptor_and_keeps_the_object(key: str) -> None:
     before = descriptors()
-    part = opened(key)
+    part = open_region(key)
     assert descriptors() == before + 1
     del part
     assert descriptors() == before
     assert content(key) == BYTES
 
 
-def test_a_region_that_is_unregistered_is_read_to_the_end(key: str) -> None:
-    regions, before = Regions(TAKES), descriptors()
+def test_an_unregistered_region_stays_readable_while_it_is_in_use(key: str) -> None:
+    regions, before = Regions(SERVER_MEMORY), descriptors()
     regions.register("a", key, 0, 256)
-    held = regions.get("q", "a")
+    region = regions.get("q", "a")
     regions.unregister("a")
-    assert held.read("q", 0, 256).tobytes() == BYTES
+    assert region.read("q", 0, 256).tobytes() == BYTES
     with pytest.raises(InvalidInputError, match=r"^q: got region 'a', want a registered region"):
         regions.get("q", "a")
-    del held
+    del region
     assert descriptors() == before
 
 
-def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
-    regions = Regions(TAKES)
+def test_regions_have_unique_names_and_a_limit(key: str) -> None:
+    regions = Regions(SERVER_MEMORY)
     for number in range(MAX_REGIONS):
         regions.register(str(number), key, number, 1)
     assert [(name, region.offset) for name, region in regions] == [(str(n), n) for n in range(MAX_REGIONS)]
@@ -246,10 +246,10 @@ def test_regions_have_names_of_their_own_and_are_not_many(key: str) -> None:
     assert names() == {key[1:]}
 
 
-def test_a_sealed_memfd_is_read_written_and_mapped_where_it_lies() -> None:
+def test_a_sealed_memfd_is_read_written_and_mapped() -> None:
     with sealed(bytes(5000) + BYTES * 20) as (key, descriptor):
         before = descriptors_of_memfds()
-        part = opened(key, 5000, 256 * 20)
+        part = open_region(key, 5000, 256 * 20)
         assert part.read("q", 0, 256).tobytes() == BYTES
         part.write("q", 0, b"new")
         mapped = part.map("q", 300)
@@ -264,42 +264,42 @@ def test_a_sealed_memfd_is_read_written_and_mapped_where_it_lies() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
         part.close()
-        assert mapped[:3].tobytes() == b"new"  # as long as somebody holds it
+        assert mapped[:3].tobytes() == b"new"  # as long as the map is referenced
         del part, mapped
         assert descriptors_of_memfds() == before
 
 
 def make_hole(descriptor: int) -> None:
-    """Set the size of an object, and give it no memory."""
+    """Set the size of an object without allocating memory."""
     os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, 2**16)
 
 
-UNSURE: dict[str, tuple[int, Callable[[int], object] | None]] = {
+UNMAPPABLE: dict[str, tuple[int, Callable[[int], object] | None]] = {
     "not sealed": (0, None),
-    "sealed against growing alone": (fcntl.F_SEAL_GROW, None),
+    "sealed only against growing": (fcntl.F_SEAL_GROW, None),
     "a hole": (0, make_hole),
-    "not to be written to": (SHRINK | fcntl.F_SEAL_WRITE, None),
+    "sealed against writing": (SHRINK | fcntl.F_SEAL_WRITE, None),
 }
 
 
-@pytest.mark.parametrize(("seals", "change"), UNSURE.values(), ids=UNSURE)
-def test_an_object_that_may_not_stay_is_not_mapped(seals: int, change: Callable[[int], object] | None) -> None:
+@pytest.mark.parametrize(("seals", "change"), UNMAPPABLE.values(), ids=UNMAPPABLE)
+def test_an_object_without_seals_or_memory_is_not_mapped(seals: int, change: Callable[[int], object] | None) -> None:
     with sealed(BYTES * 256, seals=seals) as (key, descriptor):
         if change is not None:
             change(descriptor)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SHRINK)
-        part = opened(key)
+        part = open_region(key)
         assert part.map("q", 256) is None
         assert part.read("q", 0, 256).tobytes() == (bytes(256) if change else BYTES)
 
 
 def test_a_file_is_not_mapped(key: str) -> None:
-    assert opened(key).map("q", 256) is None
+    assert open_region(key).map("q", 256) is None
 
 
 @pytest.mark.parametrize(("setting", "mapped"), [("0\n", True), ("1\n", True), ("2\n", False), (None, False)])
-def test_nothing_is_mapped_where_the_system_may_refuse_memory(
+def test_nothing_is_mapped_if_the_system_may_refuse_memory(
     setting: str | None, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(path: Path, **_: object) -> str:
@@ -310,12 +310,12 @@ def test_nothing_is_mapped_where_the_system_may_refuse_memory(
 
     monkeypatch.setattr(Path, "read_text", read)
     with sealed(BYTES) as (key, _):
-        assert (opened(key).map("q", 256) is not None) is mapped
+        assert (open_region(key).map("q", 256) is not None) is mapped
 
 
 def test_an_object_that_shrinks_before_it_is_sealed_is_refused() -> None:
     with sealed(BYTES, seals=0) as (key, descriptor):
-        part = opened(key)
+        part = open_region(key)
         os.ftruncate(descriptor, 100)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SHRINK)
         uses: list[Callable[[], object]] = [lambda: part.map("q", 256), lambda: part.read("q", 0, 1)]
@@ -327,11 +327,11 @@ def test_an_object_that_shrinks_before_it_is_sealed_is_refused() -> None:
 LINKS: dict[str, Callable[[int], str]] = {
     "file": lambda own: "/etc/hostname",
     "object of another name": lambda own: f"/dev/shm/{PREFIX}object",
-    "descriptor of who asks": lambda own: f"/proc/self/fd/{own}",
-    "way around": lambda own: f"/proc/1/../{os.getpid()}/fd/{own}",
-    "process that is not there": lambda own: f"/proc/4194305/fd/{own}",
+    "descriptor of the reader": lambda own: f"/proc/self/fd/{own}",
+    "indirect path": lambda own: f"/proc/1/../{os.getpid()}/fd/{own}",
+    "process that does not exist": lambda own: f"/proc/4194305/fd/{own}",
     "memory of the server": lambda own: f"/proc/{os.getpid()}/mem",
-    "nothing": lambda own: "",
+    "missing file": lambda own: "",
 }
 
 
@@ -343,7 +343,7 @@ def test_a_link_to_anything_but_a_descriptor_is_refused(key: str, target: Callab
         path.symlink_to(target(descriptor) or "nowhere")
         before = descriptors_of_memfds(), descriptors()
         with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '{link}' \(.*want an object that this"):
-            opened(link)
+            open_region(link)
         assert (descriptors_of_memfds(), descriptors()) == before
 
 
@@ -351,61 +351,61 @@ FOREIGN: dict[str, Callable[[], int]] = {
     "memfd of another name": lambda: os.memfd_create(f"{PREFIX}other"),
     "memfd of a longer name": lambda: os.memfd_create(f"{PREFIX}memfd (deleted)"),
     "object of the prefix": lambda: os.open(FOLDER / f"{PREFIX}object", os.O_RDWR),
-    "device": lambda: os.open("/dev/zero", os.O_RDWR),
+    "zero device": lambda: os.open("/dev/zero", os.O_RDWR),
     "file": lambda: os.open("/etc/hostname", os.O_RDONLY),
     "pipe": lambda: os.pipe()[0],
-    "sink": lambda: os.open("/dev/null", os.O_WRONLY),
+    "null device": lambda: os.open("/dev/null", os.O_WRONLY),
 }
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_another_descriptor_than_that_of_the_object_is_refused(key: str, make: Callable[[], int]) -> None:
-    """As where the object was closed, and its number has become that of something else."""
+def test_a_descriptor_of_another_file_is_refused(key: str, make: Callable[[], int]) -> None:
+    """Close the object, and reuse its descriptor number for another file."""
     with sealed(BYTES) as (link, descriptor):
         other = make()
         os.close(descriptor)
         os.dup2(other, descriptor)
         os.close(other)
         with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got '{link}' \(.*want an object that this"):
-            opened(link)
-        os.dup2(0, descriptor)  # which is closed in the end
+            open_region(link)
+        os.dup2(0, descriptor)  # closed after the test
 
 
-def test_a_descriptor_that_is_exchanged_after_the_check_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_replaced_after_the_check_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     with sealed(BYTES) as (link, descriptor):
-        look = os.readlink
+        original = os.readlink
 
-        def looked(path: str) -> str:
-            result = look(path)
+        def replaced(path: str) -> str:
+            result = original(path)
             if path.startswith("/proc/self/fd/"):
                 os.dup2(os.open("/etc/hostname", os.O_RDONLY), descriptor)
             return result
 
-        monkeypatch.setattr(os, "readlink", looked)
-        assert opened(link).read("q", 0, 256).tobytes() == BYTES
+        monkeypatch.setattr(os, "readlink", replaced)
+        assert open_region(link).read("q", 0, 256).tobytes() == BYTES
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the owner of a file")
 def test_a_memfd_of_another_user_is_refused() -> None:
     with sealed(BYTES) as (link, descriptor):
         os.fchown(descriptor, 12345, -1)
         with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
-            opened(link)
+            open_region(link)
 
 
 @pytest.mark.parametrize(
-    ("host", "here"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
+    ("host", "is_local"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
 )
-def test_only_loopback_is_of_this_machine(host: str, here: bool) -> None:
-    assert local(Listen(host)) is here
-    if here:
-        TAKES.check(Listen(host))
+def test_only_loopback_hosts_are_local(host: str, is_local: bool) -> None:
+    assert local(Listen(host)) is is_local
+    if is_local:
+        SERVER_MEMORY.check(Listen(host))
     else:
         SharedMemory().check(Listen(host))
-        with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want one that only this"):
-            TAKES.check(Listen(host))
+        with pytest.raises(InvalidInputError, match=f"^shared-memory: got host '{host}', want a loopback host"):
+            SERVER_MEMORY.check(Listen(host))
 
 
-def test_a_unix_socket_is_of_this_machine_whatever_the_host(tmp_path: Path) -> None:
+def test_a_unix_socket_is_local_whatever_the_host(tmp_path: Path) -> None:
     uds = Uds(tmp_path / "socket")
     assert (local(Listen("0.0.0.0", tcp=False, uds=uds)), local(Listen("0.0.0.0", uds=uds))) == (True, False)

@@ -1,4 +1,4 @@
-"""Spans of calls: what each tells, whose trace it continues, and that nothing happens where nobody asked for them."""
+"""Test the spans of calls, the traces that they continue, and the export of spans and metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ waiting = threading.Event()
 
 
 def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-    """Do what the profile's name of the query says."""
+    """Run the action that the profile of a query names."""
     with call.stage("read"):
         time.sleep(0.001)
     if query.profile == "wait":
@@ -67,22 +67,22 @@ def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
 
 ERRORS = {
     "limit": LimitExceededError("documents: got 2, want <= 1"),
-    "busy": ServiceOverloadedError("max_in_flight: got 1 taken of 1", 1.0),
+    "busy": ServiceOverloadedError("max_in_flight: got 1 of 1 in use", 1.0),
     "bug": KeyError("why"),
 }
 METHOD = place_method(run)
 
 
 @pytest.fixture
-def kept() -> InMemorySpanExporter:
+def exporter() -> InMemorySpanExporter:
     return InMemorySpanExporter()
 
 
 @pytest.fixture
-def provider(kept: InMemorySpanExporter) -> TracerProvider:
-    made = TracerProvider(shutdown_on_exit=False)
-    made.add_span_processor(SimpleSpanProcessor(kept))
-    return made
+def provider(exporter: InMemorySpanExporter) -> TracerProvider:
+    result = TracerProvider(shutdown_on_exit=False)
+    result.add_span_processor(SimpleSpanProcessor(exporter))
+    return result
 
 
 Start = Callable[..., str]
@@ -109,20 +109,20 @@ def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
     return channel.unary_unary(f"/{NAME}").future(request, metadata=[("x-request-id", "me"), *metadata])
 
 
-def spans(kept: InMemorySpanExporter, count: int) -> list[Any]:
-    """Return the finished spans, by begin, as soon as there are so many; the answer comes before its span is done."""
-    eventually(lambda: len(kept.get_finished_spans()) >= count)
-    result = sorted(kept.get_finished_spans(), key=lambda span: span.start_time or 0)
+def spans(exporter: InMemorySpanExporter, count: int) -> list[Any]:
+    """Wait for this number of finished spans, which end after their answers, and return them in order of start."""
+    eventually(lambda: len(exporter.get_finished_spans()) >= count)
+    result = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
     assert len(result) == count, [span.name for span in result]
     return result
 
 
-def tree(found: list[Any], span: Any) -> tuple[object, ...]:
-    """Name, attributes and children of a span."""
-    below = [each for each in found if each.parent is not None and each.parent.span_id == span.context.span_id]
-    assert all(span.start_time <= each.start_time <= each.end_time <= span.end_time for each in below)
+def tree(finished: list[Any], span: Any) -> tuple[object, ...]:
+    """Return the name, attributes and children of a span."""
+    children = [child for child in finished if child.parent and child.parent.span_id == span.context.span_id]
+    assert all(span.start_time <= child.start_time <= child.end_time <= span.end_time for child in children)
     attributes = {key: value for key, value in span.attributes.items() if not key.startswith("network.")}
-    return (span.name, attributes, *(tree(found, each) for each in below))
+    return (span.name, attributes, *(tree(finished, child) for child in children))
 
 
 def leaves(*names: str) -> list[tuple[str, dict[str, object]]]:
@@ -137,9 +137,9 @@ CALL: dict[str, object] = {
 }
 
 
-def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     place(channel, "echo").result()
-    finished = spans(kept, 5)
+    finished = spans(exporter, 5)
     attributes: dict[str, object] = {
         "rpc.response.status_code": "OK",
         "mmpos.documents": 1,
@@ -161,10 +161,10 @@ def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, kept: InMemoryS
     [("limit", "RESOURCE_EXHAUSTED", False), ("busy", "RESOURCE_EXHAUSTED", False), ("bug", "INTERNAL", True)],
 )
 def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
-    profile: str, status: str, fault: bool, channel: grpc.Channel, kept: InMemorySpanExporter
+    profile: str, status: str, fault: bool, channel: grpc.Channel, exporter: InMemorySpanExporter
 ) -> None:
     assert place(channel, profile).exception().code().name == status
-    finished = spans(kept, 3)
+    finished = spans(exporter, 3)
     sizes = {"mmpos.request_bytes": 4 + len(profile), "mmpos.response_bytes": 0}
     attributes: dict[str, object] = {
         "rpc.response.status_code": status,
@@ -175,12 +175,12 @@ def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
     assert finished[0].status.status_code == (trace.StatusCode.ERROR if fault else trace.StatusCode.UNSET)
 
 
-def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+def test_a_cancelled_call_is_a_cancelled_span(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     waiting.clear()
     call = place(channel, "wait")
     assert waiting.wait(60)
     call.cancel()
-    finished = spans(kept, 3)
+    finished = spans(exporter, 3)
     attributes: dict[str, object] = {
         "rpc.response.status_code": "CANCELLED",
         "mmpos.request_bytes": 8,
@@ -189,11 +189,11 @@ def test_a_call_whose_client_goes_is_a_cancelled_span(channel: grpc.Channel, kep
     assert tree(finished, finished[0]) == (NAME, CALL | attributes, *leaves("decode", "read"))
 
 
-def test_a_stream_is_a_span_with_one_for_each_item(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+def test_a_stream_is_a_span_with_a_child_for_each_item(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     requests = [pb.StreamPlaceRequest(query=pb.PositionsQuery(profile=name)) for name in ("echo", "limit")]
     method: Any = channel.stream_stream(f"/{STREAM}")
-    answers = list(method((each.SerializeToString() for each in requests), metadata=[("x-request-id", "me")]))
-    finished = spans(kept, 9)
+    answers = list(method((request.SerializeToString() for request in requests), metadata=[("x-request-id", "me")]))
+    finished = spans(exporter, 9)
     root = next(span for span in finished if span.name == STREAM)
     first = {
         "mmpos.request_id": "me.1",
@@ -217,19 +217,19 @@ def test_a_stream_is_a_span_with_one_for_each_item(channel: grpc.Channel, kept: 
     )
 
 
-def test_the_trace_of_the_caller_goes_on(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+def test_a_call_continues_the_trace_of_its_caller(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     place(channel, "echo", ("traceparent", f"00-{TRACE}-{PARENT}-01")).result()
-    root = spans(kept, 5)[0]
+    root = spans(exporter, 5)[0]
     assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, PARENT)
 
 
-def test_a_trace_that_its_caller_does_not_keep_is_not_kept(channel: grpc.Channel, kept: InMemorySpanExporter) -> None:
+def test_a_trace_that_is_not_sampled_is_not_exported(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     place(channel, "echo", ("traceparent", f"00-{TRACE}-{PARENT}-00")).result()
     place(channel, "echo").result()
-    assert all(f"{span.context.trace_id:032x}" != TRACE for span in spans(kept, 5))
+    assert all(f"{span.context.trace_id:032x}" != TRACE for span in spans(exporter, 5))
 
 
-def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kept: InMemorySpanExporter) -> None:
+def test_both_clients_propagate_the_current_span(start: Start, exporter: InMemorySpanExporter) -> None:
     address, query = start(methods=None), PositionsQuery(SEGMENTS)
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
 
@@ -240,8 +240,8 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
                 list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:
         client.query(query)
-    # A plain call has one stage, and an item five besides itself and its stream.
-    finished = [span for span in spans(kept, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
+    # A plain call has its span and one stage; a stream has its span, the span of its item, and five stages.
+    finished = [span for span in spans(exporter, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
     context = caller.get_span_context()
     assert [span.name for span in finished] == [NAME, STREAM, NAME, STREAM, NAME]
     assert {(s.context.trace_id, s.parent.span_id) for s in finished[:4]} == {(context.trace_id, context.span_id)}
@@ -249,30 +249,30 @@ def test_both_clients_hand_on_the_span_that_they_are_called_in(start: Start, kep
 
 
 def written(capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
-    """Return the lines of the log, as soon as there are so many."""
+    """Wait for this number of lines in the log, and return them."""
     results: list[dict[str, Any]] = []
 
-    def there() -> bool:
+    def enough() -> bool:
         results.extend(map(json.loads, capsys.readouterr().err.splitlines()))
         return len(results) >= count
 
-    assert eventually(there)
+    assert eventually(enough)
     return results
 
 
 def test_lines_of_the_log_name_the_span(
-    start: Start, kept: InMemorySpanExporter, capsys: pytest.CaptureFixture[str]
+    start: Start, exporter: InMemorySpanExporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with grpc.insecure_channel(start(logs=Logs("info"))) as channel:
         place(channel, "bug").exception()
-        (root, *_) = spans(kept, 3)
+        (root, *_) = spans(exporter, 3)
         lines = written(capsys, 2)
     assert [line["event"] for line in lines] == ["internal error", "request"]
     ids = (f"{root.context.trace_id:032x}", f"{root.context.span_id:016x}")
     assert {(line["trace_id"], line["span_id"]) for line in lines} == {ids}
 
 
-def test_lines_of_the_log_name_no_span_where_the_environment_turns_spans_off(
+def test_lines_of_the_log_name_no_span_if_the_environment_disables_spans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
@@ -300,8 +300,8 @@ def test_a_peer_is_an_address_and_a_port(peer: str, attributes: dict[str, object
     assert tracing_module._peer(peer) == attributes
 
 
-def test_a_process_that_has_set_up_its_tracing_keeps_it(
-    provider: TracerProvider, kept: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+def test_a_tracer_provider_that_the_process_has_set_is_used(
+    provider: TracerProvider, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     with (
@@ -309,10 +309,10 @@ def test_a_process_that_has_set_up_its_tracing_keeps_it(
         grpc.insecure_channel(address) as channel,
     ):
         place(channel, "echo").result()
-        assert spans(kept, 5)[0].name == NAME
+        assert spans(exporter, 5)[0].name == NAME
 
 
-def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
+def test_opentelemetry_is_not_imported_unless_spans_are_requested() -> None:
     code = (
         "import sys, mmpos_server.options, mmpos.client\n"
         "from mmpos.client.channel import traced\n"
@@ -323,7 +323,7 @@ def test_nothing_is_imported_where_nobody_asks_for_spans() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_a_missing_package_names_the_command(
+def test_a_missing_package_is_reported_with_its_pip_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     want = 'want pip install "multimodal-positions[otel]"'
@@ -335,15 +335,15 @@ def test_a_missing_package_names_the_command(
     monkeypatch.delitem(sys.modules, "mmpos_server.tracing")
     with pytest.raises(ImportError) as raised:
         importlib.import_module("mmpos_server.tracing")
-    said = f"mmpos_server.tracing: opentelemetry is not installed, {want}"
-    assert str(raised.value) == said
+    message = f"mmpos_server.tracing: opentelemetry is not installed, {want}"
+    assert str(raised.value) == message
     assert main(["--otel", "--workers", "2"]) == 1
-    assert capsys.readouterr().err == f"mmpos_server: error: {said}\n"
+    assert capsys.readouterr().err == f"mmpos_server: error: {message}\n"
 
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the address of a server that keeps the spans and metrics that it is sent over OTLP, and these."""
+    """Yield the address of an OTLP collector, and the lists of the spans and metrics that it receives."""
     spans: list[Any] = []
     metrics: list[Any] = []
 
@@ -373,7 +373,7 @@ def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "named"), [(1, {}), (2, {"OTEL_SERVICE_NAME": "mine"})])
-def test_the_program_sends_spans_and_metrics_where_the_environment_says_and_the_last_ones_as_it_ends(
+def test_the_program_exports_its_last_spans_and_metrics_to_the_configured_collector_as_it_ends(
     workers: int, named: dict[str, str], collector: tuple[str, list[Any], list[Any]], tmp_path: Path
 ) -> None:
     endpoint, sent, metrics = collector
@@ -391,18 +391,18 @@ def test_the_program_sends_spans_and_metrics_where_the_environment_says_and_the_
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
     (resource,) = sent
-    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+    attributes = {entry.key: entry.value.string_value for entry in resource.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
     names = [span.name for scope in resource.scope_spans for span in scope.spans]
     assert sorted(names) == sorted([NAME, "place"])
     last = metrics[-1]
-    attributes = {each.key: each.value.string_value for each in last.resource.attributes}
+    attributes = {entry.key: entry.value.string_value for entry in last.resource.attributes}
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
     (points,) = (m.sum.data_points for scope in last.scope_metrics for m in scope.metrics if m.name == "mmpos_requests")
     assert sum(point.as_double for point in points) == 1
 
 
-def test_metrics_of_prometheus_become_those_of_opentelemetry() -> None:
+def test_prometheus_metrics_are_converted_to_opentelemetry() -> None:
     registry = CollectorRegistry()
     calls = Counter("calls", "Calls.", ["method"], registry=registry)
     calls.labels("Place").inc(3)
@@ -428,7 +428,7 @@ def test_metrics_of_prometheus_become_those_of_opentelemetry() -> None:
     assert (build.value, build.attributes) == (1, {"version": "1"})
 
 
-def test_an_error_of_one_collection_is_logged_and_the_next_one_is_exported(
+def test_a_failed_collection_is_logged_and_the_next_one_is_exported(
     collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Collector):
@@ -451,7 +451,7 @@ def test_an_error_of_one_collection_is_logged_and_the_next_one_is_exported(
 
 
 @pytest.mark.parametrize(("variable", "value"), [("OTEL_SDK_DISABLED", "True"), ("OTEL_METRICS_EXPORTER", "none")])
-def test_the_environment_switches_metrics_off(
+def test_the_environment_disables_metrics(
     variable: str, value: str, collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, _, metrics = collector
@@ -462,7 +462,7 @@ def test_the_environment_switches_metrics_off(
     assert metrics == []
 
 
-def test_an_interval_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_interval_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
     with pytest.raises(InvalidInputError, match="OTEL_METRIC_EXPORT_INTERVAL: got '0', want milliseconds > 0"):
         exported(CollectorRegistry()).__enter__()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training data."""
+"""Fixtures for the tests of training data."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from mmpos.data import packing
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs of a few tokens, whose gaps are filled as those of thousands are."""
+    """Allow small pieces, so that packs of a few tokens are filled like those of thousands."""
     monkeypatch.setattr(packing, "MIN_PIECE", 2)

@@ -32,12 +32,12 @@ SPOKEN = example(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (G
 """a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
 
 
-def test_patches_and_audio_are_never_labels_and_markers_only_if_asked_for() -> None:
+def test_patches_and_audio_are_never_labels_and_markers_only_with_train_markers() -> None:
     assert SPOKEN.labels.tolist() == [*[IGNORED] * 6, 99, 100, *[IGNORED] * 14, 101]
     pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
     marked = example(*pieces, train_markers=True).labels.tolist()
-    of_clip = [BEGIN, AUDIO_BEGIN, *[IGNORED] * 7, AUDIO_END, END]
-    assert marked == [AUDIO_BEGIN, IGNORED, IGNORED, AUDIO_END, *of_clip, *[IGNORED] * 3]
+    clip = [BEGIN, AUDIO_BEGIN, *[IGNORED] * 7, AUDIO_END, END]
+    assert marked == [AUDIO_BEGIN, IGNORED, IGNORED, AUDIO_END, *clip, *[IGNORED] * 3]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def test_patches_and_audio_are_never_labels_and_markers_only_if_asked_for() -> N
         (22, 23, ["e"]),
     ],
 )
-def test_a_slice_is_as_if_its_parts_stood_alone_but_for_positions(start: int, stop: int, parts: list[object]) -> None:
+def test_a_slice_equals_a_sequence_of_its_parts_except_for_positions(
+    start: int, stop: int, parts: list[object]
+) -> None:
     part = SPOKEN.slice(start, stop).sequence
     want = BUILDER.build(parts)
     assert_equal(replace(part, positions=want.positions), want)
@@ -69,24 +71,24 @@ def test_a_cut_through_audio_or_a_clip_is_refused(edge: int, name: str) -> None:
             SPOKEN.slice(start, stop)
 
 
-def test_packs_keep_audio_and_clips_whole() -> None:
+def test_packs_do_not_cut_audio_or_clips() -> None:
     packer = Packer(12, split_text=True)
     packs = [*packer.add(SPOKEN), *packer.flush()]
-    assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[8], [11], [4]]
+    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[8], [11], [4]]
     packer = Packer(10, split_text=True)
-    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10; or"):
+    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10, or"):
         packer.add(SPOKEN)
-    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3; or"):
+    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3, or"):
         Packer(3, split_text=True).add(example((Audio(2), True)))
 
 
-def test_stored_examples_come_back(tmp_path: Path) -> None:
-    others = [example(("a", True)), example((Audio(1), True)), SPOKEN]
+def test_stored_examples_are_read_back(tmp_path: Path) -> None:
+    examples = [example(("a", True)), example((Audio(1), True)), SPOKEN]
     path = tmp_path / "s.parquet"
     with SequenceWriter(path) as writer:
-        for one in others:
-            writer.write(one)
-    assert_equal(list(SequenceShard(path).examples()), others)
+        for item in examples:
+            writer.write(item)
+    assert_equal(list(SequenceShard(path).examples()), examples)
 
 
 def spans(batch: Batch) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def spans(batch: Batch) -> dict[str, Any]:
     return {name: None if (tensor := getattr(batch, name)) is None else tensor.tolist() for name in names}
 
 
-def test_a_packed_batch_says_where_features_go() -> None:
+def test_a_packed_batch_maps_features_to_tokens() -> None:
     batch = PackedCollator()([SPOKEN, example(("a", True)), example((Audio(1), True), (Grid(1, 2), True))])
     assert spans(batch) == {
         "image_spans": [[10, 12], [14, 16], [20, 21], [28, 30]],
@@ -112,7 +114,7 @@ def test_a_packed_batch_says_where_features_go() -> None:
     assert moved.audio_spans.is_meta
 
 
-def test_a_padded_batch_counts_columns_with_padding() -> None:
+def test_spans_of_a_padded_batch_include_padding() -> None:
     batch = PaddedCollator(side="left")(
         [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))]
     )
@@ -120,7 +122,7 @@ def test_a_padded_batch_counts_columns_with_padding() -> None:
     assert batch.input_ids.view(-1)[batch.audio_tokens()[0]].tolist() == [260] * 3
 
 
-def test_a_batch_without_audio_has_no_spans_of_it() -> None:
+def test_a_batch_without_audio_has_no_audio_spans() -> None:
     batch = PackedCollator()([example(("a", True), (Grid(1, 2), True))])
     assert (batch.audio_spans, batch.audio_feature_spans) == (None, None)
     assert "audio_spans" not in batch.as_dict()
@@ -130,24 +132,24 @@ def test_a_batch_without_audio_has_no_spans_of_it() -> None:
 
 def test_ranks_get_the_features_of_their_tokens() -> None:
     batch = PackedCollator(multiple_of=4)([SPOKEN, example((Audio(3), True))])
-    audio = torch.arange(8)  # one feature a row: 2 + 2 + 1 of the first document, 3 of the second
-    whole = torch.full((batch.input_ids.numel(),), -1)
+    audio = torch.arange(8)  # one feature per row: 2 + 2 + 1 of the first document, 3 of the second
+    scattered = torch.full((batch.input_ids.numel(),), -1)
     tokens, rows = batch.audio_tokens()
-    whole[tokens] = audio[rows]
+    scattered[tokens] = audio[rows]
     for layout in ("zigzag", "contiguous-sequence"):
         for rank in range(2):
             part = batch.shard(rank, 2, layout)
             ours = torch.full((part.input_ids.numel(),), -1)
             tokens, rows = part.audio_tokens()
             ours[tokens] = audio[rows]
-            assert ours.tolist() == whole[batch.positions.shard_indices(rank, 2, layout)].tolist()
+            assert ours.tolist() == scattered[batch.positions.shard_indices(rank, 2, layout)].tolist()
 
 
 def _tiled() -> Example:
-    """a b <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as the processor of MiniCPM-V gives pictures."""
-    picture: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
+    """Make the sequence ab <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as MiniCPM-V's processor does."""
+    image: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
     segments = SegmentTable.from_documents(
-        [[Text(2), *picture, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]
+        [[Text(2), *image, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]
     )
     positions = place(segments, "mrope-canvas")
     grids = segments.extents[:, segments.kind != 0].T
@@ -168,7 +170,7 @@ def _tiled() -> Example:
 TILED = _tiled()
 
 
-def test_a_thumbnail_and_its_tiles_are_one_image_to_cuts() -> None:
+def test_a_cut_through_a_thumbnail_and_its_tiles_is_refused() -> None:
     assert TILED.sequence.marked_spans.tolist() == [[2, 14], [15, 18], [19, 24]]
     for edge, name in (
         (3, "image 0"),
@@ -183,7 +185,7 @@ def test_a_thumbnail_and_its_tiles_are_one_image_to_cuts() -> None:
                 TILED.slice(start, stop)
 
 
-def test_slices_of_pictures_with_tiles_keep_everything_of_theirs() -> None:
+def test_slices_keep_thumbnails_and_tiles() -> None:
     part = TILED.slice(1, 15).sequence
     want = SegmentTable.from_documents([[Text(1), Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2), Text(1)]])
     assert repr(vars(part.segments)) == repr(vars(want))
@@ -195,15 +197,15 @@ def test_slices_of_pictures_with_tiles_keep_everything_of_theirs() -> None:
     assert TILED.slice(19, 24).sequence.image_hashes == ("e",)
 
 
-def test_packs_keep_pictures_with_their_tiles_whole() -> None:
+def test_packs_do_not_cut_images_with_tiles() -> None:
     packer = Packer(12, split_text=True)
     packs = [*packer.add(TILED), *packer.flush()]
-    assert [[one.num_tokens for one in pack.examples] for pack in packs] == [[2], [12], [10]]
-    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11; or"):
+    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[2], [12], [10]]
+    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11, or"):
         Packer(11, split_text=True).add(TILED)
 
 
-def test_stored_pictures_with_tiles_come_back_and_make_a_batch(tmp_path: Path) -> None:
+def test_stored_images_with_tiles_are_read_back_and_collated(tmp_path: Path) -> None:
     with SequenceWriter(tmp_path / "s.parquet") as writer:
         writer.write(TILED)
     (again,) = SequenceShard(tmp_path / "s.parquet").examples()
@@ -215,9 +217,9 @@ def test_stored_pictures_with_tiles_come_back_and_make_a_batch(tmp_path: Path) -
     assert batch.patches.ravel().tolist() == [*range(8), 5, 6, 7]
 
 
-def test_keys_of_blocks_hold_the_tiles_that_they_touch() -> None:
+def test_block_keys_depend_on_the_tiles_in_the_block() -> None:
     sequence = TILED.sequence
     keys = sequence.block_keys(8)
     other = replace(sequence, image_hashes=("a", "b", "c", "d", "other")).block_keys(8)
-    assert [one == two for one, two in zip(keys, other, strict=True)] == [True, True, False]
+    assert [a == b for a, b in zip(keys, other, strict=True)] == [True, True, False]
     assert sequence.block_keys(8)[0] != replace(sequence, image_hashes=("a", "other", *"cde")).block_keys(8)[0]

@@ -1,4 +1,4 @@
-"""Batches: equal to plain loops, the same after shards are put together, after workers, pinning and casts."""
+"""Batches: equal to plain loops, and unchanged by sharding and reassembly, pickling, pinning and casts."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
 
 
 def tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Every tensor of a batch by name."""
-    found = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    found["device_positions"] = batch.device_positions.table
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    """Return all tensors of a batch by name."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    values["device_positions"] = batch.device_positions.table
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def test_a_packed_batch_in_full() -> None:
+def test_all_fields_of_a_packed_batch() -> None:
     batch = PackedCollator(multiple_of=4, pad_token_id=5)([FIRST, SECOND])
     assert batch.keys == ("a", "b")
     assert batch.input_ids.tolist() == [97, 98, 256, 258, 258, 257, 99, 5, 7, 8, 9, 5]
@@ -58,7 +58,7 @@ def test_a_packed_batch_in_full() -> None:
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
-def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None:
+def test_a_fixed_length_is_filled_with_a_document_of_padding() -> None:
     batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
     assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
     assert batch.input_ids[12:].tolist() == [0] * 8
@@ -71,26 +71,26 @@ def test_a_length_that_is_given_is_filled_with_one_document_of_padding() -> None
 
 
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
-    """A batch whose documents are padded to these sizes, token by token."""
-    found: dict[str, Any] = {
+    """Collate documents padded to these sizes, token by token."""
+    arrays: dict[str, Any] = {
         name: [] for name in ("input_ids", "labels", "mask", "text", "positions", "spans", "features")
     }
     for one, size in zip(examples, sizes, strict=True):
         tokens, dense = one.num_tokens, one.sequence.positions.dense().T.tolist()
         before = size - tokens if side == "left" else 0
-        first = len(found["input_ids"])
+        first = len(arrays["input_ids"])
         for start, stop in one.sequence.image_spans.tolist():
-            found["spans"].append([first + before + start, first + before + stop])
-            seen = found["features"][-1][1] if found["features"] else 0
-            found["features"].append([seen, seen + stop - start])
+            arrays["spans"].append([first + before + start, first + before + stop])
+            row = arrays["features"][-1][1] if arrays["features"] else 0
+            arrays["features"].append([row, row + stop - start])
         for i in range(size):
-            real = 0 <= i - before < tokens
-            found["input_ids"].append(int(one.sequence.input_ids[i - before]) if real else 3)
-            found["labels"].append(int(one.labels[i - before]) if real and i > before else IGNORE_INDEX)
-            found["mask"].append(int(real))
-            found["text"].append(max(i - before, 0))
-            found["positions"].append(dense[i - before] if real else [0, 0])
-    return found
+            is_token = 0 <= i - before < tokens
+            arrays["input_ids"].append(int(one.sequence.input_ids[i - before]) if is_token else 3)
+            arrays["labels"].append(int(one.labels[i - before]) if is_token and i > before else IGNORE_INDEX)
+            arrays["mask"].append(int(is_token))
+            arrays["text"].append(max(i - before, 0))
+            arrays["positions"].append(dense[i - before] if is_token else [0, 0])
+    return arrays
 
 
 def flat(batch: Batch) -> dict[str, Any]:
@@ -139,7 +139,9 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
 
 @settings(max_examples=50)
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
-def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
+def test_the_shards_of_all_ranks_reassemble_to_the_batch(
+    documents: Any, world_size: int, layout: Layout, packed: bool
+) -> None:
     examples = examples_of(documents)
     collator = PackedCollator if packed or layout.endswith("sequence") else PaddedCollator
     whole = collator(multiple_of=2 * world_size)(examples)
@@ -148,26 +150,26 @@ def test_the_shards_of_all_ranks_are_the_whole(documents: Any, world_size: int, 
         shifted[start : stop - 1] = whole.labels.flatten()[start + 1 : stop].tolist()
     want = {**flat(whole), "labels": shifted}
     spans, features = want.pop("spans"), want.pop("features")
-    found: dict[str, Any] = {name: [None] * len(shifted) for name in want}
+    reassembled: dict[str, Any] = {name: [None] * len(shifted) for name in want}
     rows: dict[int, int] = {}
     for rank in range(world_size):
         shard = whole.shard(rank, world_size, layout)
         index = whole.positions.shard_indices(rank, world_size, layout).tolist()
         for name in want:
             for i, value in zip(index, flat(shard)[name], strict=True):
-                found[name][i] = value
+                reassembled[name][i] = value
         tokens, features_here = (tensor.tolist() for tensor in shard.image_tokens())
         rows |= {index[token]: row for token, row in zip(tokens, features_here, strict=True)}
         assert shard.input_ids.shape[:-1] == whole.input_ids.shape[:-1]
         assert shard.cu_seqlens.tolist() == [sum(i < end for i in index) for end in whole.cu_seqlens.tolist()]
         assert (shard.shifted, shard.world_size) == (True, world_size)
-    assert found == want
+    assert reassembled == want
     pairs = zip(spans, features, strict=True)
     assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
 
 
 @pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])
-def test_rows_of_a_padded_batch_are_not_cut_as_one_sequence(layout: Any) -> None:
+def test_sequence_layouts_are_refused_for_a_padded_batch(layout: Any) -> None:
     batch = PaddedCollator(multiple_of=4)([FIRST, SECOND])
     with pytest.raises(UnsupportedError) as refused:
         batch.shard(0, 2, layout)
@@ -176,7 +178,7 @@ def test_rows_of_a_padded_batch_are_not_cut_as_one_sequence(layout: Any) -> None
     )
 
 
-def test_a_shard_of_a_shard_still_knows_its_features() -> None:
+def test_a_shard_of_a_shard_keeps_its_features() -> None:
     whole = PackedCollator(multiple_of=8)([example("a", 3, (4, 5), 8), example("b", (3, 3), 4)])
     once = whole.shard(0, 2, "contiguous")
     twice = once.shard(1, 2, "contiguous")
@@ -189,7 +191,7 @@ def test_a_shard_of_a_shard_still_knows_its_features() -> None:
     assert twice.world_size == 4
 
 
-def test_labels_are_shifted_once() -> None:
+def test_shifting_labels_is_idempotent() -> None:
     batch = PackedCollator()([FIRST, SECOND]).shift_labels()
     assert batch.labels.tolist() == [98, 256, -100, -100, 257, 99, -100, 8, 9, -100]
     assert batch.shift_labels() is batch
@@ -197,7 +199,7 @@ def test_labels_are_shifted_once() -> None:
     assert own.shift_labels().labels.tolist() == [1, 2, 3, 4, 5, 6, -100, 8, 9, -100]
 
 
-def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> None:
+def test_transformers_finds_documents_in_the_text_row() -> None:
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
     batch = PackedCollator(multiple_of=4, length=24)([FIRST, SECOND, FIRST.slice(6, 7)])
     position_ids = batch.as_dict(text_row=True, batched=True)["position_ids"]
@@ -207,14 +209,14 @@ def test_transformers_finds_the_documents_of_a_packed_row_in_the_text_row() -> N
     assert int(max_seqlen) == batch.max_seqlen
 
 
-def test_the_parts_of_a_split_document_go_on_counting_and_begin_without_a_label() -> None:
+def test_parts_of_a_split_document_keep_position_ids_and_start_without_a_label() -> None:
     batch = PackedCollator()([FIRST.slice(0, 6), FIRST.slice(6, 7), SECOND])
     assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
     assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
     assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, -100, -100, 8, 9]
 
 
-def test_images_that_touch_have_spans_of_their_own() -> None:
+def test_adjacent_images_have_separate_spans() -> None:
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
     batch = PackedCollator()([Example("b", bare, bare.input_ids)] * 2)
     assert batch.image_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
@@ -228,7 +230,7 @@ def with_photos(scheme: str = "rope-tie", start: int = 0) -> list[Example]:
     return [Example(f"p{i}", sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
 
 
-def test_patches_follow_each_other_as_they_are() -> None:
+def test_patches_are_concatenated_unchanged() -> None:
     examples = with_photos()
     batch = PackedCollator()(examples)
     assert batch.patches is not None
@@ -243,7 +245,7 @@ def test_patches_follow_each_other_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "mrope"])
-def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
+def test_mixed_precision_leaves_a_batch_unchanged(scheme: str) -> None:
     common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
     utils = pytest.importorskip("torch.distributed.utils")
     cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
@@ -258,32 +260,32 @@ def test_a_batch_passes_mixed_precision_unchanged(scheme: str) -> None:
         assert torch.equal(cast(batch.as_dict()["position_ids"]), batch.position_ids(torch.int64))
 
 
-def test_arguments_by_name() -> None:
+def test_as_dict_returns_arguments_by_name() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     names = {"input_ids", "labels", "cu_seqlens", "max_seqlen", "grid_thw", "image_spans", "feature_spans"}
-    found = batch.as_dict(batched=True)
-    assert found.keys() == names | {"position_ids"}
-    assert found["input_ids"].shape == found["labels"].shape == (1, 10)
-    assert (found["position_ids"].shape, found["position_ids"].dtype) == ((2, 1, 10), torch.int64)
-    assert found["max_seqlen"] == 7
+    arguments = batch.as_dict(batched=True)
+    assert arguments.keys() == names | {"position_ids"}
+    assert arguments["input_ids"].shape == arguments["labels"].shape == (1, 10)
+    assert (arguments["position_ids"].shape, arguments["position_ids"].dtype) == ((2, 1, 10), torch.int64)
+    assert arguments["max_seqlen"] == 7
     sharded = PaddedCollator(multiple_of=4)([SECOND, SECOND]).shard(1, 2)
-    found = sharded.as_dict("table", batched=True)
-    assert found.keys() == names | {"positions", "shift_labels", "attention_mask"}
-    assert isinstance(found["positions"], DevicePositions)
-    assert found["shift_labels"].tolist() == found["labels"].tolist() == [[9, -100], [9, -100]]
+    arguments = sharded.as_dict("table", batched=True)
+    assert arguments.keys() == names | {"positions", "shift_labels", "attention_mask"}
+    assert isinstance(arguments["positions"], DevicePositions)
+    assert arguments["shift_labels"].tolist() == arguments["labels"].tolist() == [[9, -100], [9, -100]]
     assert "patches" in PackedCollator()(with_photos()).as_dict()
 
 
 @pytest.mark.parametrize("name", ["text_row", "batched"])
 def test_patches_that_a_model_of_transformers_would_ignore_are_refused(name: Any) -> None:
     batch = PackedCollator()(with_photos())
-    told: dict[str, Any] = {name: True}
+    option: dict[str, Any] = {name: True}
     message = f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want ModelC"
     with pytest.raises(UnsupportedError, match=message):
-        batch.as_dict(**told)
+        batch.as_dict(**option)
 
 
-def test_ids_come_in_the_dtypes_that_hold_them() -> None:
+def test_position_ids_are_returned_in_the_requested_dtype() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     assert batch.position_ids().dtype == torch.int32
     for dtype in (torch.int64, torch.float64):
@@ -299,7 +301,7 @@ def test_ids_come_in_the_dtypes_that_hold_them() -> None:
         fractional.as_dict()
 
 
-def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tensors_are_moved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = PaddedCollator()(with_photos())
     moved = batch.to("meta", non_blocking=True)
     assert {tensor.device.type for tensor in tensors(moved).values()} == {"meta"}
@@ -312,7 +314,7 @@ def test_every_tensor_moves_and_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    assert_equal(pin.pin_memory(batch), batch)  # what the thread of a DataLoader calls
+    assert_equal(pin.pin_memory(batch), batch)  # called by the pinning thread of a DataLoader
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
@@ -349,13 +351,13 @@ def test_collators_and_batches_pickle() -> None:
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_values_that_do_not_fit_are_named(collate: Any, examples: Any, message: str) -> None:
+def test_invalid_values_are_named(collate: Any, examples: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         collate(examples)
     assert str(refused.value) == message
 
 
-def test_a_batch_checks_its_shapes() -> None:
+def test_a_batch_checks_shapes() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     changed: tuple[tuple[dict[str, Any], str], ...] = (
         ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),

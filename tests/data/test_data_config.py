@@ -1,4 +1,4 @@
-"""`mmpos preprocess --config`: a folder of a model alone gives the tokens, images and positions of the model."""
+"""`mmpos preprocess --config`: the folder of a model determines tokens, images and positions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """Preprocess the chat, and return what is said on stderr."""
+    """Preprocess the chat, and return the output on stderr."""
     command = ["preprocess", "chat.jsonl", "-o", "out", "-f", "chat", "--images-from", str(PHOTOS), "--config", "model"]
     main([*command, *options])
     return capsys.readouterr().err
 
 
-def test_a_folder_gives_what_the_processor_of_the_model_gives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocessing_with_a_folder_equals_the_processor_of_the_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")
     (example,) = SequenceShard("out/chat.parquet").examples()
-    theirs = both("qwen2_vl")[1]
-    text = theirs.apply_chat_template(CHAT, tokenize=False)
-    want: Any = theirs(
+    processor = both("qwen2_vl")[1]
+    text = processor.apply_chat_template(CHAT, tokenize=False)
+    want: Any = processor(
         text=[text], images=[Image.open(PHOTOS / "coffee.jpg")], add_special_tokens=False, return_tensors="np"
     )
     assert example.sequence.input_ids.tolist() == want["input_ids"][0].tolist()
@@ -65,7 +67,7 @@ def test_a_folder_gives_what_the_processor_of_the_model_gives(folder: Path, caps
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(
+def test_an_unreadable_file_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
 ) -> None:
     (folder / "processor_config.json").unlink(missing_ok=True)
@@ -73,13 +75,13 @@ def test_a_file_that_cannot_be_read_is_named(
         (folder / file).unlink()
     else:
         (folder / file).write_text(content)
-    said = run(capsys)
-    assert said.startswith(f"mmpos: error: {message}"), said
-    assert said.count("\n") == 1
+    printed = run(capsys)
+    assert printed.startswith(f"mmpos: error: {message}"), printed
+    assert printed.count("\n") == 1
     assert not Path("out").exists()
 
 
-def test_a_model_of_text_takes_text_alone(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_model_takes_only_text(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     both("qwen2_vl")[1].tokenizer.save_pretrained("model")
     tiny_config("llama").save_pretrained("model")
@@ -87,5 +89,5 @@ def test_a_model_of_text_takes_text_alone(tmp_path: Path, monkeypatch: Any, caps
     assert run(capsys).startswith("1/1 shard ")
     (example,) = SequenceShard("out/chat.parquet").examples()
     assert example.sequence.positions.axes == 1
-    said = run(capsys, "--image-option", "max_tokens=8")
-    assert said == "mmpos: error: --config: got a text-only model with --image-option, want a model with images\n"
+    printed = run(capsys, "--image-option", "max_tokens=8")
+    assert printed == "mmpos: error: --config: got a text-only model with --image-option, want a model with images\n"

@@ -1,4 +1,4 @@
-"""Damaged shards: nothing is lost without a word, and any number of readers see what one sees."""
+"""Damaged shards: no record is lost silently, and several readers of a shard find the same damage as one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lzma
 import random
 import tarfile
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,24 @@ from mmpos.data.examples import RecordError
 from mmpos.data.readers import Reader, TarReader, shards
 
 BLOCK = 512
-LOST = ", want a record that can be read; what follows it is lost"
+LOST = ", want a readable record; all later records are lost"
 
 Seen = list[tuple[int, Any]]
-"""Number and record, or words of the error, of each record."""
+"""Index, and record or error message, of each record."""
 
 
 def see(reader: Reader, readers: int = 1) -> Seen:
-    """Records of a shard in its order, read by several readers that split it."""
-    found: Seen = []
+    """Return the records of a shard in order, read by several readers with different strides."""
+    seen: Seen = []
     for first in range(readers):
         for location, raw in reader.records(first, readers):
             assert location.source == reader.source
-            found.append((location.index, str(raw) if isinstance(raw, RecordError) else raw))
-    return sorted(found, key=lambda each: each[0])
+            seen.append((location.index, str(raw) if isinstance(raw, RecordError) else raw))
+    return sorted(seen, key=itemgetter(0))
 
 
 def seen_by_all(path: Path) -> Seen:
-    """Records of a shard as one, two and three readers see them, which must be the same."""
+    """Return the records of a shard, and check that two and three readers find the same."""
     (reader,) = shards(path)
     alone = see(reader)
     assert see(reader, 2) == alone
@@ -57,14 +58,14 @@ def archive(members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT
 
 
 def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
-    """Records of a jpg of two blocks and a txt of one, without what compresses."""
+    """Return members of records with a jpg of two blocks and a txt of one, all incompressible."""
     rng = random.Random(7)
     sizes = (("jpg", 600), ("txt", 30))
     return [(f"{prefix}{i}.{kind}", rng.randbytes(size)) for i in range(records) for kind, size in sizes]
 
 
-def whole(records: int, path: Path, prefix: str = "") -> Seen:
-    """Records of an archive of these members."""
+def intact(records: int, path: Path, prefix: str = "") -> Seen:
+    """Return the records of an intact archive with these members."""
     content = dict(members(records, prefix))
     keys = [f"{prefix}{i}" for i in range(records)]
     return [
@@ -74,7 +75,7 @@ def whole(records: int, path: Path, prefix: str = "") -> Seen:
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:
-    """The bytes with others from there on."""
+    """Replace the bytes at an offset."""
     return data[:at] + new + data[at + len(new) :]
 
 
@@ -83,29 +84,28 @@ FOUR = archive(members(4))
 HEADERS = [5 * record + offset for record in range(4) for offset in (0, 3)]
 
 
-def read_before(block: int) -> int:
-    """Records that are whole when reading stops at a block: the next one has begun."""
+def complete_before(block: int) -> int:
+    """Return the number of complete records before a block at which reading stops."""
     return max(block - 1, 0) // 5
 
 
 def written(folder: Path, data: bytes, packed: bool) -> Path:
-    """An archive as a file."""
+    """Write an archive to a file."""
     path = folder / ("a.tar.gz" if packed else "a.tar")
     path.write_bytes(gzip.compress(data) if packed else data)
     return path
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_archive_cut_at_any_block_is_an_error_unless_its_end_is_there(tmp_path: Path, packed: bool) -> None:
+def test_a_truncated_archive_is_an_error_unless_its_end_is_complete(tmp_path: Path, packed: bool) -> None:
     for block in range(len(FOUR) // BLOCK + 1):
         path = written(tmp_path, FOUR[: block * BLOCK], packed)
-        found = seen_by_all(path)
+        *before, (index, message) = seen_by_all(path)
         if block >= 22:
-            assert found == whole(4, path)
+            assert [*before, (index, message)] == intact(4, path)
             continue
-        last = min(read_before(block), 3)
-        assert found[:-1] == whole(4, path)[:last]
-        index, message = found[-1]
+        last = min(complete_before(block), 3)
+        assert before == intact(4, path)[:last]
         assert index == last
         if block in HEADERS or block == 20:
             want = f"no header at byte {block * BLOCK} (the end of the file)"
@@ -119,65 +119,65 @@ def test_an_archive_cut_at_any_block_is_an_error_unless_its_end_is_there(tmp_pat
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_zeros_in_the_place_of_a_header_do_not_end_an_archive(tmp_path: Path, packed: bool) -> None:
+def test_zeros_in_place_of_a_header_do_not_end_an_archive(tmp_path: Path, packed: bool) -> None:
     for block in HEADERS:
         path = written(tmp_path, changed(FOUR, block * BLOCK, bytes(BLOCK)), packed)
-        last = read_before(block)
-        what = f"one block of zeros at byte {block * BLOCK}, where a header or two blocks of zeros should be"
-        assert seen_by_all(path) == [*whole(4, path)[:last], (last, f"{path}[{last}]: got {what}{LOST}")]
+        last = complete_before(block)
+        got = f"one block of zeros at byte {block * BLOCK}, where a header or two blocks of zeros should be"
+        assert seen_by_all(path) == [*intact(4, path)[:last], (last, f"{path}[{last}]: got {got}{LOST}")]
 
 
 @pytest.mark.parametrize(
-    ("data", "records", "what"),
+    ("data", "records", "got"),
     [
         (b"", 0, "no header at byte 0 (the end of the file)"),
         (bytes(BLOCK), 0, "one block of zeros at byte 0, where a header or two blocks of zeros should be"),
-        (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
-        (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, behind the end of the archive"),
+        (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, after the end of the archive"),
+        (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, after the end of the archive"),
         (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
-        (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, behind the end of the archive"),
+        (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, after the end of the archive"),
         *(
             (changed(FOUR, at, bytes([FOUR[at] ^ 1])), 1, f"no header at byte {8 * BLOCK} (bad checksum)")
             for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))
         ),
     ],
 )
-def test_an_archive_that_is_no_whole_one_is_an_error_after_its_records(
-    tmp_path: Path, data: bytes, records: int, what: str
+def test_a_damaged_archive_is_an_error_after_its_intact_records(
+    tmp_path: Path, data: bytes, records: int, got: str
 ) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(data)
-    assert seen_by_all(path) == [*whole(records, path), (records, f"{path}[{records}]: got {what}{LOST}")]
+    assert seen_by_all(path) == [*intact(records, path), (records, f"{path}[{records}]: got {got}{LOST}")]
 
 
-def test_an_archive_may_end_in_any_number_of_zeros_from_two_blocks_on(tmp_path: Path) -> None:
+def test_an_archive_may_end_in_two_or_more_blocks_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     for zeros in (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 3 * 2**20):
         path.write_bytes(FOUR[: 20 * BLOCK] + bytes(zeros))
-        assert seen_by_all(path) == whole(4, path)
+        assert seen_by_all(path) == intact(4, path)
     path.write_bytes(bytes(2 * BLOCK))
     assert seen_by_all(path) == []
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_extended_headers_that_are_cut_or_zeroed_are_errors(tmp_path: Path, form: int) -> None:
+def test_truncated_extended_headers_are_errors(tmp_path: Path, form: int) -> None:
     path, prefix = tmp_path / "a.tar", "ä" * 130
     data = archive(members(3, prefix), form)
     path.write_bytes(data)
-    assert seen_by_all(path) == whole(3, path, prefix)
-    end = len(data.rstrip(b"\0")) // BLOCK + 1  # no header ends in a byte other than zero
+    assert seen_by_all(path) == intact(3, path, prefix)
+    end = len(data.rstrip(b"\0")) // BLOCK + 1  # headers end in zero bytes
     seen = []
     for block in range(end + 1):
         path.write_bytes(data[: block * BLOCK])
         *before, (last, message) = seen_by_all(path)
-        assert before == whole(3, path, prefix)[:last]
+        assert before == intact(3, path, prefix)[:last]
         assert message.endswith(LOST)
         seen.append(last)
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2}
 
 
-def test_a_member_that_would_lead_back_is_an_error(tmp_path: Path) -> None:
+def test_a_member_with_a_negative_or_huge_size_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     member = tarfile.TarInfo("1.jpg")
     for fields in ({"size": -BLOCK}, {"pax_headers": {"size": str(-2 * BLOCK)}}, {"size": 2**80}):
@@ -191,9 +191,9 @@ def test_a_member_that_would_lead_back_is_an_error(tmp_path: Path) -> None:
         member = tarfile.TarInfo("1.jpg")
 
 
-def test_files_with_holes_are_read_and_cut_as_others(tmp_path: Path) -> None:
+def test_sparse_files_are_read_and_their_truncation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    # GNU's form 1.0: the map of a file of 2,000 bytes with data from 1,000 on, then the data.
+    # GNU sparse format 1.0: the map of a file of 2,000 bytes with data from byte 1,000, then the data.
     pax = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "0.txt", "GNU.sparse.realsize": "2000"}
     layout = b"1\n1000\n1000\n".ljust(BLOCK, b"\0")
     member = tarfile.TarInfo("GNUSparseFile.0/0.txt")
@@ -210,7 +210,7 @@ def test_files_with_holes_are_read_and_cut_as_others(tmp_path: Path) -> None:
         assert (index, message.endswith(LOST)) == (0, True)
 
 
-# Compressed shards: of the same bytes, wherever readers begin
+# Compressed shards
 
 
 def pack(kind: str, path: Path) -> bytes:
@@ -236,46 +236,43 @@ def reader_of(path: Path) -> Reader:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_shard_cut_anywhere_is_an_error(tmp_path: Path, kind: str) -> None:
+def test_a_truncated_compressed_shard_is_an_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     data = pack(kind, path)
     good = see(reader_of(path))
     assert len(good) == 40
     for size in [0, 1, 9, *range(18, len(data), len(data) // 16), len(data) - 1]:
         path.write_bytes(data[:size])
-        *before, (last, message) = found = see(reader_of(path))
+        *before, (last, message) = alone = see(reader_of(path))
         assert before == good[:last]
         assert message.endswith(LOST)
         for readers in (2, 3):
-            assert see(reader_of(path), readers) == found
+            assert see(reader_of(path), readers) == alone
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_byte_in_a_packed_shard_is_seen_by_all_or_by_none(tmp_path: Path, kind: str) -> None:
+def test_all_readers_agree_about_a_flipped_byte_in_a_compressed_shard(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     data = pack(kind, path)
     good = see(reader_of(path))
     for at in range(0, len(data), len(data) // 24):
         path.write_bytes(changed(data, at, bytes([data[at] ^ 255])))
-        found = see(reader_of(path))
+        alone = see(reader_of(path))
         for readers in (2, 3):
-            assert see(reader_of(path), readers) == found
-        errors = [index for index, raw in found if isinstance(raw, str)]
-        if kind == "parquet":  # a record for each row, or none without the footer
-            assert [index for index, _ in found] in ([index for index, _ in good], [0])
-        else:  # a byte that says nothing of the content is no damage, and pyarrow writes no checksum of zstd
-            assert errors or found == good or kind == "jsonl.zst"
+            assert see(reader_of(path), readers) == alone
+        errors = [index for index, raw in alone if isinstance(raw, str)]
+        if kind == "parquet":  # one record per row, or a single error without the footer
+            assert [index for index, _ in alone] in ([index for index, _ in good], [0])
+        else:  # bytes of metadata may differ without damage, and pyarrow writes no checksum for zstd
+            assert errors or alone == good or kind == "jsonl.zst"
 
 
-def test_rows_that_a_row_group_lacks_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rows_of_a_row_group_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", records(0, 21))
-    # Pages of some damage give fewer rows and no error.
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **options: iter(()))
+    # Some damage of pages yields fewer rows without an error.
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *arguments, **options: iter(()))
     groups = [8] * 16 + [5] * 5
     assert seen_by_all(path) == [
-        (i, f"{path}[{i}]: got 0 rows in a row group of {rows}, want a record that can be read")
+        (i, f"{path}[{i}]: got 0 rows in a row group of {rows}, want a readable record")
         for i, rows in enumerate(groups)
     ]
-
-
-# Loaders

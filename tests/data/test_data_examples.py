@@ -1,4 +1,4 @@
-"""Examples: labels follow the pieces, slices keep images whole and ids as they were, errors name the record."""
+"""Examples: labels follow the pieces, slices keep position ids and do not cut images, errors name the record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 @dataclass(frozen=True)
 class Pieces:
-    """A format whose records are lists of part and train."""
+    """Format whose records are lists of (part, train)."""
 
     def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
@@ -42,27 +42,27 @@ def example(*pieces: tuple[object, bool], **options: Any) -> Example:
     return Preprocess(Pieces(), BUILDER, **options)({"pieces": pieces}, HERE)
 
 
-def test_what_is_not_trained_on_has_no_label() -> None:
-    found = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
-    assert found.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
-    assert found.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
-    assert (found.key, found.num_tokens) == ("r7", 9)
+def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
+    got = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
+    assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
+    assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
+    assert (got.key, got.num_tokens) == ("r7", 9)
 
 
-def test_markers_of_images_that_are_trained_on_may_be_labels() -> None:
-    found = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
-    assert found.labels.tolist() == [256, -100, 257, -100, -100, -100]
+def test_markers_of_trained_images_are_labels_with_train_markers() -> None:
+    got = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
+    assert got.labels.tolist() == [256, -100, 257, -100, -100, -100]
 
 
-def test_a_slice_keeps_ids_and_whole_images_with_their_patches() -> None:
-    whole = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
-    first, second = whole.slice(2, 13), whole.slice(12, whole.num_tokens)
+def test_a_slice_keeps_position_ids_and_the_patches_of_its_images() -> None:
+    original = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
+    first, second = original.slice(2, 13), original.slice(12, original.num_tokens)
     for part, start in ((first, 2), (second, 12)):
         stop = start + part.num_tokens
-        dense = whole.sequence.positions.dense()[:, start:stop]
+        dense = original.sequence.positions.dense()[:, start:stop]
         assert (part.sequence.positions.dense() == dense).all()
-        assert (part.labels == whole.labels[start:stop]).all()
-        assert (part.sequence.input_ids == whole.sequence.input_ids[start:stop]).all()
+        assert (part.labels == original.labels[start:stop]).all()
+        assert (part.sequence.input_ids == original.sequence.input_ids[start:stop]).all()
         assert part.sequence.segments.num_tokens == part.num_tokens
         assert part.sequence.part_offsets[[0, -1]].tolist() == [0, part.num_tokens]
     assert first.sequence.image_spans.tolist() == [[2, 8]]
@@ -70,9 +70,9 @@ def test_a_slice_keeps_ids_and_whole_images_with_their_patches() -> None:
     assert first.sequence.patches is not None
     assert second.sequence.patches is not None
     both = np.concatenate([first.sequence.patches, second.sequence.patches])
-    assert (both == whole.sequence.patches).all()
-    assert first.sequence.image_hashes + second.sequence.image_hashes == whole.sequence.image_hashes
-    assert whole.slice(0, 2).sequence.patches is None
+    assert (both == original.sequence.patches).all()
+    assert first.sequence.image_hashes + second.sequence.image_hashes == original.sequence.image_hashes
+    assert original.slice(0, 2).sequence.patches is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_slice_keeps_ids_and_whole_images_with_their_patches() -> None:
         (0, 6, "stop: got 6 inside image 0, want it between parts"),
     ],
 )
-def test_slices_that_cut_an_image_or_hold_nothing_are_refused(start: int, stop: int, message: str) -> None:
+def test_empty_slices_and_slices_through_an_image_are_refused(start: int, stop: int, message: str) -> None:
     whole = example(("ab", True), (Grid(1, 3), True), ("c", True))
     with pytest.raises(InvalidInputError) as refused:
         whole.slice(start, stop)
@@ -105,35 +105,36 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
     assert str(refused.value).startswith(message)
 
 
-def test_it_pickles_and_checks_its_parts() -> None:
+def test_preprocess_pickles_and_checks_its_arguments() -> None:
     again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
     assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
     with pytest.raises(InvalidInputError, match="format: got int, want a callable of record and location"):
         Preprocess(3, BUILDER)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="builder: got int, want an object with build"):
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), that of input_ids"):
+    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
 
 
 BROKEN = b"no picture"
 
 
-def test_an_image_that_cannot_be_read_is_dropped_with_its_markers() -> None:
+def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
     pieces = [("a", True), (BROKEN, True), ("b", True), ("c", False), (PHOTO, True), (BROKEN, False), ("d", True)]
-    found = example(*pieces, on_image_error="drop")
+    got = example(*pieces, on_image_error="drop")
     want = example(("ab", True), ("c", False), (PHOTO, True), ("d", True))
-    assert found.sequence.input_ids.tolist() == want.sequence.input_ids.tolist()
-    assert found.labels.tolist() == want.labels.tolist()
-    assert found.sequence.part_offsets.tolist() == want.sequence.part_offsets.tolist()  # texts around it are one part
-    first, second = found.dropped_images
+    assert got.sequence.input_ids.tolist() == want.sequence.input_ids.tolist()
+    assert got.labels.tolist() == want.labels.tolist()
+    # Texts around a dropped image are one part.
+    assert got.sequence.part_offsets.tolist() == want.sequence.part_offsets.tolist()
+    first, second = got.dropped_images
     assert first.startswith("r7 (shard.jsonl[3]): parts[1]: image: got ")
     assert second.startswith("r7 (shard.jsonl[3]): parts[5]: image: got ")
     assert want.dropped_images == example(*pieces[:1], on_image_error="drop").dropped_images == ()
 
 
 @pytest.mark.parametrize(("policy", "on_error"), [("raise", "raise"), ("skip-document", "skip")])
-def test_the_policy_for_images_is_told_with_the_error(policy: OnImageError, on_error: str) -> None:
+def test_an_image_error_carries_the_policy_for_images(policy: OnImageError, on_error: str) -> None:
     with pytest.raises(ImageError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[1\]: image: got ") as refused:
         example(("a", True), (BROKEN, True), on_image_error=policy)
     assert refused.value.on_error == on_error
@@ -142,19 +143,19 @@ def test_the_policy_for_images_is_told_with_the_error(policy: OnImageError, on_e
 
 
 @pytest.mark.parametrize("policy", ["drop", "skip-document", "raise"])
-def test_other_faults_of_a_record_are_not_those_of_its_images(policy: OnImageError) -> None:
+def test_other_errors_of_a_record_are_not_image_errors(policy: OnImageError) -> None:
     with pytest.raises(RecordError, match=r"parts\[1\]: got the patch marker's id 258") as refused:
         example((PHOTO, True), ([258], True), on_image_error=policy)
     assert not isinstance(refused.value, ImageError)
 
 
-def test_a_document_of_broken_images_alone_is_skipped() -> None:
+def test_a_document_with_only_broken_images_is_skipped() -> None:
     with pytest.raises(ImageError) as refused:
         example((BROKEN, True), (BROKEN, True), on_image_error="drop")
     assert refused.value.on_error == "skip"
 
 
-def test_policies_for_images_that_do_not_fit_are_refused() -> None:
+def test_invalid_policies_for_images_are_refused() -> None:
     with pytest.raises(
         InvalidInputError, match=r"^on_image_error: got 'skip', want one of 'drop', 'skip-document', 'ra"
     ):
@@ -166,7 +167,7 @@ def test_policies_for_images_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "drop"])
-def test_a_part_that_the_builder_does_not_take_is_no_fault_of_the_record(policy: OnImageError | None) -> None:
+def test_a_part_that_the_builder_does_not_support_is_not_a_record_error(policy: OnImageError | None) -> None:
     parts: list[tuple[object, bool]] = [(Audio(1), True)] if policy is None else [(BROKEN, True), (Audio(1), True)]
     with pytest.raises(
         UnsupportedError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[0\]: got Audio, want a builder with"
@@ -175,12 +176,12 @@ def test_a_part_that_the_builder_does_not_take_is_no_fault_of_the_record(policy:
 
 
 @pytest.mark.parametrize("policy", ["raise", "drop"])
-def test_a_server_that_does_not_answer_is_no_fault_of_a_record_or_an_image(policy: OnImageError) -> None:
-    class Away:
+def test_an_unavailable_server_is_not_an_error_of_a_record_or_an_image(policy: OnImageError) -> None:
+    class Unavailable:
         def build(self, parts: object) -> Any:
             if len(parts) > 1 and policy == "drop":  # type: ignore[arg-type]
                 raise InvalidInputError("parts[0]: image: broken")
             raise ServiceUnavailableError("away")
 
     with pytest.raises(ServiceUnavailableError, match="away"):
-        Preprocess(Pieces(), Away(), on_image_error=policy)({"pieces": [(PHOTO, True), ("a", True)]}, HERE)
+        Preprocess(Pieces(), Unavailable(), on_image_error=policy)({"pieces": [(PHOTO, True), ("a", True)]}, HERE)

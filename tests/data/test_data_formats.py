@@ -1,4 +1,4 @@
-"""Formats: what a record of each corpus becomes, and what is said of a wrong one."""
+"""Formats: documents made from the records of each corpus, and errors of invalid records."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", min_pixels=28 * 28, ma
 
 
 def pieces(document: Document) -> list[Any]:
-    """Parts in order; what is not trained on stands in a tuple by itself."""
+    """Return the parts in order, with parts that are not trained on wrapped in a tuple."""
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
 def plain(name: str, **options: Any) -> Any:
-    """A format by its name; conversations in plain text."""
+    """Create a format by name; conversations use plain text."""
     return FORMATS[name](**options | ({"template": ChatTemplate()} if name in ("chat", "llava") else {}))
 
 
-def said(read: Callable[..., Any], record: object) -> str:
+def refusal(read: Callable[..., Any], record: object) -> str:
     with pytest.raises(RecordError) as caught:
         read(record, HERE)
     return str(caught.value)
 
 
-# Where images come from
+# Sources of images
 
 
 def read(images: Images, reference: object) -> Any:
@@ -95,7 +95,7 @@ def test_bytes_are_images(data: object) -> None:
         f"data:image/png,{quote(PNG, safe='')}",
     ],
 )
-def test_data_urls_are_decoded_whoever_else_could_be_asked(url: str) -> None:
+def test_data_urls_are_decoded_without_the_resolver(url: str) -> None:
     assert read(Images(resolver=lambda name: pytest.fail(name)), url) == PNG
     assert BUILDER.build([read(Images(), url)]).grid_thw.tolist() == [[1, 1, 1]]
 
@@ -113,11 +113,11 @@ def test_data_urls_are_decoded_whoever_else_could_be_asked(url: str) -> None:
         ("data:,", "got 0 bytes, want the bytes of a file"),
     ],
 )
-def test_a_wrong_data_url_is_refused_in_words(url: str, message: str) -> None:
+def test_an_invalid_data_url_is_refused(url: str, message: str) -> None:
     assert f"r: image: {message}" in refused(Images(), url).replace(f"got the data URL '{url}', want b", "want b")
 
 
-def test_a_path_is_of_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "base" / "deep").mkdir(parents=True)
     inside = tmp_path / "base" / "deep" / "a.png"
     inside.write_bytes(PNG)
@@ -133,9 +133,9 @@ def test_a_path_is_of_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.Mon
     assert read(images, Path("deep/a.png")) == inside
     base = tmp_path / "base"
     for name in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "/etc/passwd", ".."):
-        said = refused(images, name)
-        assert said.startswith(f"r: image: got the path {repr(name)[:38]}")
-        assert said.endswith(f", want a path that stays inside {base}")
+        message = refused(images, name)
+        assert message.startswith(f"r: image: got the path {repr(name)[:38]}")
+        assert message.endswith(f", want a path that stays inside {base}")
     for name in ("b.png", "deep", "."):
         assert refused(images, name) == f"r: image: got the path {name!r}, want a file that exists inside {base}"
     for name in ("a\0b", "loop", "x" * 5000, "\ud800"):
@@ -143,25 +143,25 @@ def test_a_path_is_of_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_base_no_path_is_read() -> None:
-    want = "want Images(base=…) or Images(resolver=…): no path is read unasked"
+    want = "want Images(base=…) or Images(resolver=…): paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
 
 
-def test_a_url_is_never_fetched_unasked() -> None:
-    want = "want Images(fetcher=…) or Images(resolver=…): no URL is fetched unasked"
+def test_urls_are_not_fetched_by_default() -> None:
+    want = "want Images(fetcher=…) or Images(resolver=…): URLs are not fetched by default"
     assert refused(LOCAL, "https://host/a.png") == f"r: image: got the URL 'https://host/a.png', {want}"
-    asked: list[str] = []
-    images = Images(fetcher=lambda url: asked.append(url) or PNG)  # type: ignore[func-returns-value]
+    urls: list[str] = []
+    images = Images(fetcher=lambda url: urls.append(url) or PNG)  # type: ignore[func-returns-value]
     assert read(images, "HTTPS://host/a.png") == PNG
-    assert asked == ["HTTPS://host/a.png"]
+    assert urls == ["HTTPS://host/a.png"]
     other = "r: image: got the URL 's3://bucket/a.png', want http or https, or a resolver that knows it"
     assert refused(images, "s3://bucket/a.png") == other
     empty = "r: image: got 0 bytes from the fetcher, want the bytes of a file"
     assert refused(Images(fetcher=lambda url: b""), "http://host/a") == empty
 
 
-def test_a_resolver_gets_every_name_first_and_may_not_know_it() -> None:
+def test_a_resolver_gets_every_name_first_and_may_return_none() -> None:
     size = ImageSize(3, 4)
     known = {"http://host/a": PNG, "b": PHOTOS / "coffee.jpg", "c": size, "d": "text"}
     images = Images(PHOTOS, resolver=known.get)
@@ -174,33 +174,33 @@ def test_a_resolver_gets_every_name_first_and_may_not_know_it() -> None:
     assert refused(strict, "e") == "r: image: got KeyError ('e') from the resolver for 'e', want an image"
 
 
-def down(asked: object) -> bytes:
+def unavailable(_: object) -> bytes:
     raise ServiceUnavailableError("no answer")
 
 
 @pytest.mark.parametrize(
     ("read", "record"),
     [
-        (Obelics(Images(fetcher=down)), {"images": ["http://host/a"], "texts": [None]}),
-        (Obelics(Images(resolver=down)), {"images": ["a"], "texts": [None]}),
-        (Chat(media=down), {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}),
+        (Obelics(Images(fetcher=unavailable)), {"images": ["http://host/a"], "texts": [None]}),
+        (Obelics(Images(resolver=unavailable)), {"images": ["a"], "texts": [None]}),
+        (Chat(media=unavailable), {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}),
     ],
 )
-def test_a_service_that_does_not_answer_is_no_fault_of_the_record(read: Format, record: dict[str, Any]) -> None:
+def test_an_unavailable_service_is_not_a_record_error(read: Format, record: dict[str, Any]) -> None:
     with pytest.raises(ServiceUnavailableError, match="no answer"):
         read(record, HERE)
 
 
-def test_decoded_images_pass_and_parts_of_one_become_levels() -> None:
+def test_decoded_images_pass_and_floats_from_0_to_1_become_uint8() -> None:
     photo, array, size = Image.open(io.BytesIO(COFFEE)), np.zeros((2, 3, 3), np.uint8), ImageSize(2, 3)
     levels = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16)
     for image in (photo, array, size, Grid(1, 2), levels):
         assert read(Images(), image) is image
-    found = read(Images(), levels / 255)
-    assert found.dtype == torch.uint8
-    assert torch.equal(found, levels)
-    beyond = "r: image: got a float tensor from 0 to 255, want 0 to 1, or uint8"
-    assert refused(Images(), levels.float()) == beyond
+    image = read(Images(), levels / 255)
+    assert image.dtype == torch.uint8
+    assert torch.equal(image, levels)
+    out_of_range = "r: image: got a float tensor from 0 to 255, want 0 to 1, or uint8"
+    assert refused(Images(), levels.float()) == out_of_range
     assert "nan" in refused(Images(), torch.full((1, 2, 2), torch.nan))
     assert refused(Images(), torch.zeros(3)) == "r: image: got a tensor of shape (3,), want an image"
 
@@ -217,16 +217,16 @@ def test_decoded_images_pass_and_parts_of_one_become_levels() -> None:
         ({"bytes": None, "path": 5}, "image.path: got 5, want text"),
     ],
 )
-def test_what_refers_to_no_image_is_refused(reference: object, message: str) -> None:
+def test_values_that_are_not_image_references_are_refused(reference: object, message: str) -> None:
     assert refused(Images(), reference).endswith(message)
 
 
-def test_errors_stay_short() -> None:
+def test_errors_about_large_values_stay_short() -> None:
     for reference in ("x" * 10**6, [["x" * 10**6] * 1000] * 1000, 10**5000, "data:image/png;base64," + "!" * 10**6):
         assert len(refused(Images(), reference)) < 800
 
 
-def test_wrong_options_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for name, value in (("base", 5), ("resolver", {}), ("fetcher", "curl")):
         option: dict[str, Any] = {name: value}
         with pytest.raises(InvalidInputError, match=f"^{name}: got "):
@@ -251,7 +251,7 @@ def test_wrong_options_are_refused() -> None:
             kind(**options)
 
 
-# Images that are dropped
+# Dropped images
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_wrong_options_are_refused() -> None:
         ),
     ],
 )
-def test_references_that_lead_nowhere_are_dropped_as_broken_images_are(name: str, record: Any, text: str) -> None:
-    made = plain(name, images=LOCAL)
+def test_unresolved_references_are_dropped_like_broken_images(name: str, record: Any, text: str) -> None:
+    format_ = plain(name, images=LOCAL)
     with pytest.raises(RecordError):
-        made(record, HERE)
-    example = Preprocess(made, BUILDER, on_image_error="drop")(record, HERE)
+        format_(record, HERE)
+    example = Preprocess(format_, BUILDER, on_image_error="drop")(record, HERE)
     assert bytes(example.sequence.input_ids.tolist()).decode() == text
     (error,) = example.dropped_images
     assert error.removeprefix("a (").startswith("shard-3.jsonl[17]")
@@ -299,7 +299,7 @@ def test_references_that_lead_nowhere_are_dropped_as_broken_images_are(name: str
         ({"id": "a7", "__key__": "000017"}, "a7"),
     ],
 )
-def test_the_key_is_the_records_own_or_its_location(ids: dict[str, object], key: str) -> None:
+def test_the_key_is_the_id_of_the_record_or_its_location(ids: dict[str, object], key: str) -> None:
     assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
 
 
@@ -312,23 +312,23 @@ def test_the_key_is_the_records_own_or_its_location(ids: dict[str, object], key:
         ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
     ],
 )
-def test_a_key_must_be_one(ids: dict[str, object], message: str) -> None:
-    assert said(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
+def test_invalid_keys_are_refused(ids: dict[str, object], message: str) -> None:
+    assert refusal(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
 
 
-# One format after the other: what becomes of a record
+# Documents of each format
 
 
-def test_obelics_is_two_parallel_lists() -> None:
+def test_obelics_has_parallel_lists_of_images_and_texts() -> None:
     record = {
         "images": [None, PNG_URL, None, None, "coffee.jpg"],
         "texts": ["A dot:", None, "One paragraph.", "And one.", None],
         "metadata": '[null, {"src": "dot.png"}, null, null, null]',
         "general_metadata": '{"url": "somewhere"}',
     }
-    found = Obelics(LOCAL)(record, HERE)
-    assert found.key == "shard-3.jsonl[17]"
-    assert pieces(found) == ["A dot:", PNG, "One paragraph.\n\nAnd one.", PHOTOS / "coffee.jpg"]
+    document = Obelics(LOCAL)(record, HERE)
+    assert document.key == "shard-3.jsonl[17]"
+    assert pieces(document) == ["A dot:", PNG, "One paragraph.\n\nAnd one.", PHOTOS / "coffee.jpg"]
 
 
 MMC4_RECORD = {
@@ -342,7 +342,7 @@ MMC4_RECORD = {
 }
 
 
-def test_mmc4_has_images_before_their_sentence_in_order() -> None:
+def test_mmc4_places_images_before_their_sentence_in_order() -> None:
     names = MMC4(Images(resolver=str.encode))
     assert pieces(names(MMC4_RECORD, HERE)) == [
         b"missing.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."
@@ -351,13 +351,13 @@ def test_mmc4_has_images_before_their_sentence_in_order() -> None:
     assert pieces(urls(MMC4_RECORD, HERE))[0] == b"http://host/e"
 
 
-@pytest.mark.parametrize(("least", "count"), [(0.1, 3), (0.2, 2), (0.25, 1), (1, 0)])
-def test_mmc4_leaves_out_images_that_are_less_similar_unread(least: float, count: int) -> None:
+@pytest.mark.parametrize(("min_similarity", "count"), [(0.1, 3), (0.2, 2), (0.25, 1), (1, 0)])
+def test_mmc4_does_not_read_images_below_min_similarity(min_similarity: float, count: int) -> None:
     read: list[str] = []
     images = Images(resolver=lambda name: read.append(name) or PNG)  # type: ignore[func-returns-value]
-    found = MMC4(images, min_similarity=least)(MMC4_RECORD, HERE)
+    document = MMC4(images, min_similarity=min_similarity)(MMC4_RECORD, HERE)
     assert len(read) == count
-    assert found.parts.count(PNG) == count
+    assert document.parts.count(PNG) == count
 
 
 CHAT_RECORD = {
@@ -379,10 +379,10 @@ CHAT_RECORD = {
 }
 
 
-def test_chat_trains_the_assistants_turns_with_the_text_that_ends_them() -> None:
-    found = Chat()(CHAT_RECORD, HERE)
-    assert found.key == "c1"
-    assert pieces(found) == [
+def test_chat_trains_on_the_turns_of_the_assistant_and_their_end() -> None:
+    document = Chat()(CHAT_RECORD, HERE)
+    assert document.key == "c1"
+    assert pieces(document) == [
         ("System:\nBe brief.\n\nUser:\nWhat is",),
         (PNG,),
         ("this?\n\nAssistant:\n",),
@@ -392,16 +392,16 @@ def test_chat_trains_the_assistants_turns_with_the_text_that_ends_them() -> None
     ]
 
 
-def test_chat_takes_another_template() -> None:
+def test_chat_accepts_another_template() -> None:
     template = ChatTemplate(user=Turn("<u>", "</u>"), assistant=Turn("<a>", "</a>"), system=None)
     record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]}
     assert pieces(Chat(template)(record, HERE)) == [("<u>Hi</u><a>",), "</a>"]
     wrong = {"messages": [{"role": "system", "content": "x"}]}
     want = "want one of developer, user, assistant, tool"
-    assert said(Chat(template), wrong) == f"shard-3.jsonl[17]: messages[0].role: got 'system', {want}"
+    assert refusal(Chat(template), wrong) == f"shard-3.jsonl[17]: messages[0].role: got 'system', {want}"
 
 
-def test_chat_takes_the_images_of_transformers() -> None:
+def test_chat_accepts_the_image_parts_of_transformers() -> None:
     pixels = np.zeros((2, 3, 3), np.uint8)
     blocks: list[dict[str, Any]] = [
         {"image": PNG_URL},
@@ -412,25 +412,25 @@ def test_chat_takes_the_images_of_transformers() -> None:
     ]
     content: list[dict[str, Any]] = [{"type": "image", "url": None, **block} for block in blocks]
     content.append({"type": "image", "image": {"bytes": PNG, "path": None}})
-    (_, *found, _) = Chat(images=LOCAL)(asked(*content), HERE).parts
-    assert found[:4] == [PNG, PNG, PHOTOS / "coffee.jpg", PNG]
-    assert found[4] is pixels
-    assert found[5:] == [PNG]
+    (_, *images, _) = Chat(images=LOCAL)(user_turn(*content), HERE).parts
+    assert images[:4] == [PNG, PNG, PHOTOS / "coffee.jpg", PNG]
+    assert images[4] is pixels
+    assert images[5:] == [PNG]
     want = "want one of image, url, path, base64"
     for block, got in (({}, "none"), ({"url": "a", "path": "b"}, "url and path")):
         assert (
-            said(Chat(), asked({"type": "image", **block}))
+            refusal(Chat(), user_turn({"type": "image", **block}))
             == f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
         )
 
 
-def asked(*parts: object) -> dict[str, Any]:
+def user_turn(*parts: object) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
-def test_chat_takes_videos_as_lists_of_frames() -> None:
+def test_chat_accepts_videos_as_lists_of_frames() -> None:
     frames = [PNG_URL, {"bytes": PNG, "path": None}, "coffee.jpg"]
-    record = asked({"type": "video", "video": frames, "fps": 29.97}, {"type": "text", "text": "Who?"})
+    record = user_turn({"type": "video", "video": frames, "fps": 29.97}, {"type": "text", "text": "Who?"})
     (_, video, text) = Chat(images=LOCAL)(record, HERE).parts
     assert isinstance(video, Video)
     assert video.frames == (PNG, PNG, PHOTOS / "coffee.jpg")
@@ -446,13 +446,14 @@ def test_chat_takes_videos_as_lists_of_frames() -> None:
         ({"video": [PNG], "fps": 0}, "fps: got 0, want frames per second above 0"),
     ],
 )
-def test_a_list_of_frames_that_is_no_video_is_refused(part: dict[str, Any], message: str) -> None:
-    wrong = said(Chat(), asked({"type": "video", **part}))
-    assert wrong.startswith(f"shard-3.jsonl[17]: messages[0].content[0].{message}")
+def test_an_invalid_list_of_frames_is_refused(part: dict[str, Any], message: str) -> None:
+    assert refusal(Chat(), user_turn({"type": "video", **part})).startswith(
+        f"shard-3.jsonl[17]: messages[0].content[0].{message}"
+    )
 
 
 def media(part: Any) -> object:
-    """As a caller reads videos and audio."""
+    """Read videos and audio like the callable of a user."""
     if part["type"] == "input_audio":
         return Audio(part["input_audio"]["tokens"])
     if part["type"] == "video_url":
@@ -460,8 +461,8 @@ def media(part: Any) -> object:
     return {"video": Grid(1, 2, frames=2), "image": Grid(1, 2), "nothing": None}[part["video"]]
 
 
-def test_chat_asks_for_videos_and_audio() -> None:
-    record = asked(
+def test_chat_reads_videos_and_audio_with_media() -> None:
+    record = user_turn(
         {"type": "input_audio", "input_audio": {"tokens": 7}},
         {"type": "video_url", "video_url": {"url": "a.mp4"}},
         {"type": "video", "video": "video"},
@@ -474,39 +475,39 @@ def test_chat_asks_for_videos_and_audio() -> None:
     ("name", "got"),
     [("image", "Grid from media"), ("nothing", "nothing from media"), ("lost", "KeyError ('lost') from media")],
 )
-def test_what_media_makes_is_checked(name: str, got: str) -> None:
+def test_the_result_of_media_is_checked(name: str, got: str) -> None:
     want = "want a Video, a Grid of several frames, a Clip or an Audio"
-    assert said(Chat(media=media), asked({"type": "video", "video": name})) == (
+    assert refusal(Chat(media=media), user_turn({"type": "video", "video": name})) == (
         f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
     )
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "message"),
     [
         ({"video": [PNG, b"broken"], "fps": 1}, "parts[1].frames[1]: image: got a file"),
         ({"video": [PNG, "gone"], "fps": 1}, "messages[0].content[1].video[1]: got the path 'gone'"),
         ({"video": "lost"}, "messages[0].content[1]: got KeyError ('lost') from media"),
     ],
 )
-def test_a_video_that_cannot_be_read_is_dropped_whole(part: dict[str, Any], words: str) -> None:
+def test_an_unreadable_video_is_dropped_as_a_whole(part: dict[str, Any], message: str) -> None:
     chat = Chat(ChatTemplate(user=Turn("<", ">")), media=media)
     preprocess = Preprocess(chat, BUILDER, on_image_error="drop")
     text = {"type": "text", "text": "a"}
-    example = preprocess(asked(text, {"type": "video", **part}, text), HERE)
+    example = preprocess(user_turn(text, {"type": "video", **part}, text), HERE)
     assert BUILDER.tokenizer.decode(example.sequence.input_ids.tolist()) == "<aa>"
     (error,) = example.dropped_images
-    assert error.startswith(f"shard-3.jsonl[17]: {words}")
+    assert error.startswith(f"shard-3.jsonl[17]: {message}")
 
 
-def test_chat_takes_the_parts_of_responses() -> None:
+def test_chat_accepts_the_parts_of_responses() -> None:
     content = [{"type": "input_text", "text": "This:"}, {"type": "input_image", "image_url": PNG_URL}]
     answer = [{"type": "output_text", "text": "A dot."}]
     record = {"messages": [{"role": "developer", "content": content}, {"role": "assistant", "content": answer}]}
     assert pieces(Chat()(record, HERE)) == [("System:\nThis:",), (PNG,), ("\n\nAssistant:\n",), "A dot.\n\n"]
 
 
-def test_llava_has_images_where_their_placeholders_are() -> None:
+def test_llava_replaces_placeholders_by_images() -> None:
     record = {
         "id": 33471,
         "image": ["coffee.jpg", "chelsea.jpg", {"bytes": PNG, "path": None}],
@@ -516,9 +517,9 @@ def test_llava_has_images_where_their_placeholders_are() -> None:
             {"from": "gpt", "value": "Coffee."},
         ],
     }
-    found = LLaVA(images=LOCAL)(record, HERE)
-    assert found.key == "33471"
-    assert pieces(found) == [
+    document = LLaVA(images=LOCAL)(record, HERE)
+    assert document.key == "33471"
+    assert pieces(document) == [
         ("System:\nBe brief.\n\nUser:\n",),
         (PHOTOS / "coffee.jpg",),
         ("\nWhat is it?",),
@@ -529,14 +530,14 @@ def test_llava_has_images_where_their_placeholders_are() -> None:
     ]
 
 
-def test_energon_is_a_sequence_of_texts_and_tensors() -> None:
+def test_energon_has_a_sequence_of_texts_and_tensors() -> None:
     tensor = torch.zeros(3, 4, 5, dtype=torch.uint8)
     record = {"__key__": "000/17", "sequence": ["coffee.jpg", "is", tensor, PNG, "", {"bytes": PNG, "path": None}]}
-    found = Energon()(record, HERE)
-    assert found.key == "000/17"
-    assert pieces(found)[0] == "coffee.jpgis"
-    assert found.parts[1] is tensor
-    assert found.parts[2:] == [PNG, PNG]
+    document = Energon()(record, HERE)
+    assert document.key == "000/17"
+    assert pieces(document)[0] == "coffee.jpgis"
+    assert document.parts[1] is tensor
+    assert document.parts[2:] == [PNG, PNG]
 
 
 def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
@@ -556,7 +557,7 @@ def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
         (np.array([struct(PNG)], object), np.array(["a"]), [PNG, "a"]),
     ],
 )
-def test_hugging_face_columns_hold_one_or_lists(image: object, text: object, want: list[object]) -> None:
+def test_hugging_face_columns_hold_single_values_or_lists(image: object, text: object, want: list[object]) -> None:
     assert pieces(HFImages(images=LOCAL)({"image": image, "text": text}, HERE)) == want
     assert pieces(HFImages("photo", "caption", LOCAL)({"photo": image, "caption": text}, HERE)) == want
 
@@ -570,20 +571,20 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
         {"json": {"caption": "a dot ä", "width": 1}},
     ]
     for caption in members:
-        found = Pairs()({"__key__": "000017", extension: PNG, **caption}, HERE)
-        assert (found.key, pieces(found)) == ("000017", [PNG, "a dot ä"])
+        document = Pairs()({"__key__": "000017", extension: PNG, **caption}, HERE)
+        assert (document.key, pieces(document)) == ("000017", [PNG, "a dot ä"])
     other = Pairs(caption="alt")({extension: PNG, "json": '{"alt": "a"}'}, HERE)
     assert pieces(other) == [PNG, "a"]
 
 
-# What is said of a wrong record
+# Errors of invalid records
 
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
 PART = "want text, a tensor, the bytes of a file, or a struct of bytes and path"
 
 
 def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
-    """The record with another value in one place."""
+    """Copy a record and replace the value at a path."""
     copy: Any = deepcopy(record)
     inner = copy
     for step in path[:-1]:
@@ -602,43 +603,43 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
         (Obelics(), {}, "images: got nothing, want a list"),
         (Obelics(), {"images": [], "texts": []}, "images, texts: got no image and no text, want at least one"),
         (Obelics(), {"images": [None], "texts": [""]}, "images, texts: got no image and no text, want at least one"),
-        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2, as many as texts"),
+        (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2 as in texts"),
         (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
         (Obelics(), {"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
         (Obelics(), {"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON in text"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2, as many as images"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON text"),
+        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2 as in images"),
         (
             Obelics(),
             changed(OBELICS_RECORD, ("general_metadata",), "3"),
-            "general_metadata: got 3, want an object as JSON in text",
+            "general_metadata: got 3, want an object as JSON text",
         ),
         (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
         (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
         (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
         (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
-        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2, as many as text"),
+        (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2 as in text"),
     ],
 )
-def test_a_format_says_what_is_wrong(read: Format, record: object, message: str) -> None:
-    assert said(read, record) == f"shard-3.jsonl[17]: {message}"
+def test_errors_of_formats_name_record_field_and_value(read: Format, record: object, message: str) -> None:
+    assert refusal(read, record) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
-def test_json_that_is_none_is_refused(text: str) -> None:
-    message = said(Obelics(), changed(OBELICS_RECORD, ("metadata",), text))
+def test_invalid_json_is_refused(text: str) -> None:
+    message = refusal(Obelics(), changed(OBELICS_RECORD, ("metadata",), text))
     assert message.startswith("shard-3.jsonl[17]: metadata: got '")
-    assert "which is no JSON (" in message
+    assert "which is not JSON (" in message
 
 
-def test_text_that_is_not_unicode_is_refused() -> None:
-    message = said(Obelics(), {"images": [None], "texts": ["\ud800"]})
+def test_text_with_a_lone_surrogate_is_refused() -> None:
+    message = refusal(Obelics(), {"images": [None], "texts": ["\ud800"]})
     assert message.startswith("shard-3.jsonl[17]: texts[0]: got text with a lone surrogate")
 
 
 MATCHED, NAMED = ("image_info", 0, "matched_text_index"), "image_info[0].matched_text_index"
-AN_INDEX = "want an index of text_list, which has 3"
+AN_INDEX = "want an index of the 3 items of text_list"
 
 
 @pytest.mark.parametrize(
@@ -649,26 +650,26 @@ AN_INDEX = "want an index of text_list, which has 3"
         (("image_info", 1, "matched_sim"), float("nan"), "image_info[1].matched_sim: got nan, want a finite number"),
         (("image_info", 1, "matched_sim"), 10**400, "image_info[1].matched_sim: got 1000"),
         (("image_info", 1, "matched_sim"), True, "image_info[1].matched_sim: got True, want a finite number"),
-        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3, as many as image_info"),
-        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3, as many as text_list"),
+        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3 as in image_info"),
+        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3 as in text_list"),
         *((MATCHED, index, f"{NAMED}: got {index!r}, {AN_INDEX}") for index in (3, -1, 1.0, True, "0")),
         (MATCHED, None, f"{NAMED}: got nothing, {AN_INDEX}"),
     ],
 )
-def test_mmc4_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
-    found = said(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
-    assert found.startswith(f"shard-3.jsonl[17]: {message}")
+def test_invalid_records_of_mmc4_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+    error = refusal(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
+    assert error.startswith(f"shard-3.jsonl[17]: {message}")
 
 
-def test_mmc4_needs_similarities_only_to_compare_them() -> None:
+def test_mmc4_needs_similarities_only_for_min_similarity() -> None:
     record = changed(MMC4_RECORD, ("image_info",), [{"image_name": "a", "matched_text_index": 0}])
     record["similarity_matrix"] = None
     images = Images(resolver=str.encode)
     assert pieces(MMC4(images)(record, HERE)) == [b"a", "First. Second. Third."]
     want = "image_info[0].matched_sim: got nothing, want a finite number"
-    assert said(MMC4(images, min_similarity=0), record) == f"shard-3.jsonl[17]: {want}"
+    assert refusal(MMC4(images, min_similarity=0), record) == f"shard-3.jsonl[17]: {want}"
     empty: dict[str, Any] = {"text_list": [], "image_info": []}
-    assert "text_list, image_info: got no image and no text, want at least one" in said(MMC4(), empty)
+    assert "text_list, image_info: got no image and no text, want at least one" in refusal(MMC4(), empty)
 
 
 ROLES = "want one of system, developer, user, assistant, tool"
@@ -691,19 +692,19 @@ UNREAD = "want Chat(media=…), which reads such parts, or a video as a list of 
         ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {UNREAD}"),
         ((*PARTS, 0, "type"), "video", f"messages[1].content[0].type: got 'video', {UNREAD}"),
         ((*PARTS, 1, "image_url", "url"), 5, f"messages[1].content[1].image_url.url: got 5, {NO_REFERENCE}"),
-        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want none, but what was said in content"),
+        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want no tool calls, only content"),
     ],
 )  # fmt: skip
-def test_chat_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
-    assert said(Chat(), changed(CHAT_RECORD, path, value)) == f"c1 (shard-3.jsonl[17]): {message}"
+def test_invalid_chats_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+    assert refusal(Chat(), changed(CHAT_RECORD, path, value)) == f"c1 (shard-3.jsonl[17]): {message}"
 
 
-def test_chat_without_a_word_is_empty() -> None:
+def test_a_chat_without_text_is_empty() -> None:
     silent = Chat(ChatTemplate(user=Turn("", "")))
-    assert said(silent, asked()) == "shard-3.jsonl[17]: messages: got no image and no text, want at least one"
+    assert refusal(silent, user_turn()) == "shard-3.jsonl[17]: messages: got no image and no text, want at least one"
 
 
-AS_MANY = "as many as there are in image"
+NUMBER = "the number of references in image"
 LLAVA_RECORD = {
     "image": "coffee.jpg",
     "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Coffee."}],
@@ -715,14 +716,14 @@ LLAVA_RECORD = {
     [
         (("conversations",), [], "conversations: got [], want at least one turn"),
         (("conversations", 0, "from"), "user", "conversations[0].from: got 'user', want one of human, gpt, system"),
-        (("conversations", 0, "value"), "What?", f"conversations: got 0 of <image>, want 1, {AS_MANY}"),
-        (("conversations", 1, "value"), "<image>", f"conversations: got 2 of <image>, want 1, {AS_MANY}"),
-        (("image",), None, f"conversations: got 1 of <image>, want 0, {AS_MANY}"),
-        (("image",), ["a", "b"], f"conversations: got 1 of <image>, want 2, {AS_MANY}"),
+        (("conversations", 0, "value"), "What?", f"conversations: got 0 of <image>, want 1, {NUMBER}"),
+        (("conversations", 1, "value"), "<image>", f"conversations: got 2 of <image>, want 1, {NUMBER}"),
+        (("image",), None, f"conversations: got 1 of <image>, want 0, {NUMBER}"),
+        (("image",), ["a", "b"], f"conversations: got 1 of <image>, want 2, {NUMBER}"),
     ],
 )  # fmt: skip
-def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, message: str) -> None:
-    assert said(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
+def test_invalid_records_of_llava_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+    assert refusal(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
 
 
 @pytest.mark.parametrize(
@@ -733,35 +734,35 @@ def test_llava_says_what_is_wrong(path: tuple[str | int, ...], value: object, me
         ({"jpg": PNG}, "txt, json: got neither, want one of them"),
         ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a caption that is not empty"),
         ({"jpg": PNG, "txt": b"\xff"}, "txt: got bytes that are not UTF-8 ("),
-        ({"jpg": PNG, "json": b"{"}, "json: got '{', which is no JSON ("),
+        ({"jpg": PNG, "json": b"{"}, "json: got '{', which is not JSON ("),
         ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
     ],
 )
-def test_pairs_say_what_is_wrong(members: dict[str, object], message: str) -> None:
-    found = said(Pairs(), {"__key__": "000017", **members})
-    assert found.startswith(f"000017 (shard-3.jsonl[17]): {message}")
+def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> None:
+    error = refusal(Pairs(), {"__key__": "000017", **members})
+    assert error.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
 
 def sample(*rows: dict[str, Any]) -> dict[str, Any]:
-    """A text, an image and metadata, as rows out of order, and changes of the first ones."""
-    whole = [
+    """Return a sample with an image, a text and metadata as unsorted rows; the arguments change the first rows."""
+    base = [
         {"position": 1, "modality": "image", "binary_content": CAT, "source_ref": None},
         {"position": 0, "modality": "text", "text_content": "A cat:", "train": False},
         {"position": -1, "modality": "metadata", "text_content": "{}"},
     ]
-    return {"id": "a", "rows": [row | change for row, change in zip(whole, [*rows, {}, {}, {}], strict=False)]}
+    return {"id": "a", "rows": [row | change for row, change in zip(base, [*rows, {}, {}, {}], strict=False)]}
 
 
 def ref(**values: Any) -> dict[str, Any]:
     return {"binary_content": None, "source_ref": json.dumps({"path": "chelsea.jpg", **values})}
 
 
-def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None:
-    made = Curator(images=LOCAL)
-    assert pieces(made(sample(), HERE)) == [("A cat:",), CAT]
-    assert pieces(made(sample(ref(), {"position": 7}), HERE)) == [PHOTOS / "chelsea.jpg", ("A cat:",)]
+def test_rows_of_curator_are_sorted_by_position_and_images_may_be_in_files() -> None:
+    curator = Curator(images=LOCAL)
+    assert pieces(curator(sample(), HERE)) == [("A cat:",), CAT]
+    assert pieces(curator(sample(ref(), {"position": 7}), HERE)) == [PHOTOS / "chelsea.jpg", ("A cat:",)]
     in_archive = sample(ref(member="a.jpg", byte_offset=2, byte_size=5))
-    assert pieces(made(in_archive, HERE))[1] == CAT[2:7]
+    assert pieces(curator(in_archive, HERE))[1] == CAT[2:7]
     assert pieces(Curator(Images(resolver=lambda name: CAT))(in_archive, HERE))[1] == CAT[2:7]
     assert Curator(separator="|")(sample({"modality": "text", "text_content": "B"}, {"train": None}), HERE).parts == [
         "A cat:|B"
@@ -774,7 +775,7 @@ def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None
         ({"id": None, "rows": []}, "id: got nothing, want the sample_id of its rows"),
         ({"id": "a", "rows": []}, "rows: got no image and no text, want at least one"),
         (sample({"modality": "audio"}), "rows[0].modality: got 'audio', want one of text, image, metadata"),
-        (sample({"position": 0}), "rows[1].position: got 0, want another one, since rows[0] has it"),
+        (sample({"position": 0}), "rows[1].position: got 0, want a position other than that of rows[0]"),
         (sample({"position": -1}), "rows[0].position: got -1, want an integer >= 0"),
         (sample({}, {"position": 0.5}), "rows[1].position: got 0.5, want an integer >= 0"),
         (sample({}, {}, {"position": 2}), "rows[2].position: got 2, want -1 for metadata"),
@@ -785,14 +786,17 @@ def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None
             "rows[0].binary_content: got nothing, want the bytes of a file, or a source_ref",
         ),
         (sample({"materialize_error": "404"}), "rows[0].materialize_error: got '404', want none"),
-        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is no JSON ("),
+        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is not JSON ("),
         (sample(ref(path=None)), "rows[0].source_ref.path: got nothing, want text"),
         (sample(ref(path="../x")), "rows[0].source_ref.path: got the path '../x', want a path that stays inside "),
-        (sample(ref(frame_index=0)), "rows[0].source_ref.frame_index: got 0, want null, since TIFF is not read"),
+        (
+            sample(ref(frame_index=0)),
+            "rows[0].source_ref.frame_index: got 0, want null, since frames of TIFF files are not supported",
+        ),
         (
             sample(ref(member="a.jpg")),
             "rows[0].source_ref.byte_size: got nothing, want a number of bytes, "
-            "since a member of an archive is not searched for",
+            "since archives are not searched for members",
         ),
         (sample(ref(byte_size=5)), "rows[0].source_ref.byte_offset: got nothing, want a finite number"),
         (
@@ -802,12 +806,12 @@ def test_rows_of_curator_stand_by_position_and_images_may_lie_in_files() -> None
         ),
     ],
 )
-def test_rows_of_curator_say_what_is_wrong(record: dict[str, Any], message: str) -> None:
+def test_invalid_rows_of_curator_are_refused(record: dict[str, Any], message: str) -> None:
     name = "" if record["id"] is None else "a ("
-    assert said(Curator(images=LOCAL), record).startswith(f"{name}shard-3.jsonl[17]{')' if name else ''}: {message}")
+    assert refusal(Curator(images=LOCAL), record).startswith(f"{name}shard-3.jsonl[17]{')' if name else ''}: {message}")
 
 
-# All of them
+# All formats
 
 RECORDS: dict[str, dict[str, Any]] = {
     "obelics": OBELICS_RECORD,
@@ -823,9 +827,9 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_pickle(name: str) -> None:
-    given = FORMATS[name](images=Images(PHOTOS, resolver=RECORDS.get))
+    other = FORMATS[name](images=Images(PHOTOS, resolver=RECORDS.get))
     again = pickle.loads(pickle.dumps(FORMATS[name](images=LOCAL)))
-    assert again == FORMATS[name](images=LOCAL) != given
+    assert again == FORMATS[name](images=LOCAL) != other
     assert pieces(again(RECORDS[name], HERE)) == pieces(FORMATS[name](images=LOCAL)(RECORDS[name], HERE))
 
 
@@ -843,7 +847,7 @@ VALUES = st.recursive(
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a record."""
+    """Return the path of every value in a record."""
     steps: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]
 
@@ -851,7 +855,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 @settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_json_raises_anything_but_a_record_error(name: str, data: st.DataObject) -> None:
+def test_json_is_read_or_raises_a_record_error(name: str, data: st.DataObject) -> None:
     record = deepcopy(RECORDS[name])
     for _ in range(data.draw(st.integers(1, 2))):
         record = changed(record, data.draw(st.sampled_from(places(record))), data.draw(VALUES))

@@ -1,4 +1,4 @@
-"""Loaders: every record once, the same in every run, resumed anywhere byte for byte, nothing dropped silently."""
+"""Loaders: every record once, reproducible, resumable at any batch byte for byte, and no silent drops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
 class Numbers(NumberedShard):
-    """A shard of numbers."""
+    """Shard of texts of up to 50 letters."""
 
     def make(self, i: int) -> Any:
         return {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
@@ -53,7 +53,7 @@ class Numbers(NumberedShard):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
-    """Five shards in three formats with 53 records, of which two and the end of a shard are broken."""
+    """Write five shards in two formats with 53 records; two records and the end of a shard are broken."""
     folder = tmp_path_factory.mktemp("corpus")
     broken = write_jsonl(folder / "b.jsonl", records(11, 24))
     lines = broken.read_bytes().split(b"\n")
@@ -74,13 +74,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
 
 
 def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> BatchDataset:
-    """Packs of few tokens with a buffer that always holds some, splitting text."""
+    """Create a dataset of small packs that splits texts and always buffers some examples."""
     batching = batching or Packer(200, buffer=5, split_text=True)
-    given: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
-    return BatchDataset(shards, batching=batching, **given | options)
+    defaults: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
+    return BatchDataset(shards, batching=batching, **defaults | options)
 
 
-def test_type_checkers_know_what_a_dataset_gives() -> None:
+def test_type_checkers_infer_the_type_of_batches() -> None:
     for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
         assert_type(batch, Batch)
         assert isinstance(batch, Batch)
@@ -102,16 +102,16 @@ def test_all_consumers_together_read_every_record_once(
 ) -> None:
     readers = tuple(Numbers(f"s{i}", size) for i, size in enumerate(sizes))
     want = Counter(record["id"] for reader in readers for _, record in reader.records())
-    found: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     loads = []
     for rank in range(world_size):
         for worker in range(num_workers):
             split = Split(rank, world_size, worker, num_workers, by)
             feed = Feed(readers, tuple(split.portions(len(readers))), shuffle, (0, 0, split.consumer))
             ids = [entry.raw["id"] for entry in feed.entries()]  # type: ignore[index]
-            found.update(ids)
+            seen.update(ids)
             loads.append(len(ids))
-    assert found == want
+    assert seen == want
     if by == "records":
         assert max(loads) - min(loads) <= len(sizes)
 
@@ -119,9 +119,9 @@ def test_all_consumers_together_read_every_record_once(
 def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
     assert Split(1, 2, 1, 2).portions(9) == [Portion(3), Portion(7)]
     assert Split(1, 2, 1, 2).portions(3) == [Portion(0, 3, 4), Portion(1, 2, 4), Portion(2, 1, 4)]
-    # Two shards left over go to two ranks.
-    left = [len(Split(rank, 2, worker, 2).portions(6)) for rank in (0, 1) for worker in (0, 1)]
-    assert left == [2, 1, 2, 1]
+    # Two leftover shards go to different ranks.
+    counts = [len(Split(rank, 2, worker, 2).portions(6)) for rank in (0, 1) for worker in (0, 1)]
+    assert counts == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
         ({"by": "rows"}, "by: got 'rows', want one of 'auto', 'shards', 'records'"),
     ],
 )
-def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> None:
+def test_an_invalid_split_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Split(**arguments)
 
@@ -141,26 +141,24 @@ def test_a_consumer_that_cannot_be_is_refused(arguments: Any, message: str) -> N
 # Order
 
 
-def test_an_epoch_has_its_own_order_and_always_the_same() -> None:
+def test_the_order_depends_on_epoch_seed_and_window_and_is_reproducible() -> None:
     readers = [Numbers(f"s{i}", 10) for i in range(4)]
 
     def order(**options: object) -> list[str]:
         return keys(data(readers, Batcher(3), collate=PaddedCollator(), **options))
 
-    straight = [f"s{i}/{j}" for i in range(4) for j in range(10)]
-    assert order(shuffle=0) == straight
+    unshuffled = [f"s{i}/{j}" for i in range(4) for j in range(10)]
+    assert order(shuffle=0) == unshuffled
     first = order(shuffle=15)
     assert order(shuffle=15) == first
-    assert sorted(first) == sorted(straight)
-    others = [straight, order(shuffle=15, epoch=1), order(shuffle=15, seed=8), order(shuffle=14)]
+    assert sorted(first) == sorted(unshuffled)
+    others = [unshuffled, order(shuffle=15, epoch=1), order(shuffle=15, seed=8), order(shuffle=14)]
     assert all(other != first for other in others)
-    # A window reaches over the end of a shard, and no farther than it is long.
-    moved = [i - 10 * first.index(key) for i, key in enumerate(sorted(first))]
-    assert moved
+    # The first window spans two shards.
     assert len({key[:2] for key in first[:15]}) == 2
 
 
-def test_set_epoch_reaches_workers_that_live_on() -> None:
+def test_set_epoch_reaches_persistent_workers() -> None:
     readers = [Numbers(f"s{i}", 10) for i in range(4)]
     dataset = data(readers, Batcher(5), collate=PaddedCollator(), shuffle=20)
     loader = DataLoader(
@@ -178,7 +176,7 @@ def test_set_epoch_reaches_workers_that_live_on() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_together_give_every_record_once_and_always_the_same(
+def test_workers_together_yield_every_record_once_and_reproducibly(
     corpus: list[Reader], method: str, tmp_path: Path
 ) -> None:
     def run(workers: int, **options: object) -> list[Any]:
@@ -192,7 +190,7 @@ def test_workers_together_give_every_record_once_and_always_the_same(
     assert_equal(two, run(2))
     assert_equal(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
-    # Split documents come in several pieces, and no label is lost but the first of each piece.
+    # Split documents are in several pieces, and no token is lost.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
 
 
@@ -201,19 +199,19 @@ def test_formats_give_the_same_batches(tmp_path: Path) -> None:
     features = datasets.Features(
         {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
     )
-    whole = datasets.Dataset.from_list(rows, features=features)
+    dataset = datasets.Dataset.from_list(rows, features=features)
     corpora: list[tuple[Any, Any]] = [
         (shards(write_parquet(tmp_path / "a.parquet", rows)), HFImages()),
         (shards(write_jsonl(tmp_path / "a.jsonl", rows)), HFImages()),
         (shards(write_tar(tmp_path / "a.tar", rows)), Pairs()),
-        (dataset_shards(whole), HFImages()),
-        (dataset_shards(whole.to_iterable_dataset()), HFImages()),
+        (dataset_shards(dataset), HFImages()),
+        (dataset_shards(dataset.to_iterable_dataset()), HFImages()),
     ]
-    found = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
-    assert_equal(found, found[:1] * 5)
+    batches = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
+    assert_equal(batches, batches[:1] * 5)
 
 
-def test_without_collate_come_groups() -> None:
+def test_a_dataset_without_collate_yields_groups() -> None:
     packs = list(data([Numbers("a", 9)], collate=None))
     assert sorted(example.key for pack in packs for example in pack.examples) == [f"a/{i}" for i in range(9)]
     groups = list(data([Numbers("a", 9)], Batcher(4), collate=None, shuffle=0))
@@ -222,11 +220,11 @@ def test_without_collate_come_groups() -> None:
         ["a/4", "a/5", "a/6", "a/7"],
         ["a/8"],
     ]
-    whole = list(data([Numbers("a", 9)], Batcher(4, drop_last=True), collate=None))
-    assert [len(group) for group in whole] == [4, 4]
+    groups = list(data([Numbers("a", 9)], Batcher(4, drop_last=True), collate=None))
+    assert [len(group) for group in groups] == [4, 4]
 
 
-def test_nothing_gives_nothing() -> None:
+def test_an_empty_corpus_yields_no_batches() -> None:
     for readers in ([], [Numbers("a", 0)]):
         assert list(data(readers)) == []
         assert list(data(readers, Batcher(2), collate=PaddedCollator())) == []
@@ -245,9 +243,7 @@ BATCHINGS = {
 
 @pytest.mark.parametrize("shuffle", [0, 6])
 @pytest.mark.parametrize("kind", list(BATCHINGS))
-def test_a_resume_after_any_batch_goes_on_byte_for_byte(
-    corpus: list[Reader], kind: str, shuffle: int, tmp_path: Path
-) -> None:
+def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuffle: int, tmp_path: Path) -> None:
     batching, collate = BATCHINGS[kind]
 
     def new(threads: int = 0, epoch: int = 3) -> BatchDataset:
@@ -278,7 +274,7 @@ def test_a_resume_after_any_batch_goes_on_byte_for_byte(
         again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
-        again.set_epoch(4)  # of the iteration after this one
+        again.set_epoch(4)  # applies to the next iteration
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
         assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
@@ -296,7 +292,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     loader = new()
     whole = list(loader)
     assert_equal(list(loader), whole)
-    # The last: of a run that had ended; what comes then is the next epoch.
+    # The last one is the end of an epoch, after which the next epoch follows.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
         iterator = iter(loader)
@@ -311,7 +307,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         assert_equal(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
-def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
+def test_a_state_of_other_arguments_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
     options = {"on_error": "skip", "quarantine": tmp_path}
     state = data(corpus, **options).state_dict()
     for other, message in [
@@ -323,22 +319,22 @@ def test_a_state_that_does_not_fit_is_refused(corpus: list[Reader], tmp_path: Pa
     ]:
         with pytest.raises(InvalidInputError, match=message):
             other.load_state_dict(state)
-    for none, got in (({}, "version None"), (None, "NoneType")):
-        with pytest.raises(InvalidInputError, match=f"state: got {got}, want one of version 1 from state_dict"):
-            data(corpus).load_state_dict(none)  # type: ignore[arg-type]
+    for invalid, got in (({}, "version None"), (None, "NoneType")):
+        with pytest.raises(InvalidInputError, match=f"state: got {got}, want version 1 from state_dict"):
+            data(corpus).load_state_dict(invalid)  # type: ignore[arg-type]
 
 
-def test_a_state_is_not_given_to_other_workers(corpus: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = data(corpus)
-    next(iter(begun))
+def test_a_state_of_another_worker_is_refused(corpus: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    started = data(corpus)
+    next(iter(started))
     resumed = data(corpus)
-    resumed.load_state_dict(begun.state_dict())
+    resumed.load_state_dict(started.state_dict())
     monkeypatch.setattr("mmpos.data.loader.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2))
     with pytest.raises(InvalidInputError, match="state: got consumer 0 of 1 by auto, want 0 of 2 by auto"):
         iter(resumed)
 
 
-def test_what_workers_read_has_its_state_with_the_loader() -> None:
+def test_a_dataset_read_by_workers_has_no_state_of_its_own() -> None:
     dataset = data([Numbers("a", 9)])
     list(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(UnsupportedError, match="state_dict: got a dataset that workers read, want the state_dict of"):
@@ -347,7 +343,7 @@ def test_what_workers_read_has_its_state_with_the_loader() -> None:
     assert dataset.state_dict()["counts"]["batches"] == 1
 
 
-def test_what_is_too_long_is_counted_and_logged(
+def test_examples_too_long_for_a_pack_are_counted_and_logged(
     corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = data(corpus, Packer(60, overlong="drop"), on_error="skip", quarantine=tmp_path)
@@ -357,7 +353,7 @@ def test_what_is_too_long_is_counted_and_logged(
     assert f"examples too long for a pack: {dataset.counts['dropped']} dropped" in caplog.text
 
 
-def test_a_state_of_records_that_are_gone_is_refused() -> None:
+def test_a_state_with_missing_records_is_refused() -> None:
     dataset = data([Numbers("a", 40)], shuffle=0)
     iterator = iter(dataset)
     while not (state := dataset.state_dict())["pending"]:
@@ -372,11 +368,11 @@ def test_a_state_of_records_that_are_gone_is_refused() -> None:
 
 
 def test_a_corrupt_record_stops_the_epoch_and_is_named(corpus: list[Reader]) -> None:
-    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a record that can be read"):
+    with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a readable record"):
         list(data(corpus, shuffle=0))
 
 
-def test_skipped_records_are_counted_logged_and_written_down(
+def test_skipped_records_are_counted_logged_and_quarantined(
     corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "quarantine"
@@ -384,9 +380,9 @@ def test_skipped_records_are_counted_logged_and_written_down(
     with caplog.at_level(logging.WARNING, "mmpos.data"):
         batches = list(dataset)
     lines = read_quarantine(folder)
-    found = [(Path(line["source"]).name, line["index"], line["key"], line["epoch"]) for line in lines]
-    lost = found[2][1]
-    assert found == [("b.jsonl", 3, None, 2), ("b.jsonl", 7, "bad", 2), ("d.jsonl.gz", lost, None, 2)]
+    skipped = [(Path(line["source"]).name, line["index"], line["key"], line["epoch"]) for line in lines]
+    lost = skipped[2][1]
+    assert skipped == [("b.jsonl", 3, None, 2), ("b.jsonl", 7, "bad", 2), ("d.jsonl.gz", lost, None, 2)]
     assert [f"skipped a record: {line['error']}" for line in lines] == caplog.messages
     assert "b.jsonl[7]" in lines[1]["error"]
     assert "image: got columns" in lines[1]["error"]
@@ -397,7 +393,7 @@ def test_skipped_records_are_counted_logged_and_written_down(
     assert counts["records"] == len(want) + 3
     assert counts["batches"] == counts["packs"] == len(batches)
     list(dataset)
-    assert read_quarantine(folder) == lines, "once an epoch"
+    assert read_quarantine(folder) == lines, "once per epoch"
     dataset.set_epoch(3)
     list(dataset)
     assert [(line["index"], line["epoch"]) for line in read_quarantine(folder)] == [
@@ -406,14 +402,14 @@ def test_skipped_records_are_counted_logged_and_written_down(
 
 
 class Photos(NumberedShard):
-    """A shard of texts with two images each, of which some are broken."""
+    """Shard of records with two texts and two images, some of which are broken."""
 
     def make(self, i: int) -> Any:
         images = [b"broken" if i % 3 == k else np.zeros((56, 56, 3), np.uint8) for k in (1, 2)]
         return {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
 
 
-def test_images_are_dropped_counted_logged_and_written_down_once(
+def test_dropped_images_are_counted_logged_and_quarantined_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dropping = replace(PREPROCESS, on_image_error="drop")
@@ -444,7 +440,7 @@ def test_images_are_dropped_counted_logged_and_written_down_once(
     assert read_quarantine(tmp_path) == lines
 
 
-def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: Path) -> None:
+def test_image_policies_skip_documents_or_stop_the_run(tmp_path: Path) -> None:
     def run(policy: Any, on_error: str) -> list[str]:
         own = replace(PREPROCESS, on_image_error=policy)
         options: dict[str, Any] = {"preprocess": own, "collate": PaddedCollator(), "shuffle": 0, "on_error": on_error}
@@ -456,7 +452,7 @@ def test_documents_are_skipped_or_stop_the_run_for_their_images_alone(tmp_path: 
         run("raise", "skip")
 
 
-def test_a_builder_that_takes_no_images_stops_whatever_is_done_about_records(tmp_path: Path) -> None:
+def test_a_builder_without_images_stops_despite_skipping(tmp_path: Path) -> None:
     blind = replace(PREPROCESS, builder=SequenceBuilder())
     dataset = data([Photos("photos", 9)], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
     with pytest.raises(
@@ -467,7 +463,7 @@ def test_a_builder_that_takes_no_images_stops_whatever_is_done_about_records(tmp
 
 
 def half(record: Any, location: Location) -> Any:
-    """Make an example of every other record, and refuse the rest for one of two reasons."""
+    """Make an example from every other record, and refuse the rest for one of two reasons."""
     if location.index % 2:
         raise RecordError(
             f"{record['id']} ({location}): got {record['text']!r}, want {'an image' * (location.index > 9)}"
@@ -475,7 +471,7 @@ def half(record: Any, location: Location) -> Any:
     return PREPROCESS({**record, "text": "x"}, location)
 
 
-def test_too_many_skipped_records_stop_a_run_and_one_that_resumes_at_the_same_place(tmp_path: Path) -> None:
+def test_too_many_skipped_records_stop_a_run_and_its_resume_at_the_same_record(tmp_path: Path) -> None:
     def new(size: int, **options: Any) -> BatchDataset:
         options = {"shuffle": 0, "on_error": "skip", "quarantine": tmp_path / "q", **options}
         return data([Numbers("a", size)], Batcher(1), collate=None, preprocess=half, **options)
@@ -483,23 +479,23 @@ def test_too_many_skipped_records_stop_a_run_and_one_that_resumes_at_the_same_pl
     def run(dataset: BatchDataset) -> tuple[list[str], str]:
         batches: list[Any] = []
         with pytest.raises(InvalidInputError) as stopped:
-            batches.extend(dataset)  # those before the error stay
+            batches.extend(dataset)  # keeps the batches before the error
         return [group[0].key for group in batches], str(stopped.value)
 
-    begun = new(240)
-    first = [group[0].key for group in islice(begun, 30)]
-    state = json.loads(json.dumps(begun.state_dict()))
-    whole, said = run(new(240))
-    assert whole == [f"a/{i}" for i in range(0, 202, 2)]
+    started = new(240)
+    first = [group[0].key for group in islice(started, 30)]
+    state = json.loads(json.dumps(started.state_dict()))
+    uninterrupted, message = run(new(240))
+    assert uninterrupted == [f"a/{i}" for i in range(0, 202, 2)]
     want = "max_skipped: got 101 skipped of the first 202 records, want at most 100 of 1,000: "
     reasons = ("96 records such as a/11 (a[11]): got 'xxxxxxxxxxxx', want an image", "5 records such as a/1 (a[1]): ")
-    assert said.startswith(want + "; ".join(reasons))
+    assert message.startswith(want + "; ".join(reasons))
     resumed = new(240)
     resumed.load_state_dict(state)
-    rest, said = run(resumed)
-    assert first + rest == whole
-    assert said.startswith(want + "72 records such as a/59 (a[59]): ")
-    # Fewer records are judged at their end, and ten may always be skipped.
+    rest, message = run(resumed)
+    assert first + rest == uninterrupted
+    assert message.startswith(want + "72 records such as a/59 (a[59]): ")
+    # Fewer than 1,000 records are checked at the end, and ten may always be skipped.
     assert run(new(22))[1].startswith("max_skipped: got 11 skipped of the first 22 records, want at most 10: ")
     assert len(list(new(21))) == 11
     assert len(list(new(240, max_skipped=0.5))) == 120
@@ -518,7 +514,7 @@ def test_records_after_the_first_thousand_may_all_be_skipped() -> None:
         limit.skip(Location("a", 999), "b")
 
 
-def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_path: Path) -> None:
+def test_an_example_too_long_for_a_pack_is_a_record_error(tmp_path: Path) -> None:
     for batching, collate in ((Packer(20), PackedCollator()), (Batcher(3, max_tokens=20), PaddedCollator())):
         with pytest.raises(RecordError, match=r"a\[20\]: a/20: tokens: got 21, want at most 20"):
             list(data([Numbers("a", 30)], batching, collate=collate, shuffle=0))
@@ -529,7 +525,7 @@ def test_an_example_that_cannot_be_packed_is_a_record_that_cannot_be_used(tmp_pa
         assert len(read_quarantine(folder)) == 10
 
 
-def test_a_full_disk_cuts_no_line_of_the_quarantine(
+def test_a_full_disk_leaves_whole_lines_in_the_quarantine(
     corpus: list[Reader], tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     def skipped(folder: Path) -> list[bytes]:
@@ -546,16 +542,16 @@ def test_a_full_disk_cuts_no_line_of_the_quarantine(
     assert skipped(tmp_path / "full") == lines
 
 
-def test_workers_write_to_files_of_their_own(corpus: list[Reader], tmp_path: Path) -> None:
+def test_each_worker_writes_its_own_quarantine_file(corpus: list[Reader], tmp_path: Path) -> None:
     for rank in (0, 1):
         options = {"rank": rank, "world_size": 2, "split": "records", "shuffle": 0}
         dataset = data(corpus, on_error="skip", quarantine=tmp_path, **options)
         for _ in DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"):
             pass
     sources = [reader.source for reader in corpus]
-    found = [(path.name, json.loads(line)) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
-    assert len(found) == len(read_quarantine(tmp_path)) == 3
-    for name, line in found:
+    lines = [(path.name, json.loads(line)) for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert len(lines) == len(read_quarantine(tmp_path)) == 3
+    for name, line in lines:
         consumer = (line["index"] + sources.index(line["source"])) % 4
         assert name == f"rank{consumer % 2}-worker{consumer // 2}.jsonl"
     assert read_quarantine(tmp_path / "none") == []
@@ -568,7 +564,7 @@ class _Broken:
         return Document(record["id"], (Piece(record["text"]),))
 
 
-def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp_path: Path) -> None:
+def test_an_error_of_the_format_is_raised_and_names_the_record(tmp_path: Path) -> None:
     for threads in (0, 2):
         dataset = data(
             [Numbers("a", 9)],
@@ -591,7 +587,7 @@ def test_a_mistake_of_the_code_is_raised_with_its_record_whatever_the_policy(tmp
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
         (
             {"preprocess": replace(PREPROCESS, on_image_error="drop")},
-            "quarantine: got None, want a path, as no image is dropped silently",
+            "quarantine: got None, want a path: images are never dropped silently",
         ),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
         ({"max_skipped": 10}, "max_skipped: got 10, want a share from 0 to 1"),
@@ -619,43 +615,44 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 def _rank(rank: int, folder: Path) -> None:
-    """Read as a process of torch.distributed, and write down the keys and the error of a dataset made too early."""
+    """Read as a process of torch.distributed; write the keys, and the error of a dataset created too early."""
     early = data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    found = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
+    seen = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
     try:
         list(early)
     except InvalidInputError as error:
-        (folder / str(rank)).write_text(json.dumps([found, str(error)]))
-    torch.distributed.barrier()  # or the one may be gone before the other has met it
+        (folder / str(rank)).write_text(json.dumps([seen, str(error)]))
+    torch.distributed.barrier()  # so that neither exits before the other has connected
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_come_from_torch_distributed_and_never_by_guess(tmp_path: Path) -> None:
+def test_rank_and_world_size_come_from_torch_distributed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(300)
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
-    assert sorted(found[0][0] + found[1][0]) == [f"a/{i}" for i in range(9)]
-    assert all(message.startswith("rank: got a dataset made before torch.distributed") for _, message in found)
+    (first, early), (second, also_early) = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    assert sorted(first + second) == [f"a/{i}" for i in range(9)]
+    for message in (early, also_early):
+        assert message.startswith("rank: got a dataset created before torch.distributed")
 
 
-# Walks
+# Functions per call
 
 
-def walked(work: Callable[[], object]) -> int:
-    """Functions of ours that a call walks through once it is warm: who reads it reads no more."""
-    ours, seen = str(Path(str(resources.files("mmpos")))), set()
+def functions_called(work: Callable[[], object]) -> int:
+    """Return the number of functions of mmpos that a warm call runs, as a measure of the code to read."""
+    root, seen = str(Path(str(resources.files("mmpos")))), set()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ours) and not frame.f_code.co_name.startswith("<"):
+        if event == "call" and frame.f_code.co_filename.startswith(root) and not frame.f_code.co_name.startswith("<"):
             seen.add(frame.f_code)
 
     work()
-    gc.collect()  # or what others left is closed meanwhile
+    gc.collect()  # so that no other object is closed during the call
     sys.setprofile(profile)
     try:
         work()
@@ -664,21 +661,21 @@ def walked(work: Callable[[], object]) -> int:
     return len(seen)
 
 
-def test_parts_become_ids_and_records_batches_in_few_hops() -> None:
+def test_building_and_batching_run_few_functions() -> None:
     grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
-    assert walked(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 27
+    assert functions_called(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 27
     quarantine, (row,) = Quarantine("raise", None, SkipLimit()), records(0, 1)
 
     def batch() -> None:
         feed = Feed((One("a", 1),), (Portion(0),), 1, (0, 0, 0))
-        (made,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
-        assert len(made.grid_thw) == 1
+        (packed,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
+        assert len(packed.grid_thw) == 1
 
     class One(NumberedShard):
         def make(self, i: int) -> Any:
             return row
 
-    assert walked(batch) <= 110
+    assert functions_called(batch) <= 110
 
 
 # Memory
@@ -701,7 +698,7 @@ print(seen, peaks[0], peaks[4])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "tar"])
-def test_memory_of_ten_thousand_records_is_flat(kind: str, tmp_path: Path) -> None:
+def test_memory_use_is_constant_over_ten_thousand_records(kind: str, tmp_path: Path) -> None:
     rows = records(0, 10_000)
     paths = []
     for name, part in (("a", rows[:7000]), ("b", rows[7000:])):

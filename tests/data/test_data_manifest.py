@@ -1,10 +1,11 @@
-"""The manifest of a folder and the claim on it: what is finished, what a loader accepts, and who may write."""
+"""Manifests and claims of folders: finished files, checks of loaders, and exclusive runs."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mmpos import InvalidInputError
 from mmpos.data import sequence_shards, shards, split_shards, write_sequences
 from mmpos.data.examples import RecordError
 from mmpos.data.preprocess import claim, shard_job
+from mmpos.data.preprocess import manifest as manifest_module
 from mmpos.data.preprocess.job import Fill, Progress
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.stores import StorePath
@@ -27,7 +29,7 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part ends with the record that reaches 62 bytes: the second page, of 15 bytes and two gaps of eight each."""
+    """End a part at 62 bytes, reached by its second page: a page has 15 bytes of text and counts 16 for two nulls."""
     monkeypatch.setattr(shard_job, "PART_BYTES", 62)
 
 
@@ -36,7 +38,7 @@ def manifest(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def test_a_shard_becomes_files_of_neighbouring_records_that_the_manifest_lists(tmp_path: Path) -> None:
+def test_a_shard_becomes_part_files_listed_in_the_manifest(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 5))
     summary = write_sequences(readers, tmp_path / "out", PAGES)
     assert [output.path.name for output in summary.outputs] == NAMES
@@ -57,19 +59,19 @@ def test_a_shard_becomes_files_of_neighbouring_records_that_the_manifest_lists(t
     assert [file["size"] for file in shard["files"]] == [(tmp_path / "out" / name).stat().st_size for name in NAMES]
 
 
-@pytest.mark.parametrize("listed", [True, False], ids=["manifest saved", "killed before it was"])
-def test_parts_that_are_there_are_not_made_again(tmp_path: Path, listed: bool) -> None:
+@pytest.mark.parametrize("listed", [True, False], ids=["manifest saved", "killed before saving"])
+def test_finished_parts_are_not_written_again(tmp_path: Path, listed: bool) -> None:
     readers = shards(corpus(tmp_path, 2, 5))
     out = tmp_path / "out"
     write_sequences(readers, out, PAGES)
-    whole, stored = contents(out), (out / "manifest.json").read_bytes()
+    files, stored = contents(out), (out / "manifest.json").read_bytes()
     (out / NAMES[1]).unlink()
     if not listed:
         (out / "manifest.json").unlink()
-    made: list[str] = []
+    preprocessed: list[str] = []
 
     def counting(record: Any, location: Any) -> Any:
-        made.append(record["id"])
+        preprocessed.append(record["id"])
         return PAGES(record, location)
 
     progress: list[Progress] = []
@@ -77,14 +79,14 @@ def test_parts_that_are_there_are_not_made_again(tmp_path: Path, listed: bool) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_job, "describe_job", lambda *_: settings)
         again = write_sequences(readers, out, counting, report=progress.append)
-    assert made == ["0-2", "0-3"]
+    assert preprocessed == ["0-2", "0-3"]
     assert [output.reused for output in again.outputs] == [True, False, True, True, True, True]
     assert (progress[-1].done, progress[-1].reused) == (2, 1 if listed else 0)
-    assert contents(out) == whole
+    assert contents(out) == files
     assert (out / "manifest.json").read_bytes() == stored
 
 
-def test_files_of_a_longer_input_go_when_it_is_overwritten(tmp_path: Path) -> None:
+def test_overwriting_removes_surplus_files_of_a_longer_input(tmp_path: Path) -> None:
     write_sequences(shards(corpus(tmp_path, 2, 5)), tmp_path / "out", PAGES)
     write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, overwrite=True)
     kept = [name.replace("s0", "s1") for name in NAMES]
@@ -93,13 +95,13 @@ def test_files_of_a_longer_input_go_when_it_is_overwritten(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 400), (400, 1), (400, 800)])
-def test_a_file_that_is_split_otherwise_is_not_written_twice(tmp_path: Path, before: int, after: int) -> None:
+def test_a_file_split_differently_is_not_written_twice(tmp_path: Path, before: int, after: int) -> None:
     readers = shards(corpus(tmp_path, 1, 20))
     size = Path(readers[0].source).stat().st_size
     first, second = (split_shards(readers, -(-size * 100 // slices)) for slices in (before, after))
     out = tmp_path / "out"
     write_sequences(first, out, PAGES)
-    want = r"s0.*\.parquet: got the output of the same file, split otherwise; give the same --split-over, or overwrite"
+    want = r"s0.*\.parquet: got the output of the same file, split differently; use the same --split-over, or overwrite"
     with pytest.raises(InvalidInputError, match=want):
         write_sequences(second, out, PAGES)
     write_sequences(first, out, PAGES)
@@ -109,15 +111,15 @@ def test_a_file_that_is_split_otherwise_is_not_written_twice(tmp_path: Path, bef
     assert len(list(out.glob("*.parquet"))) == len(sequence_shards(out))
 
 
-def test_slices_of_another_file_may_have_the_same_name(tmp_path: Path) -> None:
+def test_slices_of_different_files_may_share_a_name(tmp_path: Path) -> None:
     for slices, pages in ((2, 1), (3, 2)):
         (path,) = corpus(tmp_path / str(slices), 1, pages)
-        named = Path(path).rename(tmp_path / str(slices) / f"s0-00000-of-{slices:05}.jsonl")
-        write_sequences(shards(named), tmp_path / "out", PAGES)
+        renamed = Path(path).rename(tmp_path / str(slices) / f"s0-00000-of-{slices:05}.jsonl")
+        write_sequences(shards(renamed), tmp_path / "out", PAGES)
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [1, 2]
 
 
-def test_outputs_of_a_run_are_not_read_again_for_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_does_not_read_the_outputs_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = shards(corpus(tmp_path, 2, 5))
     read: list[str] = []
     lengths: Any = SequenceShard.__dict__["lengths"]
@@ -127,15 +129,15 @@ def test_outputs_of_a_run_are_not_read_again_for_its_summary(tmp_path: Path, mon
         return lengths.fget(shard)
 
     monkeypatch.setattr(SequenceShard, "lengths", property(reading))
-    whole = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250)
+    first = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250)
     assert read == []
-    assert whole.fill == Fill(250, 5, 1030, 0)
+    assert first.fill == Fill(250, 5, 1030, 0)
     (tmp_path / "out" / NAMES[1]).unlink()
-    assert write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250).fill == whole.fill
+    assert write_sequences(readers, tmp_path / "out", PAGES, max_tokens=250).fill == first.fill
     assert sorted(read) == sorted([NAMES[0], NAMES[2], *(name.replace("s0", "s1") for name in NAMES)])
 
 
-def test_shards_join_a_folder_only_with_its_settings(tmp_path: Path) -> None:
+def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path) -> None:
     first, second = shards(corpus(tmp_path, 2, 1))
     write_sequences([first], tmp_path / "out", PAGES)
     with pytest.raises(
@@ -147,11 +149,32 @@ def test_shards_join_a_folder_only_with_its_settings(tmp_path: Path) -> None:
     assert [Path(shard.path).name for shard in sequence_shards(tmp_path / "out")] == ["s0.parquet", "s1.parquet"]
 
 
-def test_a_name_that_would_be_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
+def test_the_first_of_several_outputs_with_other_settings_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = shards(corpus(tmp_path, 2, 1))
+    write_sequences(readers, tmp_path / "out", PAGES)
+    second_checked, other_input = threading.Event(), manifest_module._other_input
+
+    def first_waits(task: Any, facts: Any) -> list[str]:
+        if task.number == 0:
+            assert second_checked.wait(60)
+            time.sleep(0.1)  # until the other thread has raised its error
+        second_checked.set()
+        return other_input(task, facts)
+
+    monkeypatch.setattr(manifest_module, "_other_input", first_waits)
+    with pytest.raises(InvalidInputError, match=r"s0\.parquet: got the output of preprocess\.train_markers False"):
+        write_sequences(readers, tmp_path / "out", replace(PAGES, train_markers=True))
+
+
+def test_a_name_of_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 2, 1)
     other = tmp_path / "s0.part00001.jsonl"
     Path(paths[1]).rename(other)
-    with pytest.raises(InvalidInputError, match=r"which would both become '.*s0\.part00001\.parquet', want different"):
+    with pytest.raises(
+        InvalidInputError, match=r"both of which would become '.*s0\.part00001\.parquet', want different"
+    ):
         write_sequences(shards([paths[0], other]), tmp_path / "out", PAGES)
 
 
@@ -186,9 +209,9 @@ def forget(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage", "message"),
     [
-        (remove, "OUT/s0.part00001.parquet: got no file, want the one that OUT/manifest.json lists"),
+        (remove, "OUT/s0.part00001.parquet: got no file, want the one listed in OUT/manifest.json"),
         (shorten, "OUT/s0.part00001.parquet: rows: got 1, want 2 as OUT/manifest.json says"),
         (
             change_settings,
@@ -197,25 +220,25 @@ def forget(out: Path) -> None:
         (
             forget,
             "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
-            "finish it",
+            "finish them",
         ),
         (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder anew"),
         (
             change("shards", 3),
-            "OUT/manifest.json: got no manifest (TypeError(\"'int' object is not iterable\")), want ",
+            "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",
         ),
         (
             lambda out: (out / "manifest.json").unlink(),
-            "folder: got 'OUT' without manifest.json, want one that mmpos preprocess wrote",
+            "folder: got 'OUT' without manifest.json, want a folder written by mmpos preprocess",
         ),
     ],
 )
-def test_a_folder_that_is_not_as_its_manifest_says_is_refused(
-    tmp_path: Path, harm: Callable[[Path], None], message: str
+def test_a_folder_that_contradicts_its_manifest_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     out = tmp_path / "out"
     write_sequences(shards(corpus(tmp_path, 1, 5)), out, PAGES)
-    harm(out)
+    damage(out)
     with pytest.raises(InvalidInputError) as refused:
         _ = [list(shard.examples()) for shard in sequence_shards(out)]
     assert str(refused.value).replace(str(out), "OUT").startswith(message)
@@ -229,7 +252,7 @@ def test_sequences_of_another_preprocess_are_refused(tmp_path: Path) -> None:
     assert str(refused.value) == f"{out}/manifest.json: settings: got preprocess.train_markers False, want True"
 
 
-def test_a_failed_run_leaves_a_manifest_that_says_so(tmp_path: Path) -> None:
+def test_the_manifest_of_a_failed_run_is_incomplete(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 5, frozenset({(0, 3)})))
     with pytest.raises(InvalidInputError, match=r"none\.jpg"):
         write_sequences(readers, tmp_path / "out", PAGES)
@@ -238,7 +261,7 @@ def test_a_failed_run_leaves_a_manifest_that_says_so(tmp_path: Path) -> None:
         sequence_shards(tmp_path / "out")
 
 
-def test_outputs_may_be_in_a_store(tmp_path: Path) -> None:
+def test_outputs_can_be_in_a_store(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 5, frozenset({(0, 1)}))
     url = f"memory://ready/{tmp_path.name}"
     options: dict[str, Any] = {"on_error": "skip"}
@@ -260,25 +283,27 @@ def write_claim(folder: Path, **facts: object) -> Path:
     return path
 
 
-def test_the_claim_of_a_dead_run_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_claim_of_a_dead_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "_BEAT", 0.05)
     monkeypatch.setattr(claim, "_PATIENCE", 0.2)
     readers = shards(corpus(tmp_path, 1, 1))
     machine = claim._machine()
-    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):  # does not beat; number used again
+    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):  # no heartbeat; process id reused
         path = write_claim(tmp_path / "out", **facts)
         write_sequences(readers, tmp_path / "out", PAGES)
         assert not path.exists()
         assert not list((tmp_path / "out").glob(".mmpos-claim*"))
 
 
-def test_a_run_on_another_machine_that_beats_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_claim_of_a_live_run_on_another_machine_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claim, "_BEAT", 0.05)
     path = write_claim(tmp_path / "out")
     read = claim._owner
 
-    def beating(of: StorePath) -> Any:
-        owner = read(of)
+    def beating(path: StorePath) -> Any:
+        owner = read(path)
         if owner is not None:
             write_claim(tmp_path / "out", beat=owner["beat"] + 1)
         return owner
@@ -292,18 +317,20 @@ def test_a_run_on_another_machine_that_beats_is_left_alone(tmp_path: Path, monke
     assert path.exists()
 
 
-def test_a_file_that_is_no_claim_is_named(tmp_path: Path) -> None:
+def test_an_invalid_claim_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out" / ".mmpos-claim-00000001.json"
     path.parent.mkdir()
     for content in ("", "[]", "{}"):
         path.write_text(content)
         with pytest.raises(
-            InvalidInputError, match=r"claim-00000001\.json: got no claim of a run, want a file of mmpos"
+            InvalidInputError, match=r"claim-00000001\.json: got a file that is not a claim of mmpos; remove it"
         ):
             write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
 
 
-def test_a_store_that_fails_at_the_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_failing_at_the_end_does_not_hide_the_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing() -> None:
         with claim.claimed(StorePath(str(tmp_path))):
             monkeypatch.setattr(StorePath, "remove", lambda path: Path(tmp_path / "none").unlink())
@@ -313,36 +340,36 @@ def test_a_store_that_fails_at_the_end_hides_no_error(tmp_path: Path, monkeypatc
         failing()
 
 
-def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_if_its_folder_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "_BEAT", 0.02)
 
     def slowly(record: Any, location: Any) -> Any:
-        write_claim(tmp_path / "out")  # of a greater number
-        (thread,) = (each for each in threading.enumerate() if each.name == "mmpos-claim")
+        write_claim(tmp_path / "out")  # with a greater number
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mmpos-claim")
         thread.join(60)
         return PAGES(record, location)
 
-    with pytest.raises(InvalidInputError, match=r"which another run took over while this one stood still for 30 s"):
+    with pytest.raises(InvalidInputError, match=r"which another run took over while this one was suspended for 30 s"):
         write_sequences(shards(corpus(tmp_path, 1, 5)), tmp_path / "out", slowly)
     assert sorted(os.listdir(tmp_path / "out")) == [".mmpos-claim-00000007.json", "manifest.json"]
 
 
-def test_two_claims_at_once_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_claims_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, path = StorePath(str(tmp_path)), write_claim(tmp_path, machine=claim._machine(), born="0")
-    looked = claim._dead_claims
+    dead_claims = claim._dead_claims
 
-    def looking(where: StorePath) -> Any:
-        dead = looked(where)
-        monkeypatch.setattr(claim, "_dead_claims", looked)
+    def interleaved(where: StorePath) -> Any:
+        dead = dead_claims(where)
+        monkeypatch.setattr(claim, "_dead_claims", dead_claims)
         path.unlink()  # by another run, which then gets a smaller number
         held.enter_context(claim.claimed(where))
         return dead
 
-    monkeypatch.setattr(claim, "_dead_claims", looking)
+    monkeypatch.setattr(claim, "_dead_claims", interleaved)
     with (
         ExitStack() as held,
         pytest.raises(InvalidInputError, match=rf"process {os.getpid()} on"),
         claim.claimed(folder),
     ):
-        raise AssertionError("both are held")
+        raise AssertionError("both claims are held")
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Masks: equal to a dense mask made by loops, and FlexAttention with them equals dense attention."""
+"""Masks: equal to a dense mask made by loops; FlexAttention with them equals dense attention."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from mmpos.data.collate import PackedCollator, PaddedCollator
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
-    """(batch, seq, seq) what the mask says of every pair."""
+    """Evaluate the mask for all pairs of tokens, (batch, seq, seq)."""
     rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
     return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
 
 
 def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
-    """(tokens, tokens) whether the one token sees the other, both counted over the batch."""
+    """Return (tokens, tokens) whether a query attends to a key, both counted over the batch."""
     document: list[int | None] = []
     for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
         padding: list[int | None] = [None] * (size - length)
         document += padding + [d] * length if side == "left" else [d] * length + padding
     mask = torch.zeros(len(document), len(document), dtype=torch.bool)
-    for q, mine in enumerate(document):
-        for kv, its in enumerate(document):
-            together = any(start <= q < stop and start <= kv < stop for start, stop in spans)
-            mask[q, kv] = mine is not None and mine == its and (q >= kv or together)
+    for q, q_document in enumerate(document):
+        for kv, kv_document in enumerate(document):
+            same_image = any(start <= q < stop and start <= kv < stop for start, stop in spans)
+            mask[q, kv] = q_document is not None and q_document == kv_document and (q >= kv or same_image)
     return mask
 
 
 uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-some = documents.filter(lambda given: 0 < len(given) <= 4)
+few_documents = documents.filter(lambda drawn: 0 < len(drawn) <= 4)
 
 
 @settings(max_examples=20)
-@given(some, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+@given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     if kind == "packed":
@@ -51,10 +51,10 @@ def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multi
         batch, side = PaddedCollator(side=kind, multiple_of=multiple_of)(examples), kind
     spans = batch.image_spans.tolist() if bidirectional else []
     want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), side, spans)
-    found = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
-    rows, seq, _ = found.shape
+    mask = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
+    rows, seq, _ = mask.shape
     for row in range(rows):
-        assert torch.equal(found[row], want.reshape(rows, seq, rows, seq)[row, :, row])
+        assert torch.equal(mask[row], want.reshape(rows, seq, rows, seq)[row, :, row])
 
 
 @uncompiled
@@ -78,7 +78,7 @@ def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidir
 
 
 @uncompiled
-def test_padding_gets_zeros() -> None:
+def test_flex_attention_returns_zeros_for_padding() -> None:
     batch = PaddedCollator()([example("a", 3), example("b", 5)])
     block_mask = create_block_mask(batch.mask_mod(), 2, None, 5, 5, device="cpu", BLOCK_SIZE=16)
     q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
@@ -88,20 +88,20 @@ def test_padding_gets_zeros() -> None:
     assert (out[0, :, 3:] == 0).all()
 
 
-def test_a_shard_reads_the_mask_of_the_whole_through_its_indices() -> None:
+def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
     whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
     mod = whole.mask_mod(bidirectional_images=True)
-    every = dense(mod, whole)[0]
+    mask = dense(mod, whole)[0]
     index = torch.from_numpy(whole.positions.shard_indices(1, 2))
 
     def of_rank(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         return mod(b, h, index[q_idx], kv_idx)
 
-    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(every), device="cpu")[0, 0], every[index])
+    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(mask), device="cpu")[0, 0], mask[index])
     with pytest.raises(UnsupportedError, match=r"^mask_mod: got a context-parallel shard, want the mask of the whole"):
         whole.shard(1, 2).mask_mod()
 
 
-def test_an_option_that_is_no_bool_is_refused() -> None:
+def test_bidirectional_images_must_be_a_bool() -> None:
     with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
         PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]

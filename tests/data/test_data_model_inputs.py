@@ -1,4 +1,4 @@
-"""Arguments for models of Transformers, value by value, and what is refused before a model sees it."""
+"""Arguments for models of Transformers, value by value, and inputs that are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def listed(arguments: dict[str, Any]) -> dict[str, Any]:
 FIRST, SECOND = example([50], PIXELS, [60]), example([70, 80])
 
 
-def test_a_pack_has_these_arguments() -> None:
+def test_all_arguments_of_a_pack() -> None:
     arguments = ModelCollator(SETTINGS, IMAGES)([FIRST, SECOND])
     pixels = arguments.pop("pixel_values")
     torch.testing.assert_close(pixels, torch.from_numpy(IMAGES.process(PIXELS, temporal_patch_size=2).patches))
@@ -82,7 +82,7 @@ def test_a_pack_has_these_arguments() -> None:
     }
 
 
-def test_padded_rows_have_a_mask_and_no_bounds() -> None:
+def test_all_arguments_of_padded_rows() -> None:
     arguments = ModelCollator(SETTINGS, IMAGES, PaddedCollator(pad_token_id=1))([FIRST, SECOND])
     assert arguments.pop("pixel_values").shape == (8, 96)
     assert listed(arguments) == {
@@ -100,7 +100,7 @@ def test_padded_rows_have_a_mask_and_no_bounds() -> None:
     }
 
 
-def test_a_batch_and_its_examples_become_the_same_arguments() -> None:
+def test_a_batch_and_its_examples_give_the_same_arguments() -> None:
     collator = ModelCollator(SETTINGS, IMAGES)
     batch = PackedCollator()([FIRST, SECOND])
     got, want = collator(batch), collator([FIRST, SECOND])
@@ -108,7 +108,7 @@ def test_a_batch_and_its_examples_become_the_same_arguments() -> None:
     assert listed(got) == listed(want)
 
 
-def test_text_alone_has_no_images_and_shifted_labels_are_not_shifted_again() -> None:
+def test_text_has_no_image_arguments_and_shifted_labels_stay_shifted() -> None:
     collator = ModelCollator(SETTINGS)
     arguments = collator(PackedCollator()([SECOND]).shift_labels())
     assert not any("pixel" in name or "grid" in name for name in arguments)
@@ -116,9 +116,9 @@ def test_text_alone_has_no_images_and_shifted_labels_are_not_shifted_again() -> 
     assert listed(pickle.loads(pickle.dumps(collator))([SECOND])) == listed(collator([SECOND]))
 
 
-def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_that_go_on() -> None:
-    whole = example("abcdef", builder=SequenceBuilder(scheme="flatten"))
-    arguments = ModelCollator(LLAMA)([whole.slice(0, 3), whole.slice(3, 6)])
+def test_position_ids_of_models_with_one_axis_restart_in_parts_of_a_document() -> None:
+    document = example("abcdef", builder=SequenceBuilder(scheme="flatten"))
+    arguments = ModelCollator(LLAMA)([document.slice(0, 3), document.slice(3, 6)])
     assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
     assert arguments.keys() == {
         *("use_cache", "input_ids", "labels", "position_ids"),
@@ -129,14 +129,22 @@ def test_documents_of_models_with_one_axis_begin_at_zero_though_they_are_parts_t
 WRONG: Any = "x"
 OTHER = replace(IMAGES, order="raster")
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
-HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
+WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "error", "message"),
     [
-        (lambda: ModelCollator(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
-        (lambda: ProcessedInputs(WRONG), InvalidInputError, r"settings: got str, want those of mmpos.from_hf_config"),
+        (
+            lambda: ModelCollator(WRONG),
+            InvalidInputError,
+            r"settings: got str, want the result of mmpos.from_hf_config",
+        ),
+        (
+            lambda: ProcessedInputs(WRONG),
+            InvalidInputError,
+            r"settings: got str, want the result of mmpos.from_hf_config",
+        ),
         (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
         (
             lambda: ModelCollator(SETTINGS, collate=WRONG),
@@ -151,7 +159,7 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(LLAMA)([FIRST]),
             UnsupportedError,
-            "batch: got 1 image for 'llama', want text alone, or padded rows of its own processor, or one of coh",
+            "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c",
         ),
         (
             lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
@@ -167,12 +175,12 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
             UnsupportedError,
-            "batch: got images without pixels, want those of an ImageProcessor",
+            "batch: got images without pixels, want pixels from an ImageProcessor",
         ),
         (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=HEARING)]),
+            lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]),
             UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none: no features of it are passed on",
+            "batch: got 1 run of audio for 'qwen2_vl', want none: audio features are not passed on",
         ),
         (
             lambda: ModelCollator(SETTINGS)(_shard()),
@@ -182,12 +190,12 @@ HEARING = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.marke
         (
             lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()),
             InvalidInputError,
-            "patches: got 7, want 8, those of grid_thw",
+            "patches: got 7, want 8 as in grid_thw",
         ),
     ],
 )
-def test_what_a_model_would_misread_is_refused(call: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=f"^{words}"):
+def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
         call()
 
 
@@ -201,7 +209,7 @@ def _without_a_patch() -> Batch:
     return replace(batch, patches=batch.patches[1:])
 
 
-# What a processor gives
+# Outputs of a processor
 
 RECORD: dict[str, Any] = {
     "id": "r1",
@@ -214,18 +222,18 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_an_example_of_what_a_processor_gave_has_patches_in_the_order_of_tokens() -> None:
-    found = ProcessedInputs(SETTINGS)(RECORD, HERE)
-    sequence = found.sequence
-    assert found.key == "r1"
+def test_an_example_of_processor_outputs_has_patches_in_token_order() -> None:
+    processed = ProcessedInputs(SETTINGS)(RECORD, HERE)
+    sequence = processed.sequence
+    assert processed.key == "r1"
     assert sequence.patches is not None
     assert sequence.patches[:, 0].tolist() == [*range(8), *range(100, 108), *range(8, 12)]
     assert sequence.image_spans.tolist() == [[2, 4], [7, 9], [11, 12]]
     assert sequence.grid_thw.tolist() == [[1, 1, 2], [2, 1, 1], [1, 1, 1]]
     assert sequence.image_margins == (1, 1)
-    assert found.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
+    assert processed.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
     assert sequence.positions.dense().tolist()[0] == [0, 1, 2, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11]
-    kept = found.slice(5, 13).sequence
+    kept = processed.slice(5, 13).sequence
     assert kept.patches is not None
     assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
 
@@ -241,12 +249,12 @@ ERNIE: dict[str, Any] = {
 }
 
 
-def test_a_pack_of_ernie_says_which_experts_take_each_token() -> None:
+def test_a_pack_of_ernie_has_expert_types() -> None:
     settings = mmpos.from_hf_config(ERNIE)
     images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
-    made = ProcessedInputs(settings)
+    make = ProcessedInputs(settings)
     records = {"input_ids": [70, 80]}, {"input_ids": [50, 9, 7, 7, 10, 60, 9, 7, 10], **images}
-    arguments = ModelCollator(settings)([made(record, HERE) for record in records])
+    arguments = ModelCollator(settings)([make(record, HERE) for record in records])
     assert arguments["pixel_values"][:, 0].tolist() == [*range(12)]
     assert arguments["input_ids"].tolist() == [[70, 80, 50, 9, 7, 7, 10, 60, 9, 7, 10]]
     assert arguments["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]]
@@ -254,9 +262,9 @@ def test_a_pack_of_ernie_says_which_experts_take_each_token() -> None:
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
 
 
-def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
-    made = ProcessedInputs(SETTINGS)
-    arguments = ModelCollator(SETTINGS)([made(RECORD, HERE), SECOND, made({**RECORD, "labels": [1] * 13}, HERE)])
+def test_images_and_videos_of_a_pack_are_separate_arguments() -> None:
+    make = ProcessedInputs(SETTINGS)
+    arguments = ModelCollator(SETTINGS)([make(RECORD, HERE), SECOND, make({**RECORD, "labels": [1] * 13}, HERE)])
     assert arguments["pixel_values"][:, 0].tolist() == [*range(12)] * 2
     assert arguments["pixel_values_videos"][:, 0].tolist() == [*range(100, 108)] * 2
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]] * 2
@@ -265,25 +273,25 @@ def test_images_and_videos_of_a_pack_go_to_arguments_of_their_own() -> None:
     assert arguments["mm_token_type_ids"].tolist() == [[*types, 0, 0, *types]]
     assert arguments["labels"][0, -12:].tolist() == [1] * 12
     film = {"input_ids": [9, 8, 8, 10], **{name: RECORD[name] for name in ("video_grid_thw", "pixel_values_videos")}}
-    videos = ModelCollator(SETTINGS)([made(film, HERE)])
+    videos = ModelCollator(SETTINGS)([make(film, HERE)])
     assert videos["video_grid_thw"].tolist() == [[2, 2, 2]]
     assert "pixel_values" not in videos
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12, those of the grids"),
-        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8, those of the grids"),
+        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12 as in the grids"),
+        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8 as in the grids"),
         ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
         ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
         ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
-        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), that of input_ids"),
+        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), the shape of input_ids"),
         ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
     ],
 )
-def test_a_record_that_does_not_fit_its_tokens_is_named(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecordError, match=f"^r1: {words}"):
+def test_an_inconsistent_record_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=f"^r1: {message}"):
         ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
 
 
@@ -295,28 +303,28 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
 
 
 @pytest.mark.parametrize(
-    ("settings", "record", "words"),
+    ("settings", "record", "message"),
     [
-        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text alone, or padded rows of its own"),
+        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text only, or padded rows from its own"),
         (
             mmpos.from_hf_config(ERNIE),
             FILM,
-            "video_grid_thw: got a video for 'ernie4_5_vl_moe', whose frames merge, want images alone",
+            "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images",
         ),
     ],
 )
-def test_what_packs_of_a_model_cannot_hold_is_refused(settings: Any, record: Any, words: str) -> None:
-    with pytest.raises(RecordError, match=words):
+def test_inputs_that_packs_of_a_model_do_not_support_are_refused(settings: Any, record: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
         ProcessedInputs(settings)(record, HERE)
 
 
-def test_placeholders_without_pixels_are_refused_where_packs_are_of_text_alone() -> None:
-    made = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
+def test_placeholders_without_pixels_are_refused_for_text_only_packs() -> None:
+    processed = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
     with pytest.raises(UnsupportedError, match=r"^batch: got placeholders of images for 'gemma3', want text"):
-        ModelCollator(GEMMA)([made])
+        ModelCollator(GEMMA)([processed])
 
 
-def test_images_without_markers_are_cut_without_them() -> None:
+def test_images_without_markers_have_no_margins() -> None:
     record = {"input_ids": [7, 7, 50], "image_grid_thw": [[1, 2, 4]], "pixel_values": np.zeros((8, 96), np.float32)}
-    found = ProcessedInputs(SETTINGS)(record, HERE)
-    assert (found.key, found.sequence.image_margins) == ("processed[3]", (0, 0))
+    processed = ProcessedInputs(SETTINGS)(record, HERE)
+    assert (processed.key, processed.sequence.image_margins) == ("processed[3]", (0, 0))

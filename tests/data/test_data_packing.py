@@ -1,4 +1,4 @@
-"""Packing: nothing is lost or doubled, images stay whole, packs are full and memory is bounded."""
+"""Packing: nothing is lost or duplicated, images are not cut, packs are full, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
 from mmpos_bench.data import labelled, mix, packed_counts
 
 Parts = list[int | tuple[int, int]]
-"""A document: the lengths of its texts and the sides of its images."""
+"""A document: the lengths of its texts, and height and width of its images."""
 
 
 def example(key: str, *parts: int | tuple[int, int]) -> Example:
-    """A document whose text tokens are all different."""
-    start, found = 1000, []
+    """Make an example whose text tokens are all different."""
+    start, content = 1000, []
     for part in parts:
-        found.append(Grid(*part) if isinstance(part, tuple) else list(range(start, start := start + part)))
-    return labelled(key, found)
+        content.append(Grid(*part) if isinstance(part, tuple) else list(range(start, start := start + part)))
+    return labelled(key, content)
 
 
 def examples_of(documents: Sequence[Parts]) -> list[Example]:
@@ -37,12 +37,12 @@ def packs_of(packer: Packer, examples: Sequence[Example]) -> list[Pack]:
     return [pack for one in examples for pack in packer.add(one)] + packer.flush()
 
 
-def shown(packs: Sequence[Pack]) -> list[list[tuple[str, int]]]:
+def sizes_of(packs: Sequence[Pack]) -> list[list[tuple[str, int]]]:
     return [[(one.key, one.num_tokens) for one in pack.examples] for pack in packs]
 
 
 def content(pieces: Sequence[Example]) -> list[Any]:
-    """All that a document says, whichever way it was cut."""
+    """Return the content of a document, independent of how it is cut into pieces."""
     sequences = [piece.sequence for piece in pieces]
     return [
         np.concatenate([sequence.input_ids for sequence in sequences]).tolist(),
@@ -65,36 +65,36 @@ def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
-def test_first_fit_decreasing_is_what_plain_loops_find(lengths: list[int], max_tokens: int) -> None:
+def test_first_fit_decreasing_equals_plain_loops(lengths: list[int], max_tokens: int) -> None:
     assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
 
 
-def test_first_fit_decreasing_names_a_length_that_fits_nowhere() -> None:
+def test_first_fit_decreasing_refuses_a_length_above_the_maximum() -> None:
     with pytest.raises(InvalidInputError, match=r"^lengths\[1\]: got 9, want <= 8$"):
         first_fit_decreasing([1, 9], 8)
 
 
-def test_the_oldest_goes_first_and_the_longest_that_fit_follow() -> None:
+def test_a_pack_starts_with_the_oldest_example_and_continues_with_the_longest_that_fit() -> None:
     packer = Packer(10, buffer=4)
     arrived = [example(key, n) for key, n in [("a", 3), ("b", 2), ("c", 5), ("d", 2), ("e", 9)]]
-    assert shown([pack for one in arrived for pack in packer.add(one)]) == [[("a", 3), ("c", 5), ("b", 2)]]
+    assert sizes_of([pack for one in arrived for pack in packer.add(one)]) == [[("a", 3), ("c", 5), ("b", 2)]]
     assert [one.key for one in packer.pending] == ["d", "e"]
-    assert shown(packer.flush()) == [[("d", 2)], [("e", 9)]]
+    assert sizes_of(packer.flush()) == [[("d", 2)], [("e", 9)]]
     assert packer.counts == PackCounts(packs=3, tokens=21, capacity=30)
     assert packer.counts.fill == 0.7
     assert PackCounts().fill == 0
 
 
-def test_text_is_split_to_fill_a_pack_and_the_rest_keeps_its_ids_and_place() -> None:
-    whole = example("a", 6, (2, 4), 8)
+def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_turn() -> None:
+    document = example("a", 6, (2, 4), 8)
     packer = Packer(10, buffer=1, split_text=True)
-    packs = packs_of(packer, [example("x", 7), whole, example("y", 3)])
-    assert shown(packs) == [[("x", 7), ("a", 3)], [("a", 3), ("y", 3)], [("a", 10)], [("a", 8)]]
-    assert content([piece for pack in packs for piece in pack.examples if piece.key == "a"]) == content([whole])
+    packs = packs_of(packer, [example("x", 7), document, example("y", 3)])
+    assert sizes_of(packs) == [[("x", 7), ("a", 3)], [("a", 3), ("y", 3)], [("a", 10)], [("a", 8)]]
+    assert content([piece for pack in packs for piece in pack.examples if piece.key == "a"]) == content([document])
     assert packer.counts == PackCounts(packs=4, tokens=34, capacity=40, splits=3)
 
 
-def test_no_cut_leaves_less_than_the_least_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cut_leaves_a_piece_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     before_an_image = [example("x", 5), example("a", 2, (2, 2), 1)]
     cases: list[tuple[int, list[Example], list[list[tuple[str, int]]]]] = [
         (3, [example("x", 7), example("a", 8)], [[("x", 7), ("a", 3)], [("a", 5)]]),
@@ -103,17 +103,17 @@ def test_no_cut_leaves_less_than_the_least_piece(monkeypatch: pytest.MonkeyPatch
         (3, before_an_image, [[("x", 5)], [("a", 9)]]),
         (2, before_an_image, [[("x", 5), ("a", 2)], [("a", 7)]]),
     ]
-    for least, examples, want in cases:
-        monkeypatch.setattr(packing, "MIN_PIECE", least)
-        assert shown(packs_of(Packer(10, split_text=True), examples)) == want
+    for minimum, examples, want in cases:
+        monkeypatch.setattr(packing, "MIN_PIECE", minimum)
+        assert sizes_of(packs_of(Packer(10, split_text=True), examples)) == want
 
 
-def test_documents_count_as_padded_to_the_multiple() -> None:
+def test_documents_count_as_padded_to_multiple_of() -> None:
     packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
-    assert shown(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
+    assert sizes_of(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
     assert packs[1].fill == 0.5
     packs = packs_of(Packer(8, multiple_of=4, split_text=True), [example("a", 3), example("b", 7)])
-    assert shown(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
+    assert sizes_of(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
 
 
 def test_the_buffer_is_bounded_in_examples_and_in_tokens() -> None:
@@ -135,12 +135,12 @@ HUGE = example("r", 4, (4, 4), 3)
         ({"split_text": True}, HUGE, "r: image 0: got 18 tokens with its markers, want at most 16"),
     ],
 )
-def test_what_is_too_long_is_an_error_that_names_the_record(options: Any, one: Example, message: str) -> None:
+def test_an_example_too_long_for_a_pack_is_an_error(options: Any, one: Example, message: str) -> None:
     packer = Packer(16, **options)
     packer.add(example("a", 3))
     with pytest.raises(RecordError) as refused:
         packer.add(one)
-    assert str(refused.value) == f"{message}; or choose overlong='truncate' or 'drop'"
+    assert str(refused.value) == f"{message}, or overlong='truncate' or 'drop'"
     assert [held.key for held in packer.pending] == ["a"]
 
 
@@ -155,7 +155,7 @@ def test_what_is_too_long_is_an_error_that_names_the_record(options: Any, one: E
         ({"overlong": "drop", "split_text": True}, LONG, [21], PackCounts()),
     ],
 )
-def test_what_is_too_long_is_cut_or_dropped_and_counted(
+def test_an_example_too_long_for_a_pack_is_truncated_or_dropped_and_counted(
     options: Any, one: Example, kept: list[int], counts: PackCounts
 ) -> None:
     packer = Packer(16, **options)
@@ -198,7 +198,7 @@ packers = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(documents, packers)
-def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], options: dict[str, Any]) -> None:
+def test_packs_hold_every_token_once_and_do_not_cut_images(documents: list[Parts], options: dict[str, Any]) -> None:
     examples, packer = examples_of(documents), Packer(**options)
     packs = packs_of(packer, examples)
     most, multiple = options["max_tokens"], options["multiple_of"]
@@ -211,14 +211,14 @@ def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], opt
             assert (one.sequence.input_ids[spans[:, 0] - 1] == 256).all()
             assert (one.sequence.input_ids[spans[:, 1]] == 257).all()
     lost = 0
-    for whole in examples:
-        pieces = [one for pack in packs for one in pack.examples if one.key == whole.key]
+    for document in examples:
+        pieces = [one for pack in packs for one in pack.examples if one.key == document.key]
         assert options["split_text"] or len(pieces) <= 1
         kept = sum(piece.num_tokens for piece in pieces)
-        lost += whole.num_tokens - kept
-        assert not pieces or content(pieces) == content([whole.slice(0, kept)])
-        fits = whole.num_tokens <= most or (options["split_text"] and most > 11)
-        assert kept == whole.num_tokens or not fits
+        lost += document.num_tokens - kept
+        assert not pieces or content(pieces) == content([document.slice(0, kept)])
+        fits = document.num_tokens <= most or (options["split_text"] and most > 11)
+        assert kept == document.num_tokens or not fits
     counts = packer.counts
     assert (counts.tokens_lost, counts.packs, counts.capacity) == (lost, len(packs), len(packs) * most)
     assert counts.tokens == sum(pack.num_tokens for pack in packs)
@@ -227,7 +227,9 @@ def test_packs_hold_everything_once_and_images_whole(documents: list[Parts], opt
 
 @settings(max_examples=40)
 @given(documents, packers, st.integers(0, 12))
-def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], options: dict[str, Any], stop: int) -> None:
+def test_a_new_packer_continues_from_pending_examples(
+    documents: list[Parts], options: dict[str, Any], stop: int
+) -> None:
     examples, packer = examples_of(documents), Packer(**options)
     for one in examples[:stop]:
         packer.add(one)
@@ -237,14 +239,14 @@ def test_a_new_packer_goes_on_from_what_was_pending(documents: list[Parts], opti
     for held in pickle.loads(pickle.dumps(packer.pending)):
         assert again.add(held) == []
     ours, theirs = packs_of(packer, examples[stop:]), packs_of(again, examples[stop:])
-    assert shown(ours) == shown(theirs)
+    assert sizes_of(ours) == sizes_of(theirs)
     assert [content(pack.examples) for pack in ours] == [content(pack.examples) for pack in theirs]
 
 
-@pytest.mark.parametrize(("split_text", "least"), [(False, 0.99), (True, 0.998)])
-def test_packs_of_a_realistic_mix_are_full(split_text: bool, least: float) -> None:
-    """The mix of mmpos_bench.data: log-normal text, 0 to 8 images of 64 to 1024 tokens; 8,192 a pack."""
+@pytest.mark.parametrize(("split_text", "fill"), [(False, 0.99), (True, 0.998)])
+def test_packs_of_a_realistic_mix_are_full(split_text: bool, fill: float) -> None:
+    """Pack the mix of mmpos_bench.data: log-normal texts, 0 to 8 images of 64 to 1024 tokens; 8,192 tokens a pack."""
     counts, held = packed_counts(list(mix(1000)), 8192, split_text)
     assert counts.packs > 160
-    assert counts.fill >= least
+    assert counts.fill >= fill
     assert held <= 256

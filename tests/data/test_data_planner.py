@@ -1,4 +1,4 @@
-"""Plans: every example once, packs that fit, ranks that finish together, labels that count alike, and index files."""
+"""Plans: every example once, packs that fit, ranks that finish together, equal weight of labels, and index files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
 from mmpos.cli.calibration import extrapolate
 from mmpos.data import (
+    MMC4,
     Calibration,
     Cost,
     Example,
@@ -32,6 +33,7 @@ from mmpos.data import (
     PackedCollator,
     PlannedPack,
     PlannedPacks,
+    Preprocess,
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
@@ -39,39 +41,41 @@ from mmpos.data import (
     first_fit_decreasing,
     plan,
     read_headers,
+    shards,
     write_index,
+    write_sequences,
 )
 
 LINEAR = Cost(1, 0, 0, 0)
 
 
 def planned(headers: Headers, **settings: object) -> TrainingPlan:
-    made = plan(headers, **settings)  # type: ignore[arg-type]
-    check(made, headers)
-    return made
+    result = plan(headers, **settings)  # type: ignore[arg-type]
+    check(result, headers)
+    return result
 
 
-def check(made: TrainingPlan, headers: Headers) -> None:
-    """Check what every plan must be: each example once, packs that fit and are whole groups, sums that are right."""
-    assert sorted(made.members.tolist()) == list(range(len(headers)))
-    assert made.num_packs % (made.ranks * made.microbatches) == 0
-    packs = [made.members[a:b] for a, b in itertools.pairwise(made.pack_offsets.tolist())]
+def check(result: TrainingPlan, headers: Headers) -> None:
+    """Check the invariants of a plan: each example once, packs that fit, whole steps, and correct sums."""
+    assert sorted(result.members.tolist()) == list(range(len(headers)))
+    assert result.num_packs % (result.ranks * result.microbatches) == 0
+    packs = [result.members[a:b] for a, b in itertools.pairwise(result.pack_offsets.tolist())]
     assert min(map(len, packs)) >= 1
-    assert [headers.tokens[pack].sum() for pack in packs] == made.tokens.tolist()
-    assert [headers.labels[pack].sum() for pack in packs] == made.labels.tolist()
-    assert made.tokens.max() <= made.max_tokens
-    assert made.member_tokens.tolist() == headers.tokens[made.members].tolist()
+    assert [headers.tokens[pack].sum() for pack in packs] == result.tokens.tolist()
+    assert [headers.labels[pack].sum() for pack in packs] == result.labels.tolist()
+    assert result.tokens.max() <= result.max_tokens
+    assert result.member_tokens.tolist() == headers.tokens[result.members].tolist()
 
 
-def test_the_most_expensive_go_first_each_to_the_cheapest_pack() -> None:
-    made = planned(Headers([5, 4, 3, 3, 1], [5, 4, 3, 3, 1]), max_tokens=8, ranks=2, cost=LINEAR)
+def test_expensive_examples_are_assigned_first_to_the_cheapest_packs() -> None:
+    result = planned(Headers([5, 4, 3, 3, 1], [5, 4, 3, 3, 1]), max_tokens=8, ranks=2, cost=LINEAR)
     # Round 1: 5 → A, 4 → B. Round 2: 3 → B (4), 3 → A (5). Round 3: 1 → B (7). Both cost 8.
-    assert sorted(sorted(pack.tolist()) for rank in (0, 1) for step in made.packs(rank) for pack in step) == [
+    assert sorted(sorted(pack.tolist()) for rank in (0, 1) for step in result.packs(rank) for pack in step) == [
         [0, 3],
         [1, 2, 4],
     ]
-    assert made.costs.tolist() == [8, 8]
-    assert (made.fill, made.straggling(), made.num_steps) == (1.0, 1.0, 1)
+    assert result.costs.tolist() == [8, 8]
+    assert (result.fill, result.straggling(), result.num_steps) == (1.0, 1.0, 1)
 
 
 @given(
@@ -89,10 +93,10 @@ def test_every_example_is_planned_once_and_fits(
     images = random.integers(0, 3, len(tokens))
     headers = Headers(tokens, random.integers(0, np.array(tokens) + 1), random.integers(1, 50, images.sum()), images)
     arguments = {"max_tokens": 200, "ranks": ranks, "microbatches": microbatches, "window": window, "seed": seed}
-    made = planned(headers, **arguments)
+    result = planned(headers, **arguments)
     again = plan(headers, **arguments)  # type: ignore[arg-type]
-    assert made.members.tolist() == again.members.tolist()
-    assert made.weights.mean() == pytest.approx(1 if headers.labels.any() else 0)
+    assert result.members.tolist() == again.members.tolist()
+    assert result.weights.mean() == pytest.approx(1 if headers.labels.any() else 0)
 
 
 def test_a_stream_is_planned_window_by_window() -> None:
@@ -103,73 +107,79 @@ def test_a_stream_is_planned_window_by_window() -> None:
     assert whole.members[:250].tolist() == first.members.tolist()
 
 
-def test_ranks_finish_together_where_packs_by_tokens_do_not() -> None:
+def test_planned_ranks_finish_together_unlike_packs_by_tokens() -> None:
     headers = mixed_corpus(40_000)
     costs = Cost().of(headers)
-    for ranks, most, by_lengths in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
-        made = planned(headers, max_tokens=8192, ranks=ranks)
+    for ranks, planned_bound, token_bound in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
+        result = planned(headers, max_tokens=8192, ranks=ranks)
         by_tokens = first_fit_decreasing(headers.tokens, 8192)
         packs = np.array([costs[pack].sum() for pack in by_tokens])[: len(by_tokens) // ranks * ranks]
-        arrival = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
-        assert made.straggling() < most < by_lengths < arrival.max(axis=1).sum() / arrival.mean(axis=1).sum()
-        assert made.fill > 0.85
+        shuffled = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
+        straggling = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
+        assert result.straggling() < planned_bound < token_bound < straggling
+        assert result.fill > 0.85
 
 
-def test_a_wider_tolerance_makes_labels_more_even_and_stays_within_it() -> None:
+def test_a_larger_tolerance_evens_labels_and_bounds_straggling() -> None:
     headers = mixed_corpus(20_000)
     spreads = []
     for tolerance in (0.0, 0.05, 0.5):
-        made = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
-        spreads.append(made.labels_per_step.std())
-        assert made.straggling() < 1.01 + tolerance
+        result = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
+        spreads.append(result.labels_per_step.std())
+        assert result.straggling() < 1.01 + tolerance
     assert spreads == sorted(spreads, reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_plans_are_near_the_optimum(seed: int) -> None:
     tokens = np.random.default_rng(seed).integers(1, 100, 8)
-    made = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
+    result = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
     best = min(np.bincount(hands, tokens, 3).max() for hands in itertools.product(range(3), repeat=8))
-    assert made.num_steps == 1
-    assert made.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
+    assert result.num_steps == 1
+    assert result.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
 
 
 def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
-    made = planned(Headers([4, 4, 3, 1], [1] * 4), max_tokens=4, ranks=1, microbatches=4, cost=LINEAR)
-    assert made.rank_costs().tolist() == [[12.0]]
-    assert made.rank_costs(pipeline=3).tolist() == [[20.0]]
+    result = planned(Headers([4, 4, 3, 1], [1] * 4), max_tokens=4, ranks=1, microbatches=4, cost=LINEAR)
+    assert result.rank_costs().tolist() == [[12.0]]
+    assert result.rank_costs(pipeline=3).tolist() == [[20.0]]
 
 
-def test_packs_without_images_are_marked_where_other_ranks_have_some() -> None:
-    made = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
-    assert made.needs_image.sum() == 1
-    (marked,) = np.flatnonzero(made.needs_image)
-    assert made.images[marked] == 0
-    assert made.images[marked ^ 1] == 1
+def test_packs_without_images_are_marked_if_another_rank_has_one() -> None:
+    result = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
+    assert result.needs_image.sum() == 1
+    (marked,) = np.flatnonzero(result.needs_image)
+    assert result.images[marked] == 0
+    assert result.images[marked ^ 1] == 1
 
 
-def test_a_dummy_stands_behind_a_pack_that_needs_an_image_and_is_not_trained_on() -> None:
+def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on() -> None:
     builder = SequenceBuilder()
-    plain, seen = (builder.build(parts) for parts in (["text"], ["x", Grid(1, 1)]))
-    text, image = (Example(name, each, each.input_ids) for name, each in (("text", plain), ("image", seen)))
+    text, image = (
+        Example(name, sequence, sequence.input_ids)
+        for name, sequence in (("text", builder.build(["text"])), ("image", builder.build(["x", Grid(1, 1)])))
+    )
     pack = Pack((text,), 8)
     assert PlannedPack(pack, 1.0, False).with_dummy(image) is pack
-    made = PlannedPack(pack, 1.0, True).with_dummy(image)
-    assert [each.key for each in made.examples] == ["text", "image"]
-    assert (made.examples[0].labels.tolist(), made.examples[1].labels.tolist()) == (text.labels.tolist(), [-100] * 4)
+    padded = PlannedPack(pack, 1.0, True).with_dummy(image)
+    assert [example.key for example in padded.examples] == ["text", "image"]
+    assert (padded.examples[0].labels.tolist(), padded.examples[1].labels.tolist()) == (
+        text.labels.tolist(),
+        [-100] * 4,
+    )
     with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
         PlannedPack(pack, 1.0, True).with_dummy(text)
 
 
-def test_a_stream_that_was_killed_goes_on_with_the_rest_of_its_window() -> None:
+def test_a_killed_stream_resumes_within_a_window() -> None:
     headers = mixed_corpus(900)
 
     def steps(number: int, step: int) -> list[tuple[int, list[list[int]]]]:
-        """Plan windows of 300 as they come, from a step of a window on."""
+        """Plan windows of 300 examples, starting at a step of a window."""
         rest: list[tuple[int, list[list[int]]]] = []
-        for each in range(number, 3):
-            made = planned(headers[300 * each : 300 * each + 300], max_tokens=8192, ranks=2, seed=each)
-            rest += [(each, [pack.tolist() for pack in packs]) for packs in made.packs(0, start=step)]
+        for window in range(number, 3):
+            result = planned(headers[300 * window : 300 * window + 300], max_tokens=8192, ranks=2, seed=window)
+            rest += [(window, [pack.tolist() for pack in packs]) for packs in result.packs(0, start=step)]
             step = 0
         return rest
 
@@ -178,23 +188,23 @@ def test_a_stream_that_was_killed_goes_on_with_the_rest_of_its_window() -> None:
     assert steps(1, 2) == whole[first + 2 :]
 
 
-def test_weighted_losses_are_the_loss_of_all_labels() -> None:
+def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
     headers = mixed_corpus(500)
-    made = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
+    result = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
     losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over the labels of each example
-    of_packs = np.add.reduceat(losses[made.members], made.pack_offsets[:-1])
-    means = np.divide(of_packs, made.labels, where=made.labels > 0, out=np.zeros(made.num_packs))
-    assert (made.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
+    pack_losses = np.add.reduceat(losses[result.members], result.pack_offsets[:-1])
+    means = np.divide(pack_losses, result.labels, where=result.labels > 0, out=np.zeros(result.num_packs))
+    assert (result.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
 
 
 @pytest.mark.slow
-def test_weighted_losses_of_four_ranks_and_their_gradient_are_those_of_the_documents(tmp_path: Path) -> None:
+def test_weighted_loss_and_gradient_of_four_ranks_equal_those_of_the_documents(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
     headers, shard_of, row = read_headers([one])
-    made = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
-    assert made.labels.min() < made.labels.max() / 2, "labels are uneven"
-    write_index(tmp_path / "index.parquet", made, [one.source], shard_of, row)
+    result = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
+    assert result.labels.min() < result.labels.max() / 2, "the corpus has uneven labels"
+    write_index(tmp_path / "index.parquet", result, [one.source], shard_of, row)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=planned_ranks.run, args=(rank, tmp_path)) for rank in range(4)]
     for process in processes:
@@ -204,8 +214,8 @@ def test_weighted_losses_of_four_ranks_and_their_gradient_are_those_of_the_docum
     assert [process.exitcode for process in processes] == [0] * 4
 
     model = planned_ranks.model()
-    alone = [planned_ranks.losses(model, PackedCollator()([each])) for each in one.examples()]
-    assert [each.numel() for each in alone] == headers.labels.tolist()
+    alone = [planned_ranks.losses(model, PackedCollator()([example])) for example in one.examples()]
+    assert [losses.numel() for losses in alone] == headers.labels.tolist()
     want = torch.cat(alone).mean()
     want.backward()
     loss, gradient = torch.load(tmp_path / "result")
@@ -213,22 +223,16 @@ def test_weighted_losses_of_four_ranks_and_their_gradient_are_those_of_the_docum
     torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_the_packs_of_a_rank_resume_in_the_middle() -> None:
-    made = planned(mixed_corpus(2000), max_tokens=8192, ranks=2, microbatches=2)
-    whole = [[pack.tolist() for pack in step] for step in made.packs(1)]
-    assert [[pack.tolist() for pack in step] for step in made.packs(1, start=7)] == whole[7:]
-
-
 @pytest.mark.slow
-def test_a_million_headers_are_planned_in_twenty_seconds() -> None:
+def test_a_million_headers_are_planned_within_twenty_seconds_of_cpu_time() -> None:
     headers = mixed_corpus(1_000_000)
     began = time.process_time()
-    made = plan(headers, max_tokens=8192, ranks=64)
+    result = plan(headers, max_tokens=8192, ranks=64)
     assert time.process_time() - began < 20
-    assert made.straggling() < 1.03
+    assert result.straggling() < 1.03
 
 
-def test_costs_of_a_config_are_counted_by_hand() -> None:
+def test_costs_from_a_config_equal_a_count_by_hand() -> None:
     text = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     text |= {"intermediate_size": 18944, "vocab_size": 152064}
     vision = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "hidden_act": "silu"}
@@ -250,7 +254,7 @@ def test_costs_are_fitted_to_measured_times() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
     text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
     assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
-    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # a parabola would bend down: a line is fitted
+    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # the parabola would have a negative coefficient: a line is fitted
     slopes = np.array([10, 20 / 1.9, 40 / 3.5, 80 / 6])
     assert slower.language_quadratic == 0
     assert slower.language_linear == pytest.approx(slopes.sum() / np.square(slopes).sum())
@@ -259,30 +263,30 @@ def test_costs_are_fitted_to_measured_times() -> None:
 REFUSED = [
     ({"tokens": [0]}, {}, "tokens[0]: got 0, want >= 1"),
     ({"labels": [1, 9]}, {}, "labels[1]: got 9, want at most 3, the tokens of the example"),
-    ({"patches": [4]}, {}, "images: got 0 in all, want 1, one for each of patches"),
+    ({"patches": [4]}, {}, "images: got a sum of 0, want 1 as in patches"),
     ({}, {"max_tokens": 2}, "headers.tokens[1]: got 3, want <= 2"),
     ({}, {"ranks": 0}, "ranks: got 0, want >= 1"),
     (
         {},
         {"ranks": 2, "microbatches": 2},
-        "headers: got 2 examples that are planned together, want at least 4, one for each of the 4 packs of a step, "
+        "headers: got 2 examples to plan together, want at least 4, one for each of the 4 packs of a step, "
         "or fewer ranks or microbatches",
     ),
     (
         {"tokens": [2, 3, 2, 3]},
         {"ranks": 3, "window": 2},
-        "headers: got 2 examples that are planned together, want at least 3, one for each of the 3 packs of a step, "
+        "headers: got 2 examples to plan together, want at least 3, one for each of the 3 packs of a step, "
         "or fewer ranks or microbatches, or a larger window",
     ),
-    ({"tokens": [2**53, 2**53]}, {}, "tokens: got 1.80144e+16 in all, want at most 9.0072e+15"),
-    ({}, {"cost": Cost(1.5e308)}, "cost: got examples that cost inf in all, want a finite number: smaller units"),
-    ({}, {"cost": 3}, "cost: got int, want a Cost"),
+    ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
+    ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one: use smaller units"),
+    ({}, {"cost": 3}, "cost: got int, want a Cost, as Cost.read gives it"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "arguments", "message"), REFUSED)
-def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, object], message: str) -> None:
+def test_invalid_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, object], message: str) -> None:
     tokens = sizes.get("tokens", [2, 3])
 
     def make() -> TrainingPlan:
@@ -314,18 +318,18 @@ def test_bad_input_is_refused(sizes: dict[str, list[int]], arguments: dict[str, 
             "plan: got NoneType, want a TrainingPlan, as mmpos.data.plan gives it",
         ),
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
-        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want Headers"),  # type: ignore[arg-type]
+        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as Headers.of gives it"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
     ],
 )
-def test_costs_that_mean_nothing_are_refused(call: object, message: str) -> None:
+def test_invalid_costs_and_headers_are_refused(call: object, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         call()  # type: ignore[operator]
     assert str(error.value) == message
 
 
 def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> SequenceShard:
-    """Write examples of this many tokens, each with an image of 2×3 tokens; every second is trained on in a part."""
+    """Write examples of these sizes with an image of 2×3 tokens; every second one is trained on only in a slice."""
     builder = SequenceBuilder()
     with SequenceWriter(path) as writer:
         for i, size in enumerate(sizes):
@@ -337,28 +341,30 @@ def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> Sequenc
     return SequenceShard(path)
 
 
-def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
+def test_each_rank_reads_its_examples_by_the_index(tmp_path: Path) -> None:
     shards = [shard(tmp_path / "a.parquet", [10, 12, 14, 20]), shard(tmp_path / "b.parquet", [16, 9, 30])]
     headers, shard_of, row = read_headers(shards)
     assert headers.tokens.tolist() == [10, 12, 14, 20, 16, 9, 30]
     assert headers.labels.tolist() == [3, 5, 7, 13, 9, 2, 23]
     assert headers.patches.tolist() == [24] * 7
-    assert Headers.of([each for one in shards for each in one.examples()]).labels.tolist() == headers.labels.tolist()
+    assert (
+        Headers.of([example for one in shards for example in one.examples()]).labels.tolist() == headers.labels.tolist()
+    )
     assert (shard_of.tolist(), row.tolist()) == ([0, 0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2])
-    made = planned(headers, max_tokens=32, ranks=2)
+    result = planned(headers, max_tokens=32, ranks=2)
     index = tmp_path / "index.parquet"
-    write_index(index, made, [each.source for each in shards], shard_of, row)
+    write_index(index, result, [one.source for one in shards], shard_of, row)
     keys = [f"a-{i}" for i in range(4)] + [f"b-{i}" for i in range(3)]
     for rank in (0, 1):
         packs = PlannedPacks(index, rank)
-        got = [[[each.key for each in one.pack.examples] for one in step] for step in packs]
-        assert got == [[[keys[i] for i in pack] for pack in step] for step in made.packs(rank)]
+        got = [[[example.key for example in one.pack.examples] for one in step] for step in packs]
+        assert got == [[[keys[i] for i in pack] for pack in step] for step in result.packs(rank)]
         resumed = PlannedPacks(index, rank)
         resumed.load_state_dict({"step": 1, "ranks": 2, "microbatches": 1})
-        assert [[[each.key for each in one.pack.examples] for one in step] for step in resumed] == got[1:]
+        assert [[[example.key for example in one.pack.examples] for one in step] for step in resumed] == got[1:]
     table = parquet.read_table(index)
     weights = dict(zip(table["row"].to_pylist(), table["weight"].to_pylist(), strict=True))
-    assert set(weights.values()) <= set(made.weights.tolist())
+    assert set(weights.values()) <= set(result.weights.tolist())
     with pytest.raises(InvalidInputError, match=r"state.ranks: got 3, want 2"):
         resumed.load_state_dict({"step": 0, "ranks": 3, "microbatches": 1})
     shard(tmp_path / "b.parquet", [17, 10, 31])
@@ -366,16 +372,18 @@ def test_an_index_leads_each_rank_to_its_examples(tmp_path: Path) -> None:
         [list(PlannedPacks(index, rank)) for rank in (0, 1)]
 
 
-def test_a_file_of_others_is_no_index(tmp_path: Path) -> None:
+def test_a_parquet_file_without_an_index_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(InvalidInputError, match="got a Parquet file of others, want the index of a plan, version 1"):
+    with pytest.raises(
+        InvalidInputError, match="got a Parquet file without an index, want the index of a plan, version 1"
+    ):
         PlannedPacks(path, 0)
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """Return the index of two steps of two ranks over a.parquet."""
+    """Write an index of two steps of two ranks over a.parquet."""
     one = shard(tmp_path / "a.parquet", [20, 20, 20, 20])
     headers, shard_of, row = read_headers([one])
     write_index(tmp_path / "index.parquet", planned(headers, max_tokens=20, ranks=2), [one.source], shard_of, row)
@@ -390,7 +398,7 @@ def written(tmp_path: Path) -> Path:
         ("row", 9, r"got row 9 of .*a.parquet, want one of its 4 rows: the shard has changed"),
     ],
 )
-def test_an_index_that_was_edited_is_refused(written: Path, column: str, value: int, message: str) -> None:
+def test_an_edited_index_is_refused(written: Path, column: str, value: int, message: str) -> None:
     table = parquet.read_table(written)
     i = table.schema.get_field_index(column)
     field = table.schema.field(i)
@@ -406,23 +414,23 @@ def test_an_index_that_was_edited_is_refused(written: Path, column: str, value: 
         (b'{"version": 1}', "ranks: got None, want an integer"),
     ],
 )
-def test_facts_that_were_edited_are_refused(written: Path, facts: bytes, message: str) -> None:
+def test_edited_metadata_of_an_index_is_refused(written: Path, facts: bytes, message: str) -> None:
     parquet.write_table(parquet.read_table(written).replace_schema_metadata({b"mmpos.plan": facts}), written)
     with pytest.raises(InvalidInputError, match=message):
         PlannedPacks(written, 0)
 
 
-def test_a_flipped_bit_never_changes_packs_in_silence(written: Path) -> None:
-    whole, random = written.read_bytes(), np.random.default_rng(0)
+def test_a_flipped_bit_never_changes_packs_silently(written: Path) -> None:
+    intact, random = written.read_bytes(), np.random.default_rng(0)
 
     def read() -> list[object]:
         steps = list(PlannedPacks(written, 1))
-        return [(one.weight, one.needs_image, [each.key for each in one.pack.examples]) for (one,) in steps]
+        return [(one.weight, one.needs_image, [example.key for example in one.pack.examples]) for (one,) in steps]
 
     want = read()
-    for place in random.integers(4, len(whole) - 8, 60).tolist():
-        broken = bytearray(whole)
-        broken[place] ^= 1 << int(random.integers(8))
+    for offset in random.integers(4, len(intact) - 8, 60).tolist():
+        broken = bytearray(intact)
+        broken[offset] ^= 1 << int(random.integers(8))
         written.write_bytes(broken)
         try:
             got = read()
@@ -431,7 +439,7 @@ def test_a_flipped_bit_never_changes_packs_in_silence(written: Path) -> None:
         assert got == want
 
 
-def test_a_step_whose_shard_is_gone_is_not_counted_as_done(written: Path) -> None:
+def test_a_step_with_a_missing_shard_is_not_counted(written: Path) -> None:
     written.with_name("a.parquet").unlink()
     packs = PlannedPacks(written, 0)
     with pytest.raises(FileNotFoundError, match=r"a\.parquet"):
@@ -439,9 +447,7 @@ def test_a_step_whose_shard_is_gone_is_not_counted_as_done(written: Path) -> Non
     assert packs.state_dict()["step"] == 0
 
 
-def test_the_command_writes_the_index_a_report_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_an_index_a_report_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4)
     index, picture = tmp_path / "index.parquet", tmp_path / "steps.png"
@@ -459,75 +465,91 @@ def test_the_command_writes_the_index_a_report_and_a_picture(
         str(picture),
     ]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "32, with 1,200 tokens" in said
-    assert "of 2 ranks and 1 microbatch" in said
+    report = capsys.readouterr().out
+    assert "32, with 1,200 tokens" in report
+    assert "of 2 ranks and 1 microbatch" in report
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_coefficients_are_measured_in_turn_and_read_by_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
+    ready, index = tmp_path / "ready", tmp_path / "index.parquet"
+    preprocess = Preprocess(MMC4(), SequenceBuilder())
+    write_sequences(shards(tmp_path / "a.jsonl"), ready, preprocess)
+    shard(ready / "stray.parquet", [20])
+    command = ["data", "plan", str(ready), "-o", str(index)]
+    assert main(command) == 0
+    assert "4, with 40 tokens" in capsys.readouterr().out
+    (ready / "a.parquet").unlink()
+    assert main(command) == 2
+    assert f"{ready}/a.parquet: got no file, want the one listed in {ready}/manifest.json" in capsys.readouterr().err
+
+
+def test_calibration_recovers_coefficients_and_costs_are_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want, now, order = Cost(3e-6, 2e-10, 4e-7, 1e-11), [0.0], []
     random = np.random.default_rng(0)
 
     def step(tokens: int, patches: int) -> None:
         order.append((tokens, patches))
         headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
-        late = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # the first round, and outliers
-        now[0] += 0.001 + want.of(headers).sum() + late
+        delay = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # the first round, and outliers
+        now[0] += 0.001 + want.of(headers).sum() + delay
 
     monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
-    made = calibrate(step)
+    calibration = calibrate(step)
     assert order == order[:10] * 8
-    assert made.overhead == pytest.approx(0.001, rel=1e-3)
-    assert made.residual < 1e-6
-    made.write("memory://calibrations/cost.json", model="tiny")
-    assert Cost.read("memory://calibrations/cost.json") == made.cost
-    made.write(tmp_path / "cost.json", model="tiny")
+    assert calibration.overhead == pytest.approx(0.001, rel=1e-3)
+    assert calibration.residual < 1e-6
+    calibration.write("memory://calibrations/cost.json", model="tiny")
+    assert Cost.read("memory://calibrations/cost.json") == calibration.cost
+    calibration.write(tmp_path / "cost.json", model="tiny")
     read = Cost.read(tmp_path / "cost.json")
-    assert read == made.cost
-    for each in fields(Cost):
-        assert getattr(read, each.name) == pytest.approx(getattr(want, each.name), rel=1e-3)
+    assert read == calibration.cost
+    for term in fields(Cost):
+        assert getattr(read, term.name) == pytest.approx(getattr(want, term.name), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "got no JSON .*, want a file of mmpos data calibrate"),
+        ("{", "got invalid JSON .*, want the output of mmpos data calibrate"),
         ('{"cost": {"tokens": 1}}', r"cost: got \['tokens'\], want language_linear, language_quadratic, vision_linear"),
         (
-            json.dumps({"cost": {each.name: "a" for each in fields(Cost)}}),
+            json.dumps({"cost": {term.name: "a" for term in fields(Cost)}}),
             "Cost.language_linear: got 'a', want a finite",
         ),
-        (json.dumps({"cost": {each.name: 0 for each in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
+        (json.dumps({"cost": {term.name: 0 for term in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
     ],
 )
-def test_a_file_without_costs_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_an_invalid_file_of_costs_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "cost.json").write_text(content)
     with pytest.raises(InvalidInputError, match=f"cost.json: {message}"):
         Cost.read(tmp_path / "cost.json")
 
 
-def test_too_few_sizes_and_steps_without_time_are_refused() -> None:
+def test_too_few_sizes_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"tokens: got \[8\], want at least 3 different sizes"):
         calibrate(lambda tokens, patches: None, tokens=[8, 8])
     with pytest.raises(InvalidInputError, match=r"patches: got \[4\], want at least 3 different sizes"):
         calibrate(lambda tokens, patches: None, patches=[4])
 
 
-def test_costs_of_few_layers_are_extrapolated_along_lines() -> None:
+def test_costs_are_extrapolated_linearly_in_the_layers() -> None:
     def measured(language: int, vision: int) -> Calibration:
-        """Return times that are affine in the layers."""
+        """Return costs that are affine in the numbers of layers."""
         cost = Cost(1 + 2 * language, 0.5 * language, 3 + vision, 0.25 * vision)
         none = np.zeros(0, np.int64)
         return Calibration(cost, 7 + 4 * language, 0.01 * language, none, none, np.zeros(0), np.zeros(0))
 
-    made = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
-    whole = measured(28, 32)
-    assert (made.cost, made.overhead, made.residual) == (whole.cost, whole.overhead, 0.04)
+    extrapolated = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
+    want = measured(28, 32)
+    assert (extrapolated.cost, extrapolated.overhead, extrapolated.residual) == (want.cost, want.overhead, 0.04)
 
 
-def test_a_config_that_transformers_does_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "eliza"}')
     assert main(["data", "calibrate", str(tmp_path), "-o", str(tmp_path / "cost.json")]) == 2
     assert f"{tmp_path}/config.json: got " in capsys.readouterr().err
@@ -535,7 +557,7 @@ def test_a_config_that_transformers_does_not_read_is_named(tmp_path: Path, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [[], ["--layers", "1"]])
-def test_the_command_measures_a_model_of_random_weights(tmp_path: Path, layers: list[str]) -> None:
+def test_the_command_calibrates_a_model_with_random_weights(tmp_path: Path, layers: list[str]) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 260}

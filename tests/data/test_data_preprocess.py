@@ -1,4 +1,4 @@
-"""The job: whole files or none, the same from every engine, continued by the next run; and its command."""
+"""The job: complete files or none, equal for all engines, resumed by the next run; and its command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mmpos.cli.preprocess import ShownProgress
 from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess.job import Fill, Progress, write_sequences
+from mmpos.data.preprocess.job import Fill, Progress, Summary, write_sequences
 from mmpos.data.preprocess.settings import describe, differences
 from mmpos.data.preprocess.shard_job import Counts
 from mmpos.data.preprocess.storage import SequenceShard
@@ -44,13 +44,12 @@ from mmpos.data.samples import write_samples
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 PAGES = Preprocess(Obelics(images=Images(PHOTOS)), BUILDER)
-COUNTS = Counts(
-    documents=3, tokens=309, images=3
-)  # of three pages: two letters, and a photo of 11×9 patches with its markers
+COUNTS = Counts(documents=3, tokens=309, images=3)
+"""Counts of three pages, each with two letters and a photo of 11×9 patches with two markers."""
 
 
 def corpus(folder: Path, shards: int, pages: int, broken: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
-    """Shards of pages: a photo and a text."""
+    """Write shards of pages, each with a text and a photo."""
     folder.mkdir(exist_ok=True)
     paths = []
     for s in range(shards):
@@ -66,18 +65,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
 
 
+def reused(summary: Summary) -> list[bool]:
+    return [output.reused for output in summary.outputs]
+
+
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No colours asked for by the surroundings, and an empty folder to work in."""
+    """Unset environment variables that force colours, and work in an empty folder."""
     for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_shard_becomes_a_file_of_what_the_callable_makes(tmp_path: Path) -> None:
+def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 2, 3))
     summary = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=300)
-    assert [(Path(each.source).name, each.path.name, each.counts, each.reused) for each in summary.outputs] == [
+    assert [(Path(out.source).name, out.path.name, out.counts, out.reused) for out in summary.outputs] == [
         ("s0.jsonl", "s0.parquet", COUNTS, False),
         ("s1.jsonl", "s1.parquet", COUNTS, False),
     ]
@@ -89,17 +92,17 @@ def test_every_shard_becomes_a_file_of_what_the_callable_makes(tmp_path: Path) -
     for reader, output in zip(readers, summary.outputs, strict=True):
         want = [PAGES(raw, location) for location, raw in reader.records() if isinstance(raw, dict)]
         got = list(SequenceShard(output.path).examples())
-        assert [each.key for each in got] == [each.key for each in want]
-        for ours, theirs in zip(got, want, strict=True):
-            assert (ours.labels == theirs.labels).all()
-            assert (ours.sequence.positions.dense() == theirs.sequence.positions.dense()).all()
-            assert ours.sequence.patches is not None
-            assert (ours.sequence.patches == theirs.sequence.patches).all()
+        assert [example.key for example in got] == [example.key for example in want]
+        for stored, expected in zip(got, want, strict=True):
+            assert (stored.labels == expected.labels).all()
+            assert (stored.sequence.positions.dense() == expected.sequence.positions.dense()).all()
+            assert stored.sequence.patches is not None
+            assert (stored.sequence.patches == expected.sequence.patches).all()
 
 
-def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
+def test_without_patches_everything_else_is_unchanged(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 1))
-    (path,) = (each.path for each in write_sequences(readers, tmp_path / "out", PAGES, patches=False).outputs)
+    (path,) = (output.path for output in write_sequences(readers, tmp_path / "out", PAGES, patches=False).outputs)
     (got,) = SequenceShard(path).examples()
     ((location, raw),) = readers[0].records()
     assert isinstance(raw, dict)
@@ -110,10 +113,10 @@ def test_without_patches_everything_else_is_the_same(tmp_path: Path) -> None:
     assert os.stat(path).st_size < 20_000
 
 
-def test_images_are_dropped_into_the_quarantine(tmp_path: Path) -> None:
+def test_dropped_images_are_quarantined(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     dropping = replace(PAGES, on_image_error="drop")
-    for _ in range(2):  # the second time from the file
+    for _ in range(2):  # the second run reads the file
         summary = write_sequences(readers, tmp_path / "out", dropping)
         assert summary.counts == Counts(documents=3, tokens=208, images=2, images_dropped=1)
     (output,) = summary.outputs
@@ -124,7 +127,7 @@ def test_images_are_dropped_into_the_quarantine(tmp_path: Path) -> None:
     assert line == {"source": source, "index": 1, "key": "0-1", "dropped_images": 1}
 
 
-def test_documents_are_skipped_for_their_images_and_nothing_else(tmp_path: Path) -> None:
+def test_skip_document_skips_only_documents_with_broken_images(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     skipping = replace(PAGES, on_image_error="skip-document")
     for _ in range(2):
@@ -134,25 +137,25 @@ def test_documents_are_skipped_for_their_images_and_nothing_else(tmp_path: Path)
         write_sequences(readers, tmp_path / "new", replace(PAGES, on_image_error="raise"), on_error="skip")
 
 
-def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
+def test_finished_files_are_reused(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 3, 2))
     first = write_sequences(readers, tmp_path / "out", PAGES)
-    whole = contents(tmp_path / "out")
+    files = contents(tmp_path / "out")
     (tmp_path / "out" / "s1.parquet").unlink()
     (tmp_path / "out" / ".s1.parquet.00000000.tmp").write_bytes(b"left by a killed run")
-    told: list[Progress] = []
-    again = write_sequences(readers, tmp_path / "out", PAGES, report=told.append)
-    assert [each.reused for each in again.outputs] == [True, False, True]
+    reports: list[Progress] = []
+    again = write_sequences(readers, tmp_path / "out", PAGES, report=reports.append)
+    assert reused(again) == [True, False, True]
     assert again.counts == first.counts
-    assert contents(tmp_path / "out") == whole
-    assert told[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
+    assert contents(tmp_path / "out") == files
+    assert reports[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
     assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to make it anew, or overwrite all"),
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to write it again, or overwrite all"),
         ("settings", r"s0\.parquet: got the output of preprocess\.train_markers False, want True; remove it"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
@@ -174,20 +177,20 @@ def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
         write_sequences(shards(paths), tmp_path / "out", preprocess)
     assert contents(tmp_path / "out") == before
     written = write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)
-    assert [each.reused for each in written.outputs] == [False, False]
-    assert [each.reused for each in write_sequences(shards(paths), tmp_path / "out", preprocess).outputs] == [True] * 2
+    assert reused(written) == [False, False]
+    assert reused(write_sequences(shards(paths), tmp_path / "out", preprocess)) == [True, True]
 
 
 def correct(path: str) -> None:
-    """Change a file in place, and nothing that a folder shows of it."""
+    """Change the content of a file, but neither its size nor its modification time."""
     before = os.stat(path)
     Path(path).write_text(Path(path).read_text().replace('"ab"', '"cd"'))
     while (after := os.stat(path)).st_ctime_ns == before.st_ctime_ns or after.st_mtime_ns != before.st_mtime_ns:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # again until the clock of the file system ticks
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the clock of the file system advances
     assert after.st_size == before.st_size
 
 
-def test_an_input_that_was_corrected_in_place_is_another(tmp_path: Path) -> None:
+def test_an_input_edited_in_place_counts_as_changed(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 2, 1)
     write_sequences(shards(paths), tmp_path / "out", PAGES)
     before = contents(tmp_path / "out")
@@ -196,40 +199,39 @@ def test_an_input_that_was_corrected_in_place_is_another(tmp_path: Path) -> None
         write_sequences(shards(paths), tmp_path / "out", PAGES)
     out = tmp_path / "out" / "s1.parquet"
     assert str(refused.value) == (
-        f"{out}: got the output of s1.jsonl with other content; remove it to make it anew, or overwrite all"
+        f"{out}: got the output of s1.jsonl with other content; remove it to write it again, or overwrite all"
     )
     assert contents(tmp_path / "out") == before
     out.unlink()
     again = write_sequences(shards(paths), tmp_path / "out", PAGES)
-    assert [each.reused for each in again.outputs] == [True, False]
+    assert reused(again) == [True, False]
     (got,) = SequenceShard(out).examples()
     assert bytes(got.sequence.input_ids[:2].tolist()) == b"cd"
 
 
-def test_an_input_that_was_touched_or_copied_is_the_same(tmp_path: Path) -> None:
+def test_a_touched_or_copied_input_counts_as_unchanged(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 2, 1)
     write_sequences(shards(paths), tmp_path / "out", PAGES)
     os.utime(paths[0], (1, 1))
     shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("out"))
     for readers in (shards(paths), shards(f"{tmp_path}/copy/*.jsonl")):
-        again = write_sequences(readers, tmp_path / "out", PAGES)
-        assert [each.reused for each in again.outputs] == [True, True]
+        assert reused(write_sequences(readers, tmp_path / "out", PAGES)) == [True, True]
 
 
-def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_an_input_that_changes_during_reading_is_an_error(tmp_path: Path) -> None:
     (path,) = corpus(tmp_path, 1, 2)
 
-    def meddling(record: Mapping[str, object], location: Location) -> Any:
+    def editing(record: Mapping[str, object], location: Location) -> Any:
         if location.index == 1:
             correct(path)
         return PAGES(record, location)
 
     with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
-        write_sequences(shards(path), tmp_path / "out", meddling)
+        write_sequences(shards(path), tmp_path / "out", editing)
     assert contents(tmp_path / "out") == {}
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+def test_two_runs_cannot_write_to_the_same_folder(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 2, 3))
     refused: list[str] = []
 
@@ -241,8 +243,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
             refused.append(str(second.value))
 
     first = write_sequences(readers, tmp_path / "out", PAGES, report=meanwhile)
-    who = rf"process {os.getpid()} on \S+, since [-0-9]+ [:0-9]+ UTC"
-    want = rf"folder: got '{tmp_path}/link', to which another run is writing \({who}\), want one run at a time"
+    owner = rf"process {os.getpid()} on \S+, since [-0-9]+ [:0-9]+ UTC"
+    want = rf"folder: got '{tmp_path}/link', to which another run is writing \({owner}\), want one run at a time"
     assert re.fullmatch(want, refused[0])
     assert first.counts == COUNTS + COUNTS
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
@@ -250,7 +252,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_full_disk_is_said_with_the_output_and_keeps_what_is_finished(
+def test_the_error_of_a_full_disk_names_the_output_and_finished_files_stay(
     tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], workers: int
 ) -> None:
     readers = shards(corpus(tmp_path, 3, 1))
@@ -263,16 +265,14 @@ def test_a_full_disk_is_said_with_the_output_and_keeps_what_is_finished(
     assert write_sequences(readers, tmp_path / "out", PAGES).counts == COUNTS
 
 
-def test_broken_records_may_be_skipped_counted_and_written_down(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_records_are_counted_and_quarantined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
     with Path(paths[1]).open("a") as file:
         file.write("{broken\n")
     with caplog.at_level(logging.WARNING, "mmpos"):
         summary = write_sequences(shards(paths), tmp_path / "out", PAGES, on_error="skip")
-    assert [each.counts for each in summary.outputs] == [COUNTS, Counts(2, 206, 2, 2)]
-    assert [each.key for each in SequenceShard(summary.outputs[1].path).examples()] == ["1-0", "1-2"]
+    assert [output.counts for output in summary.outputs] == [COUNTS, Counts(2, 206, 2, 2)]
+    assert [example.key for example in SequenceShard(summary.outputs[1].path).examples()] == ["1-0", "1-2"]
     lines = [json.loads(line) for line in Path(summary.outputs[1].quarantine).read_text().splitlines()]
     assert [(line["source"], line["index"], line["key"]) for line in lines] == [
         (paths[1], 1, "1-1"),
@@ -299,7 +299,7 @@ def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_shard(tmp_path: 
     assert summary.counts.skipped == 18
 
 
-def test_a_builder_that_takes_no_images_stops_the_job(tmp_path: Path) -> None:
+def test_a_builder_without_images_stops_the_job(tmp_path: Path) -> None:
     blind = replace(PAGES, builder=SequenceBuilder())
     with pytest.raises(
         UnsupportedError, match=r"^0-0 \(.*s0\.jsonl\[0\]\): parts\[1\]: got .*, want .* images=ImageProc"
@@ -308,17 +308,17 @@ def test_a_builder_that_takes_no_images_stops_the_job(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == {}
 
 
-def test_several_processes_make_the_same_files(tmp_path: Path) -> None:
+def test_several_processes_write_the_same_files(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 3, 4, frozenset({(1, 1)})))
-    told: list[Progress] = []
+    reports: list[Progress] = []
     alone = write_sequences(readers, tmp_path / "alone", PAGES, on_error="skip")
-    both = write_sequences(readers, tmp_path / "both", PAGES, on_error="skip", workers=2, report=told.append)
+    both = write_sequences(readers, tmp_path / "both", PAGES, on_error="skip", workers=2, report=reports.append)
     assert contents(tmp_path / "both") == contents(tmp_path / "alone")
-    assert both.counts == alone.counts == told[-1].counts
+    assert both.counts == alone.counts == reports[-1].counts
 
 
 @pytest.mark.slow
-def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
+def test_an_invalid_record_stops_all_processes(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 2, 200, frozenset({(1, 1)})))
     with pytest.raises(RecordError, match=r"1-1 \(.+s1\.jsonl\[1\]\): images\[1\]: got the path 'none.jpg'"):
         write_sequences(readers, tmp_path / "out", PAGES, workers=2)
@@ -326,20 +326,22 @@ def test_a_broken_record_stops_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_an_error_in_words(tmp_path: Path) -> None:
-    with pytest.raises(ChildProcessError, match="a worker process was killed"):
+def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        ChildProcessError, match="a worker process was killed, possibly out of memory: use fewer workers"
+    ):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
     assert contents(tmp_path / "out") == {}
 
 
-def test_what_does_not_pickle_is_said_before_a_worker_starts(tmp_path: Path) -> None:
+def test_a_callable_that_cannot_be_pickled_is_an_error_before_workers_start(tmp_path: Path) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", lambda record, location: None, workers=2)  # type: ignore[arg-type, return-value]
     assert contents(tmp_path / "out") == {}
 
 
 @pytest.mark.slow
-def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: Path) -> None:
+def test_an_error_of_the_callable_in_a_worker_keeps_its_traceback(tmp_path: Path) -> None:
     for workers, error in ((1, OddError), (2, RuntimeError)):
         with pytest.raises(error, match="OddError: status 404" if workers == 2 else "status 404") as raised:
             write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", fail_oddly, workers=workers)
@@ -362,21 +364,23 @@ def test_a_mistake_of_the_code_comes_from_a_worker_with_its_traceback(tmp_path: 
         ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     readers = shards(corpus(tmp_path, 1, 1))
-    given: dict[str, Any] = {"readers": readers, "folder": Path("out"), "preprocess": PAGES} | change
+    arguments: dict[str, Any] = {"readers": readers, "folder": Path("out"), "preprocess": PAGES} | change
     with pytest.raises(InvalidInputError) as refused:
-        write_sequences(**given)
+        write_sequences(**arguments)
     assert str(refused.value) == message
     assert not Path("out").exists()
 
 
-def test_inputs_are_never_overwritten_nor_merged(tmp_path: Path) -> None:
+def test_inputs_are_neither_overwritten_nor_merged(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         corpus(tmp_path / folder, 1, 1)
     with pytest.raises(InvalidInputError) as refused:
         write_sequences(shards(["a/s0.jsonl", "b/s0.jsonl"]), Path("out"), PAGES)
-    want = "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', which would both become 'out/s0.parquet', want different names"
+    want = (
+        "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', both of which would become 'out/s0.parquet', want different names"
+    )
     assert str(refused.value) == want
     write_sequences(shards(["a/s0.jsonl"]), Path("out"), PAGES)
     with pytest.raises(InvalidInputError, match=r"folder: got 'out', where 'out/s0\.parquet' would overwrite an input"):
@@ -396,7 +400,7 @@ print(json.dumps(describe({"preprocess": pages})))
 """
 
 
-def test_settings_are_described_alike_in_every_process() -> None:
+def test_descriptions_of_settings_are_equal_in_every_process() -> None:
     settings = [
         PAGES,
         replace(PAGES, train_markers=True),
@@ -410,23 +414,25 @@ def test_settings_are_described_alike_in_every_process() -> None:
         list(range(1001)),
         np.dtype(np.int64),
     ]
-    described = [json.dumps(describe({"preprocess": each})) for each in settings]
+    described = [json.dumps(describe({"preprocess": setting})) for setting in settings]
     assert len(set(described)) == len(settings)
     assert max(map(len, described)) < 5000
     command, environment = [sys.executable, "-c", DESCRIBED, str(PHOTOS)], {**os.environ, "PYTHONHASHSEED": "7"}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == described[0]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert output.strip() == described[0]
 
 
-def test_tokenizers_are_described_by_what_they_hold() -> None:
+def test_tokenizers_are_described_by_their_content() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabularies = ({"a": 0, "b": 1}, {"a": 0, "b": 1}, {"b": 0, "a": 1})
-    words = [describe({"tokenizer": tokenizers.Tokenizer(tokenizers.models.WordLevel(each))}) for each in vocabularies]
-    assert differences(words[0], words[1]) == []
-    assert differences(words[0], words[2]) == ["another tokenizer.content"]
+    first, equal, other = (
+        describe({"tokenizer": tokenizers.Tokenizer(tokenizers.models.WordLevel(words))}) for words in vocabularies
+    )
+    assert differences(first, equal) == []
+    assert differences(first, other) == ["another tokenizer.content"]
 
 
-def test_settings_that_differ_are_named_and_texts_are_not_repeated() -> None:
+def test_differing_settings_are_named_without_revealing_texts() -> None:
     scheme = replace(PAGES, builder=replace(BUILDER, scheme="rope-tie-v2"))
     images = ImageProcessor("pillow", patch_size=16, mean=(0.5, 0.5, 0.25))
     other = replace(PAGES, format=Obelics(separator="secret"), builder=replace(BUILDER, images=images))
@@ -450,12 +456,12 @@ def test_settings_that_differ_are_named_and_texts_are_not_repeated() -> None:
 
 
 def command(*arguments: str, out: str = "out") -> list[str]:
-    """A command line for the corpus of these tests."""
+    """Return the command line for the corpus of these tests."""
     own = ["-o", out, "-f", "obelics", "--images-from", str(PHOTOS), "--image-option", "backend=pillow"]
     return ["preprocess", *own, *arguments]
 
 
-def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
     assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "300")) == 0
     captured = capsys.readouterr()
@@ -470,7 +476,7 @@ def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFi
         "fill rate   57.2% of 3 packs of 300 tokens",
     ]
     assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[-1])
-    whole = contents(tmp_path / "out")
+    files = contents(tmp_path / "out")
     assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "100")) == 0
     captured = capsys.readouterr()
     assert captured.err == "2/2 shards  0 documents, 0 tokens, 0 images\n"
@@ -479,10 +485,10 @@ def test_the_command_says_what_came_of_it_and_continues(capsys: pytest.CaptureFi
         "fill rate   0.0% of 0 packs of 100 tokens; 5 longer documents left out",
         "speed       nothing was left to do",
     ]
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == files
 
 
-def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_options_of_the_command_are_passed_to_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
     arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
@@ -500,7 +506,7 @@ def test_options_of_the_command_reach_the_library(capsys: pytest.CaptureFixture[
     assert got.sequence.positions.scheme == "flatten"
 
 
-def test_the_command_splits_a_large_file_and_rows_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_the_command_splits_a_large_file_without_changing_its_rows(tmp_path: Path) -> None:
     (path,) = corpus(tmp_path, 1, 5, frozenset({(0, 3)}))
     lines = [json.dumps(json.loads(line) | {"id": None}) for line in Path(path).read_text().splitlines()]
     Path(path).write_text("\n".join(line + " " * 700_000 for line in lines))
@@ -521,12 +527,12 @@ def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], t
     assert capsys.readouterr().err == "1/1 shard  3 documents, 309 tokens, 3 images\n"
     corpus(tmp_path, 1, 1)
     assert main(command("s0.jsonl", "-f", "curator")) == 2
-    want = "mmpos: error: reader: got JsonlReader, want that of a Parquet file or of Lance\n"
+    want = "mmpos: error: reader: got JsonlReader, want a reader of a Parquet file or a Lance fragment\n"
     assert capsys.readouterr().err == want
 
 
 @pytest.mark.parametrize(
-    ("counts", "reused", "told"),
+    ("counts", "reused", "shown"),
     [
         ([30, 50], 0, ("3 records, 1/s, 0:01:17 left", 0.075)),
         ([30, 50, None], 0, ("3 records, 1/s, 0:01:57 left", 0.075)),
@@ -534,8 +540,8 @@ def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], t
         ([30, 50, 9], 1, ("3 records, 1/s", 1)),
     ],
 )
-def test_progress_has_a_rate_and_the_time_left(
-    counts: list[int | None], reused: int, told: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+def test_progress_shows_a_rate_and_the_remaining_time(
+    counts: list[int | None], reused: int, shown: tuple[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Counted:
         def __init__(self, count: int | None) -> None:
@@ -544,28 +550,28 @@ def test_progress_has_a_rate_and_the_time_left(
     drawn: list[tuple[float, int, str]] = []
     times = iter([90.0, 100.0, 103.0])
     monkeypatch.setattr("mmpos.cli.preprocess.time.monotonic", lambda: next(times))
-    tell = ShownProgress([cast(Any, Counted(count)) for count in counts], lambda *words: drawn.append(cast(Any, words)))
-    tell(Progress(len(counts), reused, reused, Counts(1)))
-    tell(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
+    report = ShownProgress([cast(Any, Counted(count)) for count in counts], lambda *bar: drawn.append(cast(Any, bar)))
+    report(Progress(len(counts), reused, reused, Counts(1)))
+    report(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
     assert drawn[0][2] == "1 record"
-    ((done, total, words),) = drawn[1:]
-    assert (total, words) == (len(counts), told[0])
-    assert done == pytest.approx(told[1])
+    ((done, total, text),) = drawn[1:]
+    assert (total, text) == (len(counts), shown[0])
+    assert done == pytest.approx(shown[1])
 
 
-def test_a_few_shards_stand_for_all_in_the_time_left() -> None:
-    asked = list[int]()
+def test_the_remaining_time_is_estimated_from_a_few_shards() -> None:
+    counted = list[int]()
 
     class Counted:
         def __init__(self, number: int) -> None:
-            self.count = lambda: asked.append(number)
+            self.count = lambda: counted.append(number)
 
     ShownProgress([cast(Any, Counted(number)) for number in range(1000)], None)
-    assert len(asked) <= 16
-    assert max(asked) > 900
+    assert len(counted) <= 16
+    assert max(counted) > 900
 
 
-def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_reports_dropped_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     corpus(tmp_path, 1, 3, frozenset({(0, 1)}))
     assert main(command("s0.jsonl", "--on-image-error", "drop")) == 0
     printed = capsys.readouterr()
@@ -574,7 +580,7 @@ def test_the_command_drops_images_and_says_so(capsys: pytest.CaptureFixture[str]
     assert len((tmp_path / "out/s0.quarantine.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
+def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "ab": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
@@ -584,8 +590,8 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
     assert main(command("s0.jsonl", "--tokenizer", "t.json")) == 0
     (got,) = SequenceShard("out/s0.parquet").examples()
     assert got.sequence.input_ids.tolist() == [3, 0, *[2] * 99, 1]
-    others = ["begin=[/IMG]", "end=", "patch=7", "row=8", "last_row=9"]
-    options = [word for marker in others for word in ("--marker", marker)]
+    markers = ["begin=[/IMG]", "end=", "patch=7", "row=8", "last_row=9"]
+    options = [word for marker in markers for word in ("--marker", marker)]
     assert main(command("s0.jsonl", "--tokenizer", "t.json", "--overwrite", "--scheme", "flatten", *options)) == 0
     (got,) = SequenceShard("out/s0.parquet").examples()
     [_, height, width] = got.sequence.grid_thw[0].tolist()
@@ -595,7 +601,7 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that finds files"),
+        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that matches files"),
         (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
         (["s0.jsonl", "--format-option", "x=1"], "--format-option x=1: got 'x', want one of separator"),
         (["s0.jsonl", "--format-option", "images=1"], "--format-option images=1: got 'images', want one of separator"),
@@ -626,7 +632,7 @@ def test_the_command_takes_a_tokenizer_of_a_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )
-def test_errors_of_the_command_are_one_line(
+def test_errors_of_the_command_are_a_single_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
 ) -> None:
     corpus(tmp_path, 1, 1)
@@ -643,7 +649,7 @@ def test_the_command_names_every_format() -> None:
     assert tuple(FORMATS) == NAMED
 
 
-def test_a_missing_extra_is_one_line_that_names_it(
+def test_a_missing_extra_is_named_in_a_single_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus(tmp_path, 1, 1)
@@ -659,7 +665,7 @@ from pathlib import Path
 from mmpos.data import shards, write_sequences
 
 def hang(record, location):
-    Path(f"{location.source}.begun").touch()
+    Path(f"{location.source}.started").touch()
     time.sleep(3600)
 
 if __name__ == "__main__":
@@ -671,12 +677,12 @@ if __name__ == "__main__":
 
 
 def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
-    """Press Ctrl-C, which the whole group of a terminal hears, when a program is ready for it; how it ends."""
+    """Send Ctrl-C to the process group once the program is ready; return its exit code, stdout and stderr."""
     pipe: Any = subprocess.PIPE
-    # A program of a shell's background job would never hear it.
-    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # A background job of a shell ignores SIGINT by default.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=hear
+        arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=listen
     ) as process:
         while not ready(process.pid):
             assert process.poll() is None, process.communicate()
@@ -684,65 +690,65 @@ def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, 
         group = [process.pid, *descendants(process.pid)]
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=120)
-    assert eventually(lambda: not any(alive(each) for each in group)), "workers outlive their parent"
+    assert eventually(lambda: not any(map(alive, group))), "workers outlive their parent"
     return process.returncode, out, err
 
 
 def test_an_interrupt_does_not_wait_for_records(tmp_path: Path) -> None:
     corpus(tmp_path, 3, 2)
     Path("hanging.py").write_text(HANGING)
-    begun = [Path(f"s{shard}.jsonl.begun") for shard in (0, 1)]
-    ended = interrupt([sys.executable, "hanging.py"], lambda pid: all(path.exists() for path in begun))
-    assert ended == (0, "stopped\n", "")
+    started = [Path(f"s{shard}.jsonl.started") for shard in (0, 1)]
+    result = interrupt([sys.executable, "hanging.py"], lambda pid: all(path.exists() for path in started))
+    assert result == (0, "stopped\n", "")
     assert contents(tmp_path / "out") == {}
 
 
 @pytest.mark.parametrize("moment", ["workers start", pytest.param("workers write", marks=pytest.mark.slow)])
-def test_an_interrupted_command_ends_with_its_workers_in_one_message(tmp_path: Path, moment: str) -> None:
+def test_an_interrupted_command_stops_its_workers_and_prints_one_message(tmp_path: Path, moment: str) -> None:
     corpus(tmp_path, 8, 200)
     out = tmp_path / "out"
 
     def ready(pid: int) -> bool:
-        if moment == "workers start":  # children that run tasks; another keeps count of what they share
-            return sum(b"spawn_main" in read_proc(each, "cmdline") for each in descendants(pid)) == 2
+        if moment == "workers start":  # not counting the resource tracker
+            return sum(b"spawn_main" in read_proc(child, "cmdline") for child in descendants(pid)) == 2
         return len(list(out.glob(".*.tmp"))) == 2
 
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
-    code, printed, said = interrupt(arguments, ready)
-    *progress, last = said.splitlines()
+    code, printed, errors = interrupt(arguments, ready)
+    *progress, last = errors.splitlines()
     assert (code, printed, last) == (130, "", "mmpos: stopped; run the same command to resume")
-    assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), said
+    assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), errors
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 
 
 @pytest.mark.slow
-def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     corpus(tmp_path, 2, 1)
     terminal, side = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     arguments = [sys.executable, "-m", "mmpos", *command("s0.jsonl", "s1.jsonl")]
     with subprocess.Popen(arguments, stderr=side, stdout=subprocess.PIPE, env=environment, text=True) as process:
         os.close(side)
-        said = "".join(everything(terminal))
+        output = "".join(everything(terminal))
         assert process.stdout is not None
         assert process.stdout.read().startswith("files       2 in out\n")
     os.close(terminal)
     assert process.returncode == 0
-    assert "2/2" in said
-    assert "2 records" in said
+    assert "2/2" in output
+    assert "2 records" in output
 
 
 def everything(terminal: int) -> Iterator[str]:
-    """Output on a terminal until its last writer ends, which Linux tells by an error."""
+    """Yield the output on a terminal until its last writer exits, which raises an OSError on Linux."""
     with suppress(OSError):
         while data := os.read(terminal, 2**16):
             yield data.decode(errors="replace")
 
 
 def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
-    """Kill a program once it has written a file and writes another; return its descendants with this in their command.
+    """Kill a program after it has written a file and while it writes another; return its matching descendants.
 
-    Where a command is asked for, the program is killed only while there is such a descendant.
+    Descendants match if ``of`` is in their command line; if it is given, one must exist when the program is killed.
     """
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while True:
@@ -758,19 +764,19 @@ def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_leaves_whole_files_and_is_continued(tmp_path: Path, workers: int) -> None:
+def test_a_killed_run_leaves_complete_files_and_can_be_resumed(tmp_path: Path, workers: int) -> None:
     corpus(tmp_path, 8, 40)
     assert main(command("s*.jsonl", out="whole")) == 0
-    whole = contents(tmp_path / "whole")
+    files = contents(tmp_path / "whole")
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", str(workers))]
     out = tmp_path / "out"
     children = killed(arguments, out)
-    assert eventually(lambda: not any(alive(child) for child in children)), "workers outlive their parent"
+    assert eventually(lambda: not any(map(alive, children))), "workers outlive their parent"
     assert len(children) >= (workers if workers > 1 else 0)
     finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
     assert 0 < len(finished) < 8
     for name in finished:
-        assert (out / name).read_bytes() == whole[name]
+        assert (out / name).read_bytes() == files[name]
     assert main(command("s*.jsonl", "--workers", str(workers))) == 0
-    assert contents(out) == whole
+    assert contents(out) == files
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished

@@ -1,4 +1,4 @@
-"""The engine of Ray, on a real local Ray: the same files as the local engine, the same errors, a job that continues."""
+"""The Ray engine on a local Ray cluster: the same files and errors as the local engine, and jobs that resume."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def stopped() -> Iterator[None]:
-    """Stop the Ray of the last test, whatever it was."""
+    """Shut down the Ray of the last test."""
     yield
     ray.shutdown()
 
 
 @pytest.fixture
 def cluster() -> None:
-    """A Ray of two processors, as a user would be connected to one."""
+    """Connect to a Ray cluster with two CPUs."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_the_files_are_those_of_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_equal_those_of_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 3, 4, frozenset({(1, 1)}))
-    readers, told = shards("s*.jsonl"), list[Progress]()
+    readers, reports = shards("s*.jsonl"), list[Progress]()
     here = write_sequences(readers, Path("here"), PAGES, on_error="skip")
-    there = write_sequences(readers, Path("there"), PAGES, on_error="skip", engine="ray", workers=2, report=told.append)
+    options: dict[str, Any] = {"engine": "ray", "workers": 2, "report": reports.append}
+    there = write_sequences(readers, Path("there"), PAGES, on_error="skip", **options)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
-    assert [each.counts for each in there.outputs] == [each.counts for each in here.outputs]
-    assert told[-1] == Progress(shards=3, done=3, reused=0, counts=here.counts)
+    assert [output.counts for output in there.outputs] == [output.counts for output in here.outputs]
+    assert reports[-1] == Progress(shards=3, done=3, reused=0, counts=here.counts)
     assert ray.is_initialized()
 
 
 @pytest.mark.usefixtures("cluster")
-def test_errors_are_those_of_the_local_engine(tmp_path: Path) -> None:
+def test_errors_equal_those_of_the_local_engine(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
     with pytest.raises(RecordError) as here:
         write_sequences(shards(paths), tmp_path / "out", PAGES)
@@ -71,7 +72,7 @@ def test_errors_are_those_of_the_local_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_callable_of_ones_own_travels(tmp_path: Path) -> None:
+def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
     def without_title(record: Mapping[str, Any], location: Location) -> Any:
         return PAGES({**record, "texts": ["", *record["texts"][1:]], "images": [None, *record["images"][1:]]}, location)
 
@@ -81,9 +82,9 @@ def test_a_callable_of_ones_own_travels(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_one_shard_is_made_by_several_actors_in_the_parts_of_the_local_engine(tmp_path: Path) -> None:
+def test_several_actors_write_a_shard_in_the_parts_of_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three of which are a part; of a function, so that it travels as a whole
+    class LargePages:  # three pages fill a part; cloudpickle pickles a local class by value
         source: str
         size: int
 
@@ -104,33 +105,33 @@ def test_one_shard_is_made_by_several_actors_in_the_parts_of_the_local_engine(tm
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
 
-def test_a_machine_that_dies_loses_nothing_and_makes_nothing_twice(tmp_path: Path) -> None:
+def test_the_death_of_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
     ray.shutdown()
-    machines: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
     try:
-        others = [machines.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
-        ray.init(address=machines.address, log_to_driver=False)
+        nodes = [cluster.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False)
         readers = shards(corpus(tmp_path, 12, 30))
-        killed: list[int] = []
+        killed_at: list[int] = []
 
         def kill(progress: Progress) -> None:
-            if progress.done >= 2 and not killed:
-                killed.append(progress.done)
-                machines.remove_node(others[0], allow_graceful=False)
+            if progress.done >= 2 and not killed_at:
+                killed_at.append(progress.done)
+                cluster.remove_node(nodes[0], allow_graceful=False)
 
         summary = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=3, report=kill)
-        assert killed
-        assert killed[0] < 12
+        assert killed_at
+        assert killed_at[0] < 12
     finally:
         ray.shutdown()
-        machines.shutdown()
+        cluster.shutdown()
     assert summary.counts == Counts(documents=360, tokens=360 * 103, images=360)
     keys = [example.key for shard in sequence_shards(tmp_path / "out") for example in shard.examples()]
     assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(30))
     assert len(list((tmp_path / "out").iterdir())) == 13
 
 
-def test_the_command_starts_a_ray_of_its_own_and_stops_it(
+def test_the_command_starts_and_stops_its_own_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ray.shutdown()
@@ -143,13 +144,13 @@ def test_the_command_starts_a_ray_of_its_own_and_stops_it(
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
 
 
-def test_a_killed_command_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 8, 40)
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"
-    # The agents of a cluster linger for a minute; its actors, which write, must not.
+    # The agents of a cluster may linger for a minute; the actors, which write, must not.
     actors = killed(arguments, out, of=b"MapWorker")
     assert actors
     assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"

@@ -1,4 +1,4 @@
-"""Rows of NeMo Curator: written, joined to samples whole or refused whole, and in a stage of its pipelines."""
+"""Rows of NeMo Curator: writing them, joining them into samples, and a stage in a pipeline of Curator."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ def reader(path: Path) -> SampleReader:
 
 
 def documents(reader: SampleReader, *args: int) -> list[Any]:
-    """Number, and key and pieces or the reason, of each sample."""
-    found: list[Any] = []
+    """Return the index of each sample, with its key and pieces or its error."""
+    samples: list[Any] = []
     for location, raw in reader.records(*args):
         if isinstance(raw, RecordError):
-            found.append((location.index, str(raw).removeprefix(f"{location}: ")))
+            samples.append((location.index, str(raw).removeprefix(f"{location}: ")))
         else:
-            made = FORMAT(raw, location)
-            found.append((location.index, (made.key, [(piece.part, piece.train) for piece in made.pieces])))
-    return found
+            document = FORMAT(raw, location)
+            pieces = [(piece.part, piece.train) for piece in document.pieces]
+            samples.append((location.index, (document.key, pieces)))
+    return samples
 
 
-WANTED = [(i, (each.key, [(piece.part, piece.train) for piece in each.pieces])) for i, each in enumerate(DOCUMENTS)]
+WANTED = [(i, (doc.key, [(piece.part, piece.train) for piece in doc.pieces])) for i, doc in enumerate(DOCUMENTS)]
 
 
-def test_what_is_written_is_read_wherever_row_groups_end(tmp_path: Path) -> None:
+def test_written_samples_are_read_back_across_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     assert write_samples(DOCUMENTS, path) == 6
     rows = pq.read_table(path)
@@ -72,10 +73,10 @@ def test_what_is_written_is_read_wherever_row_groups_end(tmp_path: Path) -> None
         "text/plain",
     ]
     pq.write_table(rows.take([2, 0, 1, 3, 5, 4]), path, row_group_size=2)
-    made = pickle.loads(pickle.dumps(reader(path)))
-    assert made.count() == 3
+    samples = pickle.loads(pickle.dumps(reader(path)))
+    assert samples.count() == 3
     for start, step in [(0, 1), (1, 1), (0, 2), (2, 1), (3, 1), (9, 4)]:
-        assert documents(made, start, step) == WANTED[start::step]
+        assert documents(samples, start, step) == WANTED[start::step]
 
 
 def test_samples_may_be_in_a_store() -> None:
@@ -84,15 +85,15 @@ def test_samples_may_be_in_a_store() -> None:
     assert documents(SampleReader(ParquetReader(url))) == WANTED
 
 
-def test_a_sample_of_scattered_rows_is_refused_whole(tmp_path: Path) -> None:
+def test_a_sample_with_scattered_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     pq.write_table(pq.read_table(path).take([0, 3, 1, 2, 4, 5]), path)
-    reason = "sample_id: got '0' in 2 places, want the rows of a sample side by side"
+    reason = "sample_id: got '0' in 2 places, want adjacent rows of a sample"
     assert documents(reader(path)) == [(0, reason), WANTED[1], (2, reason), (3, WANTED[2][1])]
 
 
-def test_a_row_that_cannot_be_read_refuses_its_sample_alone(tmp_path: Path) -> None:
+def test_an_unreadable_row_is_an_error_of_its_sample_only(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     rows = pq.read_table(path)
@@ -101,15 +102,15 @@ def test_a_row_that_cannot_be_read_refuses_its_sample_alone(tmp_path: Path) -> N
     data = bytearray(path.read_bytes())
     data[data.index(b"It looks.")] ^= 1
     path.write_bytes(data)
-    found = documents(reader(path))
-    assert found[1:] == WANTED[1:]
-    assert found[0][1].startswith(f"{path}[2]: got ")  # the row
+    first, *rest = documents(reader(path))
+    assert rest == WANTED[1:]
+    assert first[1].startswith(f"{path}[2]: got ")  # the row
     path.write_bytes(data[: len(data) // 2])
     ((index, lost),) = documents(reader(path))
-    assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "what follows it is lost", None)
+    assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "all later records are lost", None)
 
 
-def test_a_column_of_ids_must_be_there(tmp_path: Path) -> None:
+def test_a_column_of_ids_is_required(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": ["a"]}), path)
     with pytest.raises(InvalidInputError, match="got the columns id, want sample_id among them"):
@@ -118,12 +119,14 @@ def test_a_column_of_ids_must_be_there(tmp_path: Path) -> None:
         join_samples(pa.table({"id": ["a"]}))
     with pytest.raises(InvalidInputError, match=r"sample_id: got a column of list<item: int64>, want text"):
         join_samples(pa.table({"sample_id": [[1]]}))
-    with pytest.raises(InvalidInputError, match="reader: got JsonlReader, want that of a Parquet file or of Lance"):
+    with pytest.raises(
+        InvalidInputError, match="reader: got JsonlReader, want a reader of a Parquet file or a Lance fragment"
+    ):
         SampleReader(JsonlReader("a.jsonl"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("invalid", "message"),
     [
         ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each once"),
         (
@@ -132,30 +135,30 @@ def test_a_column_of_ids_must_be_there(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_document_that_cannot_be_written_leaves_no_file(
-    wrong: list[Document], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_invalid_document_leaves_no_file(
+    invalid: list[Document], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmpos.data.samples._GROUP_BYTES", 4)
     with pytest.raises(InvalidInputError) as error:
-        write_samples(wrong, tmp_path / "a.parquet")
+        write_samples(invalid, tmp_path / "a.parquet")
     assert str(error.value) == message
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_of_a_table_are_joined_wherever_they_stand(tmp_path: Path) -> None:
+def test_rows_of_a_table_are_joined_in_any_order(tmp_path: Path) -> None:
     write_samples(DOCUMENTS, tmp_path / "a.parquet")
     rows = pq.read_table(tmp_path / "a.parquet")
     joined = join_samples(rows.take([3, 2, 5, 0, 4, 1])).to_pylist()
     assert [record["id"] for record in joined] == ["1", "0", "2"]
     for record, want in zip(joined, [WANTED[1], WANTED[0], WANTED[2]], strict=True):
-        made = FORMAT(record, Location("batch", 0))
-        assert [(piece.part, piece.train) for piece in made.pieces] == want[1][1]
+        document = FORMAT(record, Location("batch", 0))
+        assert [(piece.part, piece.train) for piece in document.pieces] == want[1][1]
     assert join_samples(rows.slice(0, 0)).num_rows == 0
 
 
 @dataclass
 class Batch:
-    """Stand-in for the batches of NeMo Curator 1.4, with their fields."""
+    """Stand-in for the batches of NeMo Curator 1.4, with the same fields."""
 
     dataset_name: str
     data: pa.Table
@@ -167,14 +170,14 @@ class Batch:
 
 
 class Processing:
-    """Stand-in for its ProcessingStage."""
+    """Stand-in for the ProcessingStage of NeMo Curator."""
 
     def process_batch(self, tasks: list[Any]) -> list[Any]:
         return [self.process(task) for task in tasks]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("package", ["stand-in", "nemo_curator"])
-def test_a_stage_of_nemo_curator_makes_ready_examples_of_its_rows(package: str, tmp_path: Path) -> None:
+def test_a_stage_of_nemo_curator_makes_ready_examples(package: str, tmp_path: Path) -> None:
     base, rows, ready = cast(tuple[Any, Any, Any], (Processing, Batch, Batch))
     if package != "stand-in":
         base = pytest.importorskip("nemo_curator.stages.base", reason="only its interface is tested").ProcessingStage
@@ -187,8 +190,8 @@ def test_a_stage_of_nemo_curator_makes_ready_examples_of_its_rows(package: str, 
         name: str = "ready"
 
         def process(self, task: Any) -> Any:
-            made = self.stage(join_samples(task.to_pyarrow()))
-            return ready(task.dataset_name, made, _metadata=task._metadata, _stage_perf=task._stage_perf)
+            table = self.stage(join_samples(task.to_pyarrow()))
+            return ready(task.dataset_name, table, _metadata=task._metadata, _stage_perf=task._stage_perf)
 
     broken = Document("9", (Piece(b"no image"),))
     write_samples([*DOCUMENTS, broken], tmp_path / "a.parquet")

@@ -1,4 +1,4 @@
-"""A loader whose sequences come from a server gives what one that builds by itself gives, errors included."""
+"""A loader that builds sequences on a server yields the same batches and errors as one that builds them itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     path, address = sys.argv[1:]
     client = Client(address, timeout=30)
     builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
-    # Forked workers first: a client that has called cannot be forked without more ado.
+    # Forked workers first, since a client that has made calls cannot simply be forked.
     for workers, threads in ((2, 4), (0, 0)):
         folder = f"{workers}-{threads}"
         print(json.dumps([run(client, f"served-{folder}", workers, threads), run(builder, folder, workers, 0)]))
@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_batches_of_a_client_are_those_of_the_builder(server: str, tmp_path: Path) -> None:
+def test_batches_from_a_client_equal_those_of_a_builder(server: str, tmp_path: Path) -> None:
     rows = records(0, 20)
     rows[5]["image"]["bytes"] = b"no image at all"
     rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]

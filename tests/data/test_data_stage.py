@@ -1,4 +1,4 @@
-"""The stage: batches of records become batches of ready examples, and bad records rows with a reason."""
+"""The stage: records become ready examples, and invalid records become rows with an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from results import assert_equal
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
-from mmpos.data import STAGE_SCHEMA, Location, PackedCollator, Packer, Pairs, Preprocess, Stage, read_examples
+from mmpos.data import STAGE_SCHEMA, Location, Pairs, Preprocess, Stage, read_examples
 
 
 def photo(seed: int) -> bytes:
@@ -42,35 +42,27 @@ def columns() -> dict[str, np.ndarray]:
     [pa.Table.from_pylist(RECORDS), pa.RecordBatch.from_pylist(RECORDS), columns()],
     ids=["table", "batch", "numpy"],
 )
-def test_records_become_examples_and_errors_in_their_places(block: Any) -> None:
-    made = pickle.loads(pickle.dumps(STAGE))(block)
-    assert made.schema == STAGE_SCHEMA
-    assert [error is not None for error in made["error"].to_pylist()] == [False, False, True, False]
-    assert made["key"][2].as_py() == "a.tar[2]"
-    assert "a.tar[2]: " in made["error"][2].as_py()
+def test_records_become_examples_or_errors_in_order(block: Any) -> None:
+    output = pickle.loads(pickle.dumps(STAGE))(block)
+    assert output.schema == STAGE_SCHEMA
+    assert [error is not None for error in output["error"].to_pylist()] == [False, False, True, False]
+    assert output["key"][2].as_py() == "a.tar[2]"
+    assert "a.tar[2]: " in output["error"][2].as_py()
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
-    for got, want in zip(read_examples(made), wanted, strict=True):
+    for got, want in zip(read_examples(output), wanted, strict=True):
         assert_equal(got, want)
 
 
-def test_examples_of_a_stage_go_on_to_packs_and_batches() -> None:
-    packer = Packer(max_tokens=256)
-    for example in read_examples(STAGE(pa.Table.from_pylist(RECORDS))):
-        packer.add(example)
-    (pack,) = packer.flush()
-    assert PackedCollator()(pack).input_ids.shape == (pack.num_tokens,)
-
-
-def test_examples_of_a_stage_come_back_from_lance(tmp_path: Path) -> None:
-    made = STAGE(pa.Table.from_pylist(RECORDS))
+def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
+    output = STAGE(pa.Table.from_pylist(RECORDS))
     for _ in range(2):
-        lance.write_dataset(made, tmp_path / "ready.lance", mode="append")
+        lance.write_dataset(output, tmp_path / "ready.lance", mode="append")
     stored = list(read_examples(lance.dataset(tmp_path / "ready.lance").to_table()))
-    for got, want in zip(stored, 2 * list(read_examples(made)), strict=True):
+    for got, want in zip(stored, 2 * list(read_examples(output)), strict=True):
         assert_equal(got, want)
 
 
-def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
+def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
     small = Stage(PREPROCESS, patches=False)
     assert small(pa.Table.from_pylist(RECORDS))["patches"].null_count == 4
     assert small(pa.Table.from_pylist([])).num_rows == 0
@@ -80,16 +72,16 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: STAGE([1]), "block: got list, want an Arrow table or columns of numpy by name"),
+        (lambda: STAGE([1]), "block: got list, want an Arrow table or numpy columns by name"),
         (
             lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}),
-            "block: got columns of 2, 3 rows, want one number",
+            "block: got columns of 2, 3 rows, want equal numbers",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array of one for each record"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
-            "preprocess: got NoneType of batch[0], want an Example",
+            "preprocess: got NoneType for batch[0], want an Example",
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
@@ -104,37 +96,37 @@ def test_patches_may_be_left_out_and_an_empty_batch_stays_empty() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused(call: Any, message: str) -> None:
+def test_invalid_input_is_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         call()
     assert str(error.value) == message
 
 
-def test_text_that_is_no_utf8_fails_alone() -> None:
+def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
-    made = STAGE(table.set_column(1, "txt", texts))
-    assert [error is None for error in made["error"].to_pylist()] == [False, True]
+    output = STAGE(table.set_column(1, "txt", texts))
+    assert [error is None for error in output["error"].to_pylist()] == [False, True]
     paths = {**columns(), "path": np.array(["\ud800"] * 4, object)}
     assert STAGE(paths)["key"].to_pylist() == [f"\\ud800[{i}]" for i in range(4)]
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
-def test_a_broken_row_is_refused_by_its_number(name: str, value: object) -> None:
-    made = STAGE(pa.Table.from_pylist(RECORDS[:2]))
-    i = made.schema.get_field_index(name)
-    column = [made[name][0].as_py(), value]
-    with pytest.raises(InvalidInputError, match=r"block\[1\]: got a row that is broken"):
-        list(read_examples(made.set_column(i, made.schema.field(i), pa.array(column, made.schema.field(i).type))))
+def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
+    output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
+    i = output.schema.get_field_index(name)
+    column = [output[name][0].as_py(), value]
+    with pytest.raises(InvalidInputError, match=r"block\[1\]: got an invalid row"):
+        list(read_examples(output.set_column(i, output.schema.field(i), pa.array(column, output.schema.field(i).type))))
 
 
-def test_a_mistake_of_the_set_up_is_no_fault_of_a_record() -> None:
+def test_a_configuration_error_is_not_a_record_error() -> None:
     stage = Stage(Preprocess(Pairs(), SequenceBuilder()))
     with pytest.raises(UnsupportedError):
         stage(pa.Table.from_pylist(RECORDS))
 
 
-def test_a_mistake_of_the_callers_code_names_its_record() -> None:
+def test_an_error_of_the_callable_names_the_record() -> None:
     def third_fails(record: Any, here: Location) -> Any:
         if here.index == 2:
             raise KeyError("width")
@@ -159,8 +151,8 @@ def local_ray() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_ray_data_runs_the_stage(local_ray: Any) -> None:
     dataset = local_ray.data.from_arrow(pa.Table.from_pylist(RECORDS * 3))
-    made = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
-    tables = list(made.iter_batches(batch_format="pyarrow"))
+    output = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
+    tables = list(output.iter_batches(batch_format="pyarrow"))
     keys = sorted(example.key for table in tables for example in read_examples(table))
     assert len(keys) == 9
     refused = [error for table in tables for error in table["error"].to_pylist() if error]
@@ -184,8 +176,8 @@ def test_daft_runs_the_stage() -> None:
 
     frame = daft.from_arrow(pa.Table.from_pylist(RECORDS))
     ready = cast(Any, Ready)(daft.col("jpg"), daft.col("txt"), daft.col("path")).alias("example")
-    made = frame.select(ready).to_arrow()["example"].combine_chunks()
-    table = pa.Table.from_struct_array(made)
+    output = frame.select(ready).to_arrow()["example"].combine_chunks()
+    table = pa.Table.from_struct_array(output)
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(table), wanted, strict=True):
         assert_equal(got, want)

@@ -1,4 +1,4 @@
-"""Ready sequences as Parquet: what comes back is what went in, and what is no such file is refused in words."""
+"""Ready sequences in Parquet files: examples are read back unchanged, and other files are refused."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def example(key: str, parts: list[object], scheme: str = "rope-tie", dtype: str 
 
 def written(path: Path, examples: Iterable[Example]) -> SequenceShard:
     with SequenceWriter(path) as writer:
-        for each in examples:
-            writer.write(each)
+        for item in examples:
+            writer.write(item)
     return SequenceShard(path)
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].text])
-def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
+def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme: str) -> None:
     examples = [
         example("pixels", ["a b", PHOTO, "c", PHOTO[:8], "d"], scheme),
         example("sizes", ["a", Grid(2, 3)], scheme),
@@ -47,11 +47,11 @@ def test_every_scheme_comes_back_as_it_was(tmp_path: Path, scheme: str) -> None:
     shard = written(tmp_path / "x.parquet", examples)
     for got, want in zip(shard.examples(), examples, strict=True):
         assert_equal(got, want)
-    assert shard.lengths.tolist() == [each.num_tokens for each in examples]
+    assert shard.lengths.tolist() == [item.num_tokens for item in examples]
     assert shard.count() == len(examples)
 
 
-def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_path: Path) -> None:
+def test_float_patches_times_separators_and_slices_are_read_back_unchanged(tmp_path: Path) -> None:
     pixels = example("f", ["ab", PHOTO, "cd"], dtype="float32")
     assert pixels.sequence.patches is not None
     assert pixels.sequence.patches.dtype == np.float32
@@ -77,16 +77,16 @@ def test_float_patches_times_separators_and_slices_come_back_as_they_were(tmp_pa
     assert_equal(got, Example("timed", timed, np.arange(14)))
 
 
-def test_a_scheme_without_text_comes_back_as_it_was(tmp_path: Path) -> None:
-    whole = example("grid", ["a", Grid(2, 2), "b"]).sequence
+def test_a_scheme_without_text_is_read_back_unchanged(tmp_path: Path) -> None:
+    sequence = example("grid", ["a", Grid(2, 2), "b"]).sequence
     segments = SegmentTable.from_documents([[Grid(2, 4)]])
-    placed = place(segments, "grid-2d")
-    bare = replace(whole, segments=segments, positions=placed, token_type_ids=np.ones(8, np.uint8))
+    positions = place(segments, "grid-2d")
+    bare = replace(sequence, segments=segments, positions=positions, token_type_ids=np.ones(8, np.uint8))
     (got,) = written(tmp_path / "x.parquet", [Example("grid", bare, np.arange(8))]).examples()
     assert_equal(got, Example("grid", bare, np.arange(8)))
 
 
-def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
+def test_arrays_read_back_are_writeable(tmp_path: Path) -> None:
     (got,) = written(tmp_path / "x.parquet", [example("a", ["ab", PHOTO])]).examples()
     assert got.sequence.patches is not None
     for array in (got.sequence.input_ids, got.labels, got.sequence.patches, got.sequence.grid_thw):
@@ -94,7 +94,7 @@ def test_arrays_that_come_back_may_be_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bound", "value"), [("GROUP_ROWS", 3), ("GROUP_BYTES", 5_000)])
-def test_row_groups_are_bounded_and_reading_may_begin_anywhere(
+def test_row_groups_are_bounded_and_reading_can_start_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
 ) -> None:
     monkeypatch.setattr(storage, bound, value)
@@ -103,25 +103,25 @@ def test_row_groups_are_bounded_and_reading_may_begin_anywhere(
     groups = parquet.ParquetFile(shard.path).metadata
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [3, 3, 3, 1]
     for start in (0, 2, 3, 9, 10, 11):
-        assert [each.key for each in shard.examples(start)] == [str(i) for i in range(start, 10)]
+        assert [item.key for item in shard.examples(start)] == [str(i) for i in range(start, 10)]
     with pytest.raises(InvalidInputError, match="start: got -1, want >= 0"):
         next(shard.examples(-1))
 
 
-def test_a_loader_takes_them_as_any_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_reads_them_like_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "GROUP_ROWS", 2)
     examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
     shard = written(tmp_path / "x.parquet", examples)
     assert isinstance(shard, Reader)
-    found = [(location, get_example(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
-    assert [(str(location), each.key) for location, each in found] == [
+    records = [(location, get_example(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
+    assert [(str(location), item.key) for location, item in records] == [
         (f"{shard.path}[1]", "1"),
         (f"{shard.path}[4]", "4"),
     ]
-    assert_equal(found[1][1], examples[4])
+    assert_equal(records[1][1], examples[4])
 
 
-def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
+def test_equal_examples_give_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with SequenceWriter(tmp_path / name) as writer:
             writer.write(example("k", ["ab", PHOTO]))
@@ -130,17 +130,17 @@ def test_equal_examples_make_equal_files_and_facts_are_kept(tmp_path: Path) -> N
     assert SequenceShard(tmp_path / "a").facts == {"source": "shard.tar"}
 
 
-def test_no_examples_are_a_file_too(tmp_path: Path) -> None:
+def test_a_file_may_have_no_examples(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [])
     assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
 
 
-def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_invalid_examples_are_refused(tmp_path: Path) -> None:
     two = place(SegmentTable.from_documents([[Text(1)], [Text(1)]]))
     one = example("one", ["ab"])
     with SequenceWriter(tmp_path / "x.parquet") as writer:
         writer.write(one)
-        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as before it"):
+        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as in earlier examples"):
             writer.write(example("flat", ["a"], "flatten"))
         with pytest.raises(InvalidInputError, match="one: positions: got 2 documents, want one"):
             writer.write(replace(one, sequence=replace(one.sequence, positions=two)))
@@ -149,20 +149,22 @@ def test_examples_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         doubles = replace(one.sequence, patches=np.zeros((1, 2, 2, 3)))
         with pytest.raises(InvalidInputError, match="one: patches: got float64, want uint8 or float32"):
             writer.write(replace(one, sequence=doubles))
-    assert [each.key for each in SequenceShard(tmp_path / "x.parquet").examples()] == ["one"]
+    assert [item.key for item in SequenceShard(tmp_path / "x.parquet").examples()] == ["one"]
 
 
-def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"no parquet at all")
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file of others, want ready sequences"):
+    with pytest.raises(
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without metadata of mmpos, want ready sequences"
+    ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them anew"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them again"):
         next(SequenceShard(path).examples())
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
@@ -174,7 +176,7 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
     ("column", "value", "message"),
     [
         ("labels", [1], r"a: labels: got shape \(1,\), want \(2,\)"),
-        ("num_tokens", 3, "num_tokens: got 3, want 2, those of input_ids"),
+        ("num_tokens", 3, "num_tokens: got 3, want 2, the size of input_ids"),
         (
             "image_spans",
             np.array([[1, 2]]).tobytes(),
@@ -182,13 +184,13 @@ def test_other_files_are_refused_in_words(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_that_does_not_fit_itself_is_named(tmp_path: Path, column: str, value: object, message: str) -> None:
+def test_an_inconsistent_row_is_named(tmp_path: Path, column: str, value: object, message: str) -> None:
     shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
     rows = parquet.read_table(shard.path)
     field = rows.schema.field(column)
-    short = rows.set_column(rows.schema.names.index(column), field, pa.array([value], field.type))
+    changed = rows.set_column(rows.schema.names.index(column), field, pa.array([value], field.type))
     footer = json.dumps({"version": 3, "axes": 2, "facts": {}})
-    parquet.write_table(short.replace_schema_metadata({"mmpos": footer}), shard.path)
+    parquet.write_table(changed.replace_schema_metadata({"mmpos": footer}), shard.path)
     with pytest.raises(RecordError, match=rf"x\.parquet\[0\]: {message}"):
         list(shard.examples())
 
@@ -201,20 +203,20 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     assert column.path_in_schema == "patches"
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a record"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a readable record"):
         list(shard.examples())
     ((location, error),) = shard.records()
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
 
 
-def test_a_writer_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+def test_a_failing_writer_leaves_the_existing_file_unchanged(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [example("first", ["ab"])])
     with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis"):
         written(tmp_path / "x.parquet", [example("second", ["ab"]), example("flat", ["a"], "flatten")])
-    assert [each.key for each in shard.examples()] == ["first"]
+    assert [item.key for item in shard.examples()] == ["first"]
     assert list(tmp_path.iterdir()) == [tmp_path / "x.parquet"]
 
 
-def test_a_raw_record_is_not_ready() -> None:
-    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want one of a SequenceShard"):
+def test_a_raw_record_is_refused() -> None:
+    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want a record of a SequenceShard"):
         get_example({"text": "a"}, Location("a.parquet", 3))

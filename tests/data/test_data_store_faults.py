@@ -1,4 +1,4 @@
-"""Stores that fail: a request is repeated to a right result, or an error names the URL; no half passes for a whole."""
+"""Failing stores: requests are retried, or an error names the URL; partial files never pass for complete ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def faults(server: str) -> Iterator[FaultyStore]:
 
 @pytest.fixture
 def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> StorePath:
-    """A file behind the proxy."""
+    """Write a file behind the proxy."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{faults.address}"}.items():
         monkeypatch.setenv(name, value)
     bucket = f"faulty-{next(_NUMBERS)}"
@@ -48,10 +48,10 @@ def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> S
 
 
 @pytest.mark.parametrize("fault", ["slow", "busy", "cut"])
-def test_a_request_that_fails_once_is_repeated(fault: Fault, faults: FaultyStore, path: StorePath) -> None:
+def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore, path: StorePath) -> None:
     faults.fail(fault, "GET", "data.bin", times=1)
     assert path.read_bytes() == DATA
-    if fault != "cut":  # answers to these have no body
+    if fault != "cut":  # responses to HEAD and PUT have no body to cut
         faults.fail(fault, "HEAD", "data.bin", times=1)
         faults.fail(fault, "PUT", "data.bin", times=1)
     path.write_bytes(DATA[:-1])
@@ -66,9 +66,7 @@ def test_a_request_that_fails_once_is_repeated(fault: Fault, faults: FaultyStore
         pytest.param("denied", PermissionError, id="denied"),
     ],
 )
-def test_a_store_that_fails_is_named_and_no_half_is_a_whole(
-    fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
-) -> None:
+def test_a_failing_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath) -> None:
     faults.fail(fault, "GET", "data.bin")
     with pytest.raises(kind, match=re.escape(repr(str(path)))) as raised:
         path.read_bytes()
@@ -96,9 +94,9 @@ def _table() -> bytes:
     [("a.tar", _tar), ("a.parquet", _table), ("a.jsonl", lambda: b'{"n": 1}\n' * 100)],
     ids=["tar", "parquet", "jsonl"],
 )
-@pytest.mark.slow  # the library repeats requests for seconds
+@pytest.mark.slow  # the library retries for seconds
 @pytest.mark.parametrize("fault", ["busy", "cut"])
-def test_a_failing_store_is_no_fault_of_a_record(
+def test_a_failing_store_is_not_a_record_error(
     fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: StorePath
 ) -> None:
     shard = path.with_name(name)
@@ -117,7 +115,7 @@ def test_a_failing_store_is_no_fault_of_a_record(
         pytest.param("denied", PermissionError, id="denied"),
     ],
 )
-def test_an_upload_that_fails_leaves_what_was_there(
+def test_a_failing_upload_leaves_the_existing_file_unchanged(
     fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
 ) -> None:
     faults.fail(fault, "PUT", "data.bin")
@@ -128,7 +126,7 @@ def test_an_upload_that_fails_leaves_what_was_there(
     assert path.read_bytes() == DATA
 
 
-def test_a_part_that_the_store_loses_is_an_error_and_no_file(faults: FaultyStore, path: StorePath) -> None:
+def test_a_lost_part_of_an_upload_is_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
     large = path.with_name("large.bin")
     faults.fail("lost", "PUT", "partNumber=2")
     with pytest.raises(OSError, match=re.escape(repr(str(large)))):
@@ -136,7 +134,7 @@ def test_a_part_that_the_store_loses_is_an_error_and_no_file(faults: FaultyStore
     assert not large.exists()
 
 
-def test_a_claim_whose_answer_was_lost_is_held(faults: FaultyStore, path: StorePath) -> None:
+def test_a_claim_is_held_after_a_lost_response(faults: FaultyStore, path: StorePath) -> None:
     faults.fail("unanswered", "PUT", "claim", times=1)
     claim = path.with_name("claim")
     assert claim.create(b"mine")

@@ -1,4 +1,4 @@
-"""Paths on this machine, in memory and on a server of S3: one behaviour for all."""
+"""Paths on this machine, in memory and on an S3 server behave the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorePath:
-    """An empty folder in each kind of store."""
+    """Create an empty folder in each kind of store."""
     number = next(_NUMBERS)
     if request.param == "local":
         return store_path("folder", tmp_path)
@@ -53,7 +53,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return store_path("folder", f"s3://bucket-{number}/in")
 
 
-def test_a_file_is_written_whole_read_in_any_order_and_removed(folder: StorePath) -> None:
+def test_a_file_is_written_read_with_seeks_and_removed(folder: StorePath) -> None:
     path = folder / "a b%20ü.bin"
     data = bytes(range(256)) * 4096
     assert not path.exists()
@@ -75,7 +75,7 @@ def test_a_file_is_written_whole_read_in_any_order_and_removed(folder: StorePath
     assert not path.exists()
 
 
-def test_a_block_that_fails_leaves_what_was_there(folder: StorePath) -> None:
+def test_a_failing_block_leaves_the_existing_file_unchanged(folder: StorePath) -> None:
     path = folder / "a"
     path.write_bytes(b"before")
     with pytest.raises(TypeError), path.write() as file:
@@ -84,18 +84,18 @@ def test_a_block_that_fails_leaves_what_was_there(folder: StorePath) -> None:
     assert folder.glob("*") == [path]
 
 
-def test_one_of_several_callers_creates_a_file(folder: StorePath) -> None:
+def test_only_one_caller_creates_a_file(folder: StorePath) -> None:
     claim = folder / "claim"
     assert claim.create(b"first")
     assert not claim.create(b"second")
-    assert claim.create(b"first")  # a request whose answer was lost
+    assert claim.create(b"first")  # repeated after a lost response
     assert claim.read_bytes() == b"first"
     assert folder.glob("*") == [claim]
     claim.remove()
     assert claim.create(b"second")
 
 
-def test_identities_differ_once_a_file_is_written_anew(folder: StorePath) -> None:
+def test_the_identity_changes_when_a_file_is_rewritten(folder: StorePath) -> None:
     path = folder / "a"
     path.write_bytes(b"one")
     first = path.identity()
@@ -105,14 +105,14 @@ def test_identities_differ_once_a_file_is_written_anew(folder: StorePath) -> Non
     assert path.identity() != first
 
 
-def test_names_of_folders_are_no_patterns(folder: StorePath) -> None:
+def test_names_of_folders_are_not_patterns(folder: StorePath) -> None:
     inside = folder / "a[1]*" / "b"
     inside.parent.make_folder()
     inside.write_bytes(b"x")
     assert (folder / "a[1]*").glob("*") == [inside]
 
 
-def test_patterns_find_files_at_any_depth(folder: StorePath) -> None:
+def test_patterns_match_files_at_any_depth(folder: StorePath) -> None:
     names = ["a-0.tar", "a-1.tar", "b.tar", "deep/a-2.tar", "deep/er/a-3.tar"]
     for name in names:
         (folder / name).parent.make_folder()
@@ -128,14 +128,14 @@ def test_patterns_find_files_at_any_depth(folder: StorePath) -> None:
         assert folder.glob(pattern) == [folder / name for name in want], pattern
 
 
-def test_a_file_that_is_not_there_is_named(folder: StorePath) -> None:
+def test_errors_name_a_missing_file(folder: StorePath) -> None:
     path = folder / "none"
     for call in (path.open, path.read_bytes, path.identity, lambda: open_parquet(path)):
         with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
             call()
 
 
-def test_columns_of_a_parquet_file_are_read(folder: StorePath) -> None:
+def test_parquet_files_are_read(folder: StorePath) -> None:
     path = folder / "a.parquet"
     table = pa.table({"n": range(10_000), "text": [f"row {i}" for i in range(10_000)]})
     with path.write() as file:
@@ -150,7 +150,7 @@ def _read(path: StorePath) -> None:
     path.with_name("by-child").write_bytes(b"y")
 
 
-def test_a_forked_process_makes_connections_of_its_own(folder: StorePath) -> None:
+def test_a_forked_process_opens_its_own_connections(folder: StorePath) -> None:
     if folder.text.startswith("memory"):
         pytest.skip("memory belongs to one process")
     path = folder / "a"
@@ -163,10 +163,10 @@ def test_a_forked_process_makes_connections_of_its_own(folder: StorePath) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
+    ("path", "want"),
     [
         ("a/b", "a/b"),
-        (Path("s3://bucket/a"), "s3://bucket/a"),  # of which pathlib leaves out a slash
+        (Path("s3://bucket/a"), "s3://bucket/a"),  # pathlib drops a slash
         ("S3://Bucket/A", "s3://Bucket/A"),
         ("file:///a%20b", "/a b"),
         (Path("file:///a"), "/a"),
@@ -176,11 +176,11 @@ def test_a_forked_process_makes_connections_of_its_own(folder: StorePath) -> Non
         ("s3://b/a?.tar", "s3://b/a?.tar"),
     ],
 )
-def test_paths_and_urls(given: str | Path, want: str) -> None:
-    assert str(store_path("path", given)) == want
+def test_paths_and_urls_are_normalized(path: str | Path, want: str) -> None:
+    assert str(store_path("path", path)) == want
 
 
-def test_parts_of_urls_keep_the_options() -> None:
+def test_parents_and_siblings_of_urls_keep_the_options() -> None:
     path = store_path("path", "s3://bucket/a.b/c.tar.gz?region=eu-west-1")
     assert (path.name, path.stem) == ("c.tar.gz", "c.tar")
     assert str(path.parent) == "s3://bucket/a.b?region=eu-west-1"
@@ -215,7 +215,7 @@ def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: st
     assert "hid" not in str(raised.value)
 
 
-def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
+def test_unknown_schemes_missing_packages_and_missing_conditional_writes_are_named() -> None:
     with pytest.raises(InvalidInputError, match=r"got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
         store_path("x", "nope://bucket/a").open()
     with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
@@ -236,33 +236,35 @@ def test_an_unknown_scheme_and_a_missing_package_are_named() -> None:
         ("ftp://host/in/a", "/in/a"),
     ],
 )
-def test_libraries_say_where_in_them_a_bucket_begins(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_paths_inside_the_filesystem_of_the_library(
+    url: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", lambda self: None)
     assert store_path("url", url)._key == key
 
 
-def test_patterns_find_the_pages_of_a_server(tmp_path: Path) -> None:
+def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
     for name in ("a-0.jsonl", "a-1.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}")
     handler = partial(QuietHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         folder = store_path("folder", f"http://127.0.0.1:{server.server_port}")
-        found = folder.glob("a-*.jsonl")
-        contents = [path.read_bytes() for path in found]
+        paths = folder.glob("a-*.jsonl")
+        contents = [path.read_bytes() for path in paths]
         server.shutdown()
-    assert found == [folder / "a-0.jsonl", folder / "a-1.jsonl"]
+    assert paths == [folder / "a-0.jsonl", folder / "a-1.jsonl"]
     assert contents == [b"{}", b"{}"]
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
-    """Handler that writes no log."""
+    """Handler without a log."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
-def test_an_interrupted_upload_leaves_no_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     path = store_path("path", "memory://interrupted/a")
     path.write_bytes(b"before")
 
@@ -292,7 +294,7 @@ class _ServerError(Exception):
         (_ServerError("NoSuchKey"), OSError),
     ],
 )
-def test_errors_are_classified_by_the_store_and_not_by_names_of_files(error: Exception, kind: type[OSError]) -> None:
+def test_errors_are_classified_independently_of_file_names(error: Exception, kind: type[OSError]) -> None:
     path = "s3://b/logs/404/NoSuchKey" if "NoSuchKey" in str(error) else "s3://b/logs/404/x"
     with pytest.raises(OSError, match="logs/404") as raised, _errors_of(store_path("path", path)):
         raise error
@@ -300,7 +302,7 @@ def test_errors_are_classified_by_the_store_and_not_by_names_of_files(error: Exc
 
 
 def _write_shards(folder: StorePath) -> None:
-    """Write five records in each kind of file."""
+    """Write five records to each kind of file."""
     lines = b"".join(json.dumps({"id": i, "text": f"line {i}"}).encode() + b"\n" for i in range(5))
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -328,12 +330,12 @@ def _records(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str,
     return [(index, {**record, "__url__": ""}) for index, record in records if not isinstance(record, RecordError)]
 
 
-def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, tmp_path: Path) -> None:
+def test_shards_in_a_store_are_read_like_local_ones(folder: StorePath, tmp_path: Path) -> None:
     here = store_path("here", tmp_path / "here")
     here.make_folder()
-    for each in (here, folder):
-        _write_shards(each)
-    readers, wanted = (shards([str(each / "*.jsonl*"), str(each / "[cd].*")]) for each in (folder, here))
+    for path in (here, folder):
+        _write_shards(path)
+    readers, wanted = (shards([str(path / "*.jsonl*"), str(path / "[cd].*")]) for path in (folder, here))
     assert [reader.source for reader in readers] == [str(folder / Path(reader.source).name) for reader in wanted]
     for reader, want in zip(readers, wanted, strict=True):
         for start, step in ((0, 1), (1, 2), (9, 1)):
@@ -346,7 +348,7 @@ def test_shards_of_a_store_are_read_as_those_on_this_machine(folder: StorePath, 
 def engine(
     request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Literal["local", "ray"]]:
-    """Each engine, with workers that can use the server of S3."""
+    """Run each engine with workers that can use the S3 server."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
         monkeypatch.setenv(name, value)
     if request.param == "local":
@@ -363,7 +365,7 @@ def engine(
 @pytest.mark.xdist_group("ray")
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
+def test_a_corpus_on_s3_gives_the_same_rows_as_a_local_one(
     kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
 ) -> None:
     bucket, records = f"corpus-{kind}-{engine}", 4_000
@@ -374,10 +376,10 @@ def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
     here = store_path("folder", tmp_path)
     there = store_path("folder", f"s3://{bucket}")
     engines: dict[StorePath, Literal["local", "ray"]] = {here: "local", there: engine}
-    for folder, by in engines.items():
+    for folder, name in engines.items():
         (folder / f"corpus.{kind}").write_bytes(data)
         readers, preprocess = shards(str(folder / f"corpus.{kind}")), Preprocess(Pairs(), builder)
-        summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=by)
+        summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=name)
         assert (summary.counts.documents, summary.counts.skipped) == (99 * records // 100, records // 100)
         files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
         rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
@@ -395,7 +397,7 @@ def test_a_corpus_on_s3_becomes_the_rows_that_it_becomes_here(
 
 
 def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield key, image and caption of records, of which every hundredth from 7 on has a broken image."""
+    """Yield key, image and caption of records; every hundredth from record 7 has a broken image."""
     for i in range(count):
         image = io.BytesIO()
         Image.new("RGB", (28, 28), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)

@@ -1,4 +1,4 @@
-"""Chats written by the chat template of a tokenizer: the tokens that the model is asked with, and labels of answers."""
+"""Chats rendered by the chat template of a tokenizer: tokens equal those of the processor, labels cover the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHATML = (
     "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""As Qwen2-VL writes chats."""
+"""Chat template in the style of Qwen2-VL."""
 
 PHOTO = np.zeros((16, 24, 3), np.uint8)
 
@@ -41,30 +41,30 @@ def builder(template: str | None = CHATML, **options: Any) -> SequenceBuilder:
     return SequenceBuilder(tokenizer(template), images=IMAGES, **{"markers": MARKERS, **options})
 
 
-def said(role: str, *content: Any) -> dict[str, Any]:
+def turn(role: str, *content: Any) -> dict[str, Any]:
     blocks = [
-        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": each}
-        for each in content
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+        for part in content
     ]
     return {"role": role, "content": blocks}
 
 
 def answers(example: Any, inner: Any) -> list[str]:
-    """The texts that are labels, one for each run of them."""
+    """Decode each run of labels."""
     labels = example.labels
     runs = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
     return [inner.decode(run) for run in runs if run[0] != -100]
 
 
 CHAT = [
-    said("user", "What is ", PHOTO, "this?"),
-    said("assistant", "A cat"),
-    said("user", "a cup"),
-    said("assistant", "it"),
+    turn("user", "What is ", PHOTO, "this?"),
+    turn("assistant", "A cat"),
+    turn("user", "a cup"),
+    turn("assistant", "it"),
 ]
 
 
-def test_answers_are_labels_with_what_ends_them() -> None:
+def test_labels_are_answers_with_the_text_that_ends_them() -> None:
     own = builder()
     example = Preprocess(Chat(), own)({"messages": CHAT}, HERE)
     inner = tokenizer()
@@ -77,17 +77,17 @@ def test_answers_are_labels_with_what_ends_them() -> None:
     assert example.sequence.grid_thw.tolist() == [[1, 2, 3]]
 
 
-def test_tokens_are_those_of_the_processor() -> None:
+def test_tokens_equal_those_of_the_processor() -> None:
     draw = random.Random(0)
     own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=MARKERS, add_markers=False)
     preprocess = Preprocess(Chat(), own)
     for _ in range(30):
         chat = []
-        for turn in range(draw.randint(1, 5)):
+        for number in range(draw.randint(1, 5)):
             content: list[Any] = draw.choices(
                 ["A cat", " looks at you", "a cup of", PHOTO, PHOTO[:8]], k=draw.randint(1, 4)
             )
-            chat.append(said("assistant", "it") if turn % 2 else said("user", *content))
+            chat.append(turn("assistant", "it") if number % 2 else turn("user", *content))
         example = preprocess({"messages": chat}, HERE)
         batch = processor(text=chat)
         assert [example.sequence.input_ids.tolist()] == batch["input_ids"]
@@ -95,8 +95,8 @@ def test_tokens_are_those_of_the_processor() -> None:
             np.testing.assert_array_equal(example.sequence.patches, batch["patches"])
 
 
-def test_a_dropped_image_takes_what_the_template_writes_for_it() -> None:
-    chat = [said("user", "What is ", b"broken", "this?"), said("assistant", "A cat")]
+def test_dropping_an_image_removes_the_text_of_the_template_for_it() -> None:
+    chat = [turn("user", "What is ", b"broken", "this?"), turn("assistant", "A cat")]
     example = Preprocess(Chat(), builder(), on_image_error="drop")({"messages": chat}, HERE)
     assert tokenizer().decode(example.sequence.input_ids) == "<|user|>\nWhat is this?</s>\n<|assistant|>\nA cat</s>\n"
 
@@ -106,22 +106,22 @@ OMNI = CHATML.replace(
     "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif c.type == 'audio' %}<audio>"
     "{% else %}{{ c.text }}",
 )
-"""As Qwen2.5-Omni writes chats."""
+"""Chat template in the style of Qwen2.5-Omni."""
 
 
-def heard(part: Any) -> object:
-    """A clip of a video, and as many tokens as a sound has letters."""
+def read_media(part: Any) -> object:
+    """Return a Clip for a video, and an Audio with one token per letter for a sound."""
     return Clip(1, 2, frames=2, audio=3) if part["type"] == "video" else Audio(len(part["audio"]))
 
 
 def omni(chat: list[dict[str, Any]], template: str = OMNI) -> Any:
     markers = Markers(BEGIN, END, PATCH, video=QWENS[3], audio=900, audio_begin=901, audio_end=902)
     own = builder(template, markers=markers, scheme=TMRope(tokens_per_second=2, seconds_per_chunk=1))
-    return Preprocess(Chat(media=heard), own)({"messages": chat}, HERE).sequence
+    return Preprocess(Chat(media=read_media), own)({"messages": chat}, HERE).sequence
 
 
-def test_videos_and_audio_stand_where_the_template_writes_them() -> None:
-    chat = [said("user", "a cat", Grid(2, 3), "a cup"), said("assistant", "it")]
+def test_videos_and_audio_replace_their_placeholders_in_the_template() -> None:
+    chat = [turn("user", "a cat", Grid(2, 3), "a cup"), turn("assistant", "it")]
     chat[0]["content"][1:1] = [{"type": "audio", "audio": "wau"}, {"type": "video", "video": "a.mp4"}]
     sequence = omni(chat)
     begin, end, patch, video = (tokenizer().convert_tokens_to_ids(name) for name in QWENS)
@@ -134,22 +134,22 @@ def test_videos_and_audio_stand_where_the_template_writes_them() -> None:
     assert sequence.input_ids.tolist() == want
 
 
-def test_a_template_that_knows_no_videos_is_refused() -> None:
+def test_a_template_without_videos_is_refused() -> None:
     chat = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]
-    with pytest.raises(InvalidInputError, match="writes nothing for a video, want that of a model with videos"):
+    with pytest.raises(InvalidInputError, match="writes nothing for a video, want the template of a model with videos"):
         omni(chat, CHATML.replace("{{ c.text }}", "{{ c.text or '' }}"))
 
 
-def test_a_text_that_spells_the_placeholder_of_a_video_beside_one_is_refused() -> None:
-    chat = [said("user", "<|vision_start|><|video_pad|><|vision_end|>")]
+def test_a_placeholder_in_the_text_of_a_chat_with_a_video_is_refused() -> None:
+    chat = [turn("user", "<|vision_start|><|video_pad|><|vision_end|>")]
     chat[0]["content"].append({"type": "video", "video": "a.mp4"})
     with pytest.raises(
-        RecordError, match="got 2 placeholders in the text of the chat template, want 1, as many as videos"
+        RecordError, match="got 2 placeholders in the text of the chat template, want 1, one for each of the videos"
     ):
         omni(chat)
 
 
-def test_llava_is_written_by_the_template_too() -> None:
+def test_llava_uses_the_template_as_well() -> None:
     record = {
         "image": PHOTO,
         "conversations": [{"from": "human", "value": "<image>\na cup"}, {"from": "gpt", "value": "it"}],
@@ -159,57 +159,57 @@ def test_llava_is_written_by_the_template_too() -> None:
     assert answers(example, tokenizer()) == ["it</s>\n"]
 
 
-def test_templates_of_language_models_get_text() -> None:
+def test_templates_of_text_models_get_strings() -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
     own = builder(template)
-    example = Preprocess(Chat(), own)({"messages": [said("user", " A", " cat "), said("assistant", "it")]}, HERE)
+    example = Preprocess(Chat(), own)({"messages": [turn("user", " A", " cat "), turn("assistant", "it")]}, HERE)
     assert tokenizer().decode(example.sequence.input_ids) == "<|user|>A cat</s><|assistant|>it</s>"
     with pytest.raises(
         InvalidInputError, match=r"^template: got a chat template that writes nothing for an image, want"
     ):
-        Preprocess(Chat(), own)({"messages": [said("user", "A", PHOTO)]}, HERE)
+        Preprocess(Chat(), own)({"messages": [turn("user", "A", PHOTO)]}, HERE)
 
 
-def test_arguments_and_a_template_of_ones_own_are_passed() -> None:
+def test_arguments_and_another_template_are_passed_on() -> None:
     template = "{{ name }}: {% for m in messages %}{{ m.content }}{% endfor %}"
-    made = TokenizerTemplate(tokenizer(), template, {"name": "Ann"})
-    document = Chat(made)({"messages": [{"role": "user", "content": "A cat"}]}, HERE)
+    named = TokenizerTemplate(tokenizer(), template, {"name": "Ann"})
+    document = Chat(named)({"messages": [{"role": "user", "content": "A cat"}]}, HERE)
     assert document.parts == ["Ann: A cat"]
-    assert pickle.loads(pickle.dumps(Chat(made)))({"messages": [said("user", "A cat")]}, HERE).parts == ["Ann: A cat"]
+    assert pickle.loads(pickle.dumps(Chat(named)))({"messages": [turn("user", "A cat")]}, HERE).parts == ["Ann: A cat"]
 
 
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([said("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another before that"),
+        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role"),
         (
-            [said("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
+            [turn("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,
-            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, as many as images$",
+            r"messages\[0\]\.role: got 2 placeholders in the text of the chat template, want 1, one for each of",
         ),
         (
-            [said("user", "A")],
+            [turn("user", "A")],
             "{{ raise_exception('no users') }}",
             r"messages\[0\]\.role: got TemplateError \(no users\) from the chat template, want a conversation that the",
         ),
         (
-            [said("user", "A"), said("assistant", "B"), said("user", "C")],
+            [turn("user", "A"), turn("assistant", "B"), turn("user", "C")],
             "{{ messages | length }}",
-            r"messages\[1\]\.role: got 'assistant', want a chat template that writes a turn alike, whatever foll",
+            r"messages\[1\]\.role: got 'assistant', want a chat template that writes a turn independently",
         ),
     ],
 )  # fmt: skip
-def test_chats_that_do_not_fit_the_template_are_named(chat: Any, template: str, message: str) -> None:
+def test_chats_that_the_template_does_not_support_are_refused(chat: Any, template: str, message: str) -> None:
     with pytest.raises(RecordError, match=rf"^shard\.jsonl\[3\]: {message}"):
         Chat(TokenizerTemplate(tokenizer(), template))({"messages": chat}, HERE)
 
 
-def test_a_default_is_told_once_for_each_preprocess() -> None:
-    want = re.escape("template: got None, and no tokenizer with a chat template: turns are written as plain text")
+def test_each_preprocess_warns_once_about_the_default_template() -> None:
+    want = re.escape("template: got None and a tokenizer without a chat template, so turns are written as plain text")
     for own in (SequenceBuilder(ByteTokenizer(), images=IMAGES), builder(None)):
-        with pytest.warns(UserWarning, match=want) as told:
+        with pytest.warns(UserWarning, match=want) as caught:
             preprocess = Preprocess(Chat(), own)
-        (warning,) = told
+        (warning,) = caught
         assert warning.filename == __file__
         example = preprocess({"messages": [{"role": "user", "content": "A"}]}, HERE)
         assert preprocess.format == Chat(ChatTemplate())

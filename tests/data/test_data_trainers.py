@@ -1,4 +1,4 @@
-"""Batches under accelerate, which Transformers' Trainer loads with: taken whole or refused, and even over ranks."""
+"""Batches under accelerate, which Trainer uses for loading: kept whole or refused, and even over ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BUILDER = SequenceBuilder()
 
 
 def examples() -> list[Example]:
-    """Three documents, two with an image."""
+    """Make three examples, two with an image."""
     parts: list[list[Any]] = [["one"], ["two", Grid(2, 2)], [Grid(1, 3), "three"]]
     sequences = [BUILDER.build(document) for document in parts]
     return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
 
 
 def dispatch(batches: list[Any], rank: int) -> Any:
-    """The part of a rank, of a batch for each, as accelerate's DataLoaderDispatcher cuts it unless told otherwise."""
+    """Cut the part of a rank out of one batch per rank, as the DataLoaderDispatcher of accelerate does by default."""
     batch = operations.concatenate(batches)
     operations.get_data_structure(batch)
     rows = operations.find_batch_size(batch) // len(batches)
@@ -47,14 +47,14 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
-def test_a_dispatcher_on_one_rank_is_refused_with_the_remedy(collate: Any, batched: bool) -> None:
+def test_arguments_refuse_a_dispatcher_and_name_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: .*RankLoader"):
         dispatch([arguments], 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_batch_itself_on_a_dispatcher_fails_in_accelerate_with_the_remedy(ranks: int) -> None:
+def test_accelerate_names_the_remedy_for_a_batch_in_a_dispatcher(ranks: int) -> None:
     verb = "find the batch size of" if ranks == 1 else "concatenate"
     remedy = r"which stays whole: load it through mmpos\.data\.RankLoader\(DataLoader\(dataset, batch_size=None\)\)"
     with pytest.raises(
@@ -63,34 +63,34 @@ def test_a_batch_itself_on_a_dispatcher_fails_in_accelerate_with_the_remedy(rank
         dispatch([PackedCollator()(examples())] * ranks, 0)
 
 
-def test_a_batch_itself_is_no_mapping_of_arguments() -> None:
+def test_a_batch_is_not_a_mapping_of_arguments() -> None:
     batch: Any = PackedCollator()(examples())
     reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
     for read in reads:
         with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as the d"
+            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as data_c"
         ):
             read()
 
 
-def test_arguments_pass_whole_through_all_that_only_moves_them() -> None:
+def test_moving_collating_and_copying_leave_arguments_unchanged() -> None:
     arguments = PackedCollator()(examples()).as_dict(batched=True)
     moved = operations.send_to_device(arguments, torch.device("cpu"))
     collected = next(iter(loader(arguments)))
     collected_by_worker = next(iter(loader(arguments, num_workers=1)))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
-    for found in copies:
-        assert type(found) is type(arguments)
-        assert list(found) == list(arguments)
+    for copied in copies:
+        assert type(copied) is type(arguments)
+        assert list(copied) == list(arguments)
         for name, value in arguments.items():
-            assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+            assert torch.equal(copied[name], value) if isinstance(value, torch.Tensor) else copied[name] == value
 
 
 # Ranks
 
 
 class Epochs:
-    """A dataset that writes down its epochs."""
+    """Dataset that records calls of set_epoch."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -103,25 +103,25 @@ class Epochs:
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
-def test_one_rank_has_all_of_its_batches_and_the_epoch_reaches_the_dataset(even: Even | None) -> None:
+def test_one_rank_yields_all_batches_and_set_epoch_reaches_the_dataset(even: Even | None) -> None:
     dataset = Epochs()
-    taken = RankLoader(dataset, even)
-    assert list(taken) == list(taken) == [1, 2]
-    taken.set_epoch(3)
+    ranked = RankLoader(dataset, even)
+    assert list(ranked) == list(ranked) == [1, 2]
+    ranked.set_epoch(3)
     assert dataset.seen == [3]
-    assert taken.dataset is dataset
+    assert ranked.dataset is dataset
     RankLoader([1]).set_epoch(3)
 
 
-def test_a_dataset_that_ranks_share_is_not_shared_again() -> None:
-    def share(rank: int, world_size: int) -> object:
-        """The question of accelerate's prepare_data_loader, with dispatch_batches=False and several ranks."""
+def test_accelerate_does_not_split_a_dataset_over_ranks_again() -> None:
+    def generator(rank: int, world_size: int) -> object:
+        """Read the generator like prepare_data_loader of accelerate with dispatch_batches=False and several ranks."""
         dataset = BatchDataset([], Shards.example, Packer(60), rank=rank, world_size=world_size)
         return getattr(dataset, "generator", None)
 
-    assert share(0, 1) is None
+    assert generator(0, 1) is None
     with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .* want .*RankLoader"):
-        share(1, 2)
+        generator(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_dataset_that_ranks_share_is_not_shared_again() -> None:
         ((5,), r"^loader: got int, want a DataLoader or another iterable$"),
     ],
 )
-def test_arguments_are_checked_at_once(arguments: Any, message: str) -> None:
+def test_arguments_are_checked_on_construction(arguments: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         RankLoader(*arguments)
 
 
 def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
-    """What follows after so many steps, and what follows in a loader that goes on from the state there."""
+    """Return the batches after a number of steps, from the same loader and from one resumed at that state."""
     first, second = make(), make()
     batches = iter(first)
     for _ in range(steps):
@@ -148,56 +148,54 @@ def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[A
 
 
 def packs_of_forty() -> RankLoader[Any]:
-    """A loader of packs by the names of their documents."""
+    """Create a loader of packs, given as the keys of their documents."""
     dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
     return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_one_rank_goes_on_behind_its_state(steps: int) -> None:
-    expected, found = interrupted(packs_of_forty, steps)
-    assert found == expected == list(packs_of_forty())[steps:]
+def test_one_rank_resumes_after_its_state(steps: int) -> None:
+    rest, resumed = interrupted(packs_of_forty, steps)
+    assert resumed == rest == list(packs_of_forty())[steps:]
 
 
-def test_of_an_epoch_that_had_ended_nothing_follows_and_then_comes_the_next() -> None:
-    taken = packs_of_forty()
-    whole = list(taken)
-    again = packs_of_forty()
-    again.load_state_dict(taken.state_dict())
-    assert (list(again), list(again)) == ([], whole)
+def test_a_state_at_the_end_of_an_epoch_yields_no_batches_before_the_next_epoch() -> None:
+    first = packs_of_forty()
+    epoch = list(first)
+    resumed = packs_of_forty()
+    resumed.load_state_dict(first.state_dict())
+    assert (list(resumed), list(resumed)) == ([], epoch)
 
 
-def test_an_endless_loader_goes_through_epochs_and_goes_on_whatever_the_trainer_counts() -> None:
+def test_an_endless_loader_continues_over_epochs_and_resumes_despite_set_epoch() -> None:
     def endless() -> RankLoader[Any]:
         return RankLoader(packs_of_forty().loader, endless=True)
 
-    whole: list[Any] = []
+    want: list[Any] = []
     for epoch in range(3):
-        taken = packs_of_forty()
-        taken.set_epoch(epoch)
-        whole += list(taken)
+        single = packs_of_forty()
+        single.set_epoch(epoch)
+        want += list(single)
     first = endless()
     first.set_epoch(0)
     batches = iter(first)
-    assert [next(batches) for _ in whole[:-2]] == whole[:-2]
-    again = endless()
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    again.set_epoch(0)
-    assert [batch for batch, _ in zip(again, range(3), strict=False)][:2] == whole[-2:]
-    assert again.state_dict()["epoch"] == 3
-    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want some to go on with"):
+    assert [next(batches) for _ in want[:-2]] == want[:-2]
+    resumed = endless()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    resumed.set_epoch(0)
+    assert [batch for batch, _ in zip(resumed, range(3), strict=False)][:2] == want[-2:]
+    assert resumed.state_dict()["epoch"] == 3
+    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want at least one"):
         list(RankLoader([], endless=True))
 
 
-def test_a_state_is_asked_of_what_has_one_and_checked() -> None:
+def test_a_loader_without_a_state_and_invalid_states_are_refused() -> None:
     stateless = RankLoader([1])
     with pytest.raises(UnsupportedError, match=r"^loader: got list without a state, want a StatefulDataLoader or a B"):
         stateless.state_dict()
-    wrong: list[tuple[Any, str]] = [({"version": 0}, "version 0"), (3, "int")]
-    for state, got in wrong:
-        with pytest.raises(
-            InvalidInputError, match=f"^state: got {got}, want one of version 1 from RankLoader.state_dict"
-        ):
+    invalid: list[tuple[Any, str]] = [({"version": 0}, "version 0"), (3, "int")]
+    for state, got in invalid:
+        with pytest.raises(InvalidInputError, match=f"^state: got {got}, want version 1 from RankLoader.state_dict"):
             stateless.load_state_dict(state)
 
 
@@ -205,7 +203,7 @@ def test_a_state_is_asked_of_what_has_one_and_checked() -> None:
 
 
 class Sized(Shards):
-    """A shard of known sizes."""
+    """Shard with known lengths."""
 
     @property
     def lengths(self) -> Any:
@@ -221,23 +219,23 @@ class Sized(Shards):
         (Batcher(7, drop_last=True), 1, 2),
     ],
 )
-def test_batches_are_counted_by_sizes_as_they_come(batching: Any, rank: int, workers: int) -> None:
+def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int, workers: int) -> None:
     shards = [Sized(name, 23) for name in "abc"]
     for split in ("records", "shards"):
         dataset = BatchDataset(
             shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
         )
         dataset.set_epoch(5)
-        taken = RankLoader(
+        ranked = RankLoader(
             DataLoader(
                 dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
             )
         )
-        assert taken.steps_per_epoch == len(list(taken))
+        assert ranked.steps_per_epoch == len(list(ranked))
 
 
 @pytest.mark.parametrize(("policy", "steps"), [(None, 5), ("raise", 5), ("drop", None), ("skip-document", None)])
-def test_steps_are_none_where_images_may_skip_their_documents(
+def test_steps_are_unknown_if_documents_may_be_skipped(
     policy: OnImageError | None, steps: int | None, tmp_path: Path
 ) -> None:
     preprocess = Preprocess(
@@ -247,7 +245,7 @@ def test_steps_are_none_where_images_may_skip_their_documents(
     assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == steps
 
 
-def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
+def test_steps_are_unknown_without_sizes_or_if_texts_are_cut() -> None:
     def steps(shard: Any, batching: Any, **options: Any) -> int | None:
         return RankLoader(
             DataLoader(BatchDataset([shard], Shards.example, batching, **options), batch_size=None)
@@ -269,13 +267,13 @@ def test_steps_are_none_where_sizes_are_not_known_or_not_enough() -> None:
 
 
 def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """The mark of a test of two ranks, which all run in one process."""
+    """Mark a test that uses the results of two ranks, so that all such tests run in one process."""
     return pytest.mark.slow(pytest.mark.xdist_group("two ranks")(test))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each of two ranks, whose processes take longer to start than to work."""
+    """Run two ranks once, since starting them takes longer than their work, and return the results of each."""
     context, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("ranks")
     processes = [context.Process(target=run, args=(rank, folder)) for rank in (0, 1)]
     for process in processes:
@@ -287,14 +285,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @two_ranks
-def test_ranks_get_as_many_batches(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_get_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["epochs"] for rank in ranks)
     assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
     assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
 
 
 @two_ranks
-def test_ranks_that_repeat_go_on_behind_their_state(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_resume_while_repeating(ranks: list[dict[str, Any]]) -> None:
     for rank in (rank["resumed"] for rank in ranks):
         assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
         for even, whole in rank["whole"].items():
@@ -308,5 +306,5 @@ def test_training_on_ranks_with_different_numbers_of_batches_ends(ranks: list[di
     assert first["packs"] != second["packs"], "the corpus is uneven"
     for even, longest in (("drop", min), ("repeat", max)):
         steps, _ = first[even]
-        assert first[even] == second[even], "as many steps, and the same weights"
+        assert first[even] == second[even], "the same number of steps and the same weights"
         assert steps == 2 * longest(first["packs"], second["packs"])

@@ -1,4 +1,4 @@
-"""Collation in C: what the reference writes, and nothing outside of its arrays."""
+"""Collation in C: equal to the reference, without access outside its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(native.core is None, reason="the extension was n
 
 
 class Watched:
-    """The extension, which counts how often it collated."""
+    """Wrapper of the extension that counts the calls it answered."""
 
     core, answered = native.core, 0
 
@@ -32,16 +32,16 @@ class Watched:
         return getattr(self.core, name)
 
     def collate(self, *arguments: Any) -> Any:
-        made = self.core.collate(*arguments)
-        self.answered += made is not None
-        return made
+        fields = self.core.collate(*arguments)
+        self.answered += fields is not None
+        return fields
 
 
 def pools() -> list[list[Example]]:
-    """Examples of one number of axes each, in every form that a batch may meet."""
+    """Return pools of examples with an equal number of axes, covering all kinds of segments and arrays."""
     rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
-    heard = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
+    audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
     halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
     long = example("long", 5000, (20, 30), 4000)
     odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])
@@ -49,16 +49,16 @@ def pools() -> list[list[Example]]:
     return [
         [FIRST, SECOND, FIRST.slice(6, 7), *with_photos(), long, Example("o", odd, FIRST.labels[::-1])],
         [FIRST, SECOND, Example("h", halves, halves.input_ids), Example("i", odd, FIRST.labels.astype(np.int32))],
-        [Example(f"{i}", each, each.input_ids) for i, each in enumerate((rows, bare, spoken))],
-        [Example(f"{i}", each, each.input_ids) for i, each in enumerate(heard)],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate((rows, bare, spoken))],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate(audio)],
         [FIRST, *with_photos("mrope")],
     ]
 
 
-def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, watched, drawn = np.random.default_rng(0), Watched(), pools()
+def test_the_extension_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, watched, all_pools = np.random.default_rng(0), Watched(), pools()
     for _ in range(400):
-        pool = drawn[rng.integers(len(drawn))]
+        pool = all_pools[rng.integers(len(all_pools))]
         examples = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
         multiple_of, pad_token_id = (int(rng.choice(numbers)) for numbers in ([1, 1, 3, 8], [0, 7]))
         length = int(rng.choice([0, 8, 24, 96])) * multiple_of or None
@@ -68,9 +68,9 @@ def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.Monk
             PaddedCollator(side, multiple_of, length, pad_token_id),
         ):
             outcomes: list[Any] = []
-            for way in (watched, None):
+            for core in (watched, None):
                 with monkeypatch.context() as patch:
-                    patch.setattr(native, "core", way)
+                    patch.setattr(native, "core", core)
                     try:
                         outcomes.append(collator(examples))
                     except InvalidInputError as error:
@@ -79,13 +79,13 @@ def test_the_extension_writes_what_the_reference_writes(monkeypatch: pytest.Monk
     assert watched.answered > 400
 
 
-def test_schemes_are_named_once_in_their_order() -> None:
+def test_each_scheme_is_named_once_in_order() -> None:
     one, _, other, _ = pools()[1]
     names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
     assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]
 
 
-def test_examples_of_any_numbers_are_never_read_past() -> None:
+def test_invalid_examples_cause_no_access_out_of_bounds() -> None:
     rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
 
     def array(*shape: int) -> np.ndarray[Any, Any]:

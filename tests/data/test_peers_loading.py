@@ -1,4 +1,4 @@
-"""Loaders and archives beside those of torchdata and webdataset: snapshots go on, and archives read alike."""
+"""Comparison with torchdata and WebDataset: snapshots resume exactly, and archives have the same records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Lines(NumberedShard):
-    """A shard of short texts."""
+    """Shard of short texts."""
 
     def make(self, i: int) -> Any:
         return {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
@@ -40,7 +40,7 @@ def document(record: Any, location: Location) -> Document:
 
 
 def listed(group: Any) -> list[tuple[str, int]]:
-    """The content of a group: keys, and tokens of each."""
+    """Return key and number of tokens of each example in a group."""
     examples = group.examples if isinstance(group, Pack) else group
     return [(example.key, len(example.labels)) for example in examples]
 
@@ -55,8 +55,8 @@ BATCHINGS: dict[str, Batcher | Packer] = {
 
 
 def dataset(batching: str = "one", shuffle: int = 0, **options: object) -> BatchDataset:
-    given: dict[str, Any] = {"preprocess": Preprocess(document, SequenceBuilder()), "shards": CORPUS} | options
-    return BatchDataset(batching=BATCHINGS[batching], collate=listed, seed=3, shuffle=shuffle, **given)
+    arguments: dict[str, Any] = {"preprocess": Preprocess(document, SequenceBuilder()), "shards": CORPUS} | options
+    return BatchDataset(batching=BATCHINGS[batching], collate=listed, seed=3, shuffle=shuffle, **arguments)
 
 
 def loader(data: BatchDataset, workers: int = 0, every: int = 1, persistent: bool = False, **options: object) -> Any:
@@ -68,7 +68,7 @@ def loader(data: BatchDataset, workers: int = 0, every: int = 1, persistent: boo
 
 
 WORKERS = ((0, False), (2, False), (3, True))
-"""Workers, and whether they outlive an epoch."""
+"""Numbers of workers, and whether they are persistent."""
 
 
 # torchdata
@@ -87,15 +87,15 @@ WORKERS = ((0, False), (2, False), (3, True))
         }
     ),
 )
-def test_a_new_loader_goes_on_from_a_snapshot(
+def test_a_new_loader_resumes_from_a_snapshot(
     workers: tuple[int, bool], batching: str, interrupt: int, every: int, shuffle: int, carried: bool
 ) -> None:
     count, persistent = workers
-    begun = loader(dataset(batching, shuffle), count, every, persistent)
-    batches = iter(begun)
+    started = loader(dataset(batching, shuffle), count, every, persistent)
+    batches = iter(started)
     for _ in range(interrupt):
         next(batches)
-    state = begun.state_dict()
+    state = started.state_dict()
     rest = list(batches)
     assert rest
     resumed = loader(dataset(batching, shuffle), count, every, persistent)
@@ -106,14 +106,14 @@ def test_a_new_loader_goes_on_from_a_snapshot(
 # webdataset
 
 
-def theirs(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of an archive as webdataset reads it."""
+def webdataset_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of an archive with WebDataset."""
     with path.open("rb") as stream:
         yield from group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}]))
 
 
-def members_of(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Files in groups of a key, and what else an archive may hold: folders, links, names that belong to no record."""
+def random_members(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Yield random members of an archive: files of records, folders, links, and files that belong to no record."""
     for i in range(draw.randint(1, 12)):
         folder = draw.choice(["", "", "d/", "d.e/f/", "./", "é/"])
         key = draw.choice([f"{i:04}", f"x_{i}", "n" * 120 + str(i), f"Größe{i}", f"{i // 2}"])
@@ -137,27 +137,27 @@ def members_of(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 @pytest.mark.parametrize("compression", ["", "gz", "bz2", "xz"])
 @pytest.mark.parametrize("format_", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_records_of_random_archives_are_those_of_webdataset(format_: int, compression: str, tmp_path: Path) -> None:
+def test_records_of_random_archives_equal_those_of_webdataset(format_: int, compression: str, tmp_path: Path) -> None:
     draw = random.Random(f"{format_} {compression}")
     for round_ in range(20):
         path = tmp_path / f"{round_}.tar"
         with tarfile.open(path, f"w:{compression}", format=format_) as tar:  # type: ignore[call-overload]
-            for member, data in members_of(draw):
+            for member, data in random_members(draw):
                 member.size = len(data)
                 if format_ != tarfile.USTAR_FORMAT or len(member.name) <= 100:
                     tar.addfile(member, io.BytesIO(data))
         want: list[dict[str, Any]] = []
-        twice = False
+        has_duplicate = False
         try:
-            want.extend(theirs(path))
+            want.extend(webdataset_records(path))
         except ValueError as error:
-            twice = "duplicate file name" in str(error)
-            assert twice
-        found = [raw for _, raw in TarReader(str(path)).records()]
-        # A record with two files of one name ends their reading; ours has an error in its place, and goes on.
-        assert found[: len(want)] == want
-        assert len(found) == len(want) or twice
-        assert isinstance(found[len(want)], RecordError) if twice else True
+            has_duplicate = "duplicate file name" in str(error)
+            assert has_duplicate
+        records = [raw for _, raw in TarReader(str(path)).records()]
+        # WebDataset stops at a record with duplicate names; TarReader yields an error for it and continues.
+        assert records[: len(want)] == want
+        assert len(records) == len(want) or has_duplicate
+        assert isinstance(records[len(want)], RecordError) if has_duplicate else True
         for start in range(3):
             part = [raw for _, raw in TarReader(str(path)).records(start, 3)]
-            assert list(map(str, part)) == list(map(str, found[start::3]))
+            assert list(map(str, part)) == list(map(str, records[start::3]))

@@ -49,7 +49,9 @@ def run(rank: int, folder: Path) -> None:
     early = RankLoader([1], "drop")
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
-    with pytest.raises(InvalidInputError, match=r"^even: got a loader made before torch.distributed was initialised"):
+    with pytest.raises(
+        InvalidInputError, match=r"^even: got a loader created before torch.distributed was initialised"
+    ):
         next(iter(early))
     result = {"epochs": _epochs(rank), "resumed": _resumed(rank), "trained": _trained(rank)}
     torch.distributed.barrier()

@@ -249,12 +249,12 @@ def test_patches_of_a_special_order_are_accepted_only_as_processed_inputs() -> N
     settings = mmpos.from_hf_config(tiny_config("cosmos3_edge"))
     images = mmpos.ImageProcessor("pillow", patch_size=4, min_pixels=64, order="merged")
     with pytest.raises(
-        UnsupportedError, match=r"^images: got an ImageProcessor, want None: ProcessedInputs of what the"
+        UnsupportedError, match=r"^images: got an ImageProcessor, want None: ProcessedInputs with the output"
     ):
         ModelCollator(settings, images)
     builder = mmpos.SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
     with pytest.raises(
-        UnsupportedError, match=r"^patches: got bytes, want ProcessedInputs of what .* of 'cosmos3_edge'"
+        UnsupportedError, match=r"^patches: got uint8, want ProcessedInputs with the output .* of 'cosmos3_edge'"
     ):
         ModelCollator(settings)(examples_of(builder, [noise(8, 8)]))
 
@@ -280,5 +280,7 @@ def test_models_that_mix_documents_are_refused_and_all_others_are_supported() ->
     with pytest.raises(UnsupportedError, match=r"^settings.model_type: got 'gpt_oss' \(its masks do not read the doc"):
         ModelCollator(settings)
     unknown = replace(settings, model_type="aria")
-    with pytest.raises(UnsupportedError, match=r"^settings.model_type: got 'aria' \(it is not known to keep the doc"):
+    with pytest.raises(
+        UnsupportedError, match=r"^settings.model_type: got 'aria' \(it is not known to separate the doc"
+    ):
         ModelCollator(unknown)

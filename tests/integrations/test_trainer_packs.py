@@ -77,7 +77,7 @@ def test_accelerate_keeps_a_rank_loader_and_batches_refuse_to_be_split() -> None
     batch = next(iter(loader))
     dispatcher = accelerator.prepare(plain)
     assert type(dispatcher).__name__ == "DataLoaderDispatcher"
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the batch whole: load through mmpos.data.RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: load through mmpos.data.RankLoader"):
         next(iter(dispatcher))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
         accelerate.utils.find_batch_size(dict(batch))
@@ -90,7 +90,7 @@ def test_errors_of_trainer_and_accelerate_about_a_batch_name_the_remedy(tmp_path
     )
     model, collate = torch.nn.Linear(1, 1), cast(Any, PackedCollator())
     trainer = transformers.Trainer(model, arguments, collate, examples)
-    with pytest.raises(UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as the data_c"):
+    with pytest.raises(UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as data_c"):
         trainer.train()
     loader = DataLoader(examples, batch_size=2, collate_fn=collate)
     options: dict[str, Any] = {"device": torch.device("cpu"), "put_on_device": True, "dispatch_batches": True}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_vllm import MERGE, request
 from tolerance import assert_within, rotations
 from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -19,7 +20,6 @@ from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.v1.worker.gpu.mm.rope import _prepare_rope_positions_kernel
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm_on_cpu import MERGE, request
 
 import mmpos
 import mmpos.integrations.sections

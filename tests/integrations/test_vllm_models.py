@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_vllm import MERGE, request
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -28,7 +29,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.plugins import load_general_plugins
-from vllm_on_cpu import MERGE, request
 
 import mmpos
 from mmpos import Grid, Text

@@ -533,9 +533,7 @@ def test_rotations_equal_local_calls(ask: Both, dtype: torch.dtype) -> None:
 def test_a_missing_rotation_comes_from_the_profile_or_is_refused(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     assert_equal(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
-    with pytest.raises(
-        InvalidInputError, match="rotary: the request has no rotation, and neither has profile 'default'"
-    ):
+    with pytest.raises(InvalidInputError, match="rotary: the request and its profile 'default' have no rotation"):
         ask("angles", None, positions)
 
 

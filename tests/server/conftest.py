@@ -1,4 +1,4 @@
-"""Servers: of a method that does what a test says, of the Open Inference Protocol, and one in its own process."""
+"""Fixtures: servers with a scripted method, of the Open Inference Protocol, and one in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmpos_server.testing import running
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start servers as ``serving`` does; they stop in the end."""
+    """Yield a function that starts servers as ``serving`` does; they stop after the test."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Serving:
@@ -37,20 +37,20 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[TritonClient]:
-    """Triton's client of the server."""
+    """Yield Triton's client of the server."""
     with triton.InferenceServerClient(address) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def infer(address: str) -> Iterator[Infer]:
-    """Yield a call with messages as no client writes them."""
+    """Yield a call that sends raw messages, including messages that no client writes."""
     with grpc.insecure_channel(address) as channel:
         yield stub(channel)
 
 
 @pytest.fixture(scope="session")
 def hardy() -> Iterator[Victim]:
-    """Yield a server that is asked for all that is broken, strange and too large, and takes shared memory."""
+    """Yield a server with shared memory that receives broken, strange and oversized requests."""
     with victim(shared_memory=PREFIX) as result:
         yield result

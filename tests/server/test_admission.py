@@ -1,4 +1,4 @@
-"""Gates, pools, rates, windows of streams, messages in transit and calls, each without a server."""
+"""Test gates, pools, rates, stream windows, messages in transit and calls, each without a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmpos_server.transit import Transit
 
 
 class Clock:
-    """Time that a test sets."""
+    """Clock that a test sets."""
 
     now = 0.0
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, float]:
-    """Return the words of a refusal, and when to come back; "" and 0 for none."""
+    """Return the message and the retry delay of a refusal, or "" and 0 if the call is accepted."""
     try:
         enter(*arguments)
     except ServiceOverloadedError as error:
@@ -49,46 +49,46 @@ def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, floa
     return "", 0.0
 
 
-def said(enter: Callable[..., object], *arguments: object) -> str:
+def message(enter: Callable[..., object], *arguments: object) -> str:
     return refusal(enter, *arguments)[0]
 
 
 # Gates
 
 
-def test_a_gate_refuses_where_no_slot_is_free_and_where_a_client_has_its_share() -> None:
+def test_a_full_gate_refuses_every_client_and_a_client_with_its_full_share_is_refused() -> None:
     gate = Gate("slots", 5, 0.5)
-    results = [said(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
-    share = "clients.max_share of slots of 'a': got 2 taken of 2"
-    assert results == ["", "", share, "", "", "", "slots: got 5 taken of 5"]
+    results = [message(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
+    share = "clients.max_share of slots for 'a': got 2 of 2 in use"
+    assert results == ["", "", share, "", "", "", "slots: got 5 of 5 in use"]
     gate.leave("a")
-    assert [said(gate.enter, "b"), said(gate.enter, "a")] == [share.replace("'a'", "'b'"), ""]
+    assert [message(gate.enter, "b"), message(gate.enter, "a")] == [share.replace("'a'", "'b'"), ""]
     for name in ("a", "a", "b", "b", "c"):
         gate.leave(name)
-    assert (gate.taken, said(gate.enter, "a")) == (0, "")
+    assert (gate.taken, message(gate.enter, "a")) == (0, "")
 
 
 @pytest.mark.parametrize(("limit", "share", "most"), [(1, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (4, 0.0, 4), (4, 1.0, 4)])
-def test_the_share_of_a_client_is_one_slot_at_least_and_all_where_there_is_none(
+def test_a_client_may_take_its_share_but_at_least_one_slot_and_all_slots_without_a_share(
     limit: int, share: float, most: int
 ) -> None:
     gate = Gate("slots", limit, share)
-    assert [said(gate.enter, "a") for _ in range(most + 1)].index(said(gate.enter, "a")) == most
+    assert [message(gate.enter, "a") for _ in range(most + 1)].index(message(gate.enter, "a")) == most
 
 
-def test_a_call_larger_than_a_gate_enters_alone_despite_its_own_slots() -> None:
+def test_a_call_larger_than_the_gate_enters_while_no_other_call_holds_slots() -> None:
     gate = Gate("bytes", 1000, 0.5)
     gate.enter("a", 2000)
-    assert said(gate.enter, "b") == "bytes: got 2000 taken of 1000"
+    assert message(gate.enter, "b") == "bytes: got 2000 of 1000 in use"
     gate.enter("a", 500, 2000)
     gate.leave("a", 2500)
     gate.enter("a", 100)
     gate.enter("b", 100)
-    assert said(gate.enter, "a", 900, 100) == "bytes: got 200 taken of 1000"
-    assert said(gate.enter, "a", 401) == "clients.max_share of bytes of 'a': got 100 taken of 500"
+    assert message(gate.enter, "a", 900, 100) == "bytes: got 200 of 1000 in use"
+    assert message(gate.enter, "a", 401) == "clients.max_share of bytes for 'a': got 100 of 500 in use"
 
 
-def test_a_refusal_says_when_to_come_back_by_how_long_calls_stay() -> None:
+def test_the_retry_delay_follows_the_duration_of_calls() -> None:
     gate = Gate("slots", 1)
     waits = []
     for seconds in (None, 2.0, 2.0, 1000.0, 0.0):
@@ -103,12 +103,12 @@ def test_a_refusal_says_when_to_come_back_by_how_long_calls_stay() -> None:
     assert refusal(gate.enter, "b")[1] == 0.05
 
 
-def test_a_gate_counts_right_from_many_threads() -> None:
+def test_a_gate_counts_correctly_in_many_threads() -> None:
     gate, entered = Gate("slots", 8, 0.5), [0]
 
     def work(name: str) -> None:
         for _ in range(2000):
-            if not said(gate.enter, name):
+            if not message(gate.enter, name):
                 entered[0] += 1
                 gate.leave(name, 1, 0.0)
 
@@ -124,63 +124,63 @@ def test_a_gate_counts_right_from_many_threads() -> None:
 # Pools
 
 
-def test_after_a_refusal_few_may_wait_until_nobody_was_refused_for_a_second(clock: Clock) -> None:
+def test_a_refusal_shortens_the_queue_until_a_second_passes_without_one(clock: Clock) -> None:
     pool = WorkPool("pool", 2, Gate("slots", 20))
-    assert {said(pool.enter, "a") for _ in range(20)} == {""}
-    assert said(pool.enter, "a") == "slots: got 20 taken of 20"
+    assert {message(pool.enter, "a") for _ in range(20)} == {""}
+    assert message(pool.enter, "a") == "slots: got 20 of 20 in use"
     pool.gate.leave("a", 14)
     clock.now = 0.9
-    short = "slots: got 6 taken of 6 under overload"
-    assert said(pool.enter, "a") == short
+    short = "slots: got 6 of 6 in use under overload"
+    assert message(pool.enter, "a") == short
     pool.gate.leave("a")
-    assert [said(pool.enter, "a"), said(pool.enter, "a")] == ["", short]
+    assert [message(pool.enter, "a"), message(pool.enter, "a")] == ["", short]
     clock.now = 1.91
-    assert {said(pool.enter, "a") for _ in range(14)} == {""}
+    assert {message(pool.enter, "a") for _ in range(14)} == {""}
 
 
-def test_a_client_with_its_share_makes_no_pool_overloaded_for_others() -> None:
+def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_of_others() -> None:
     pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
     for _ in range(10):
         pool.enter("a")
-    assert said(pool.enter, "a").startswith("clients.max_share of slots of 'a'")
-    assert said(pool.enter, "b") == ""
+    assert message(pool.enter, "a").startswith("clients.max_share of slots for 'a'")
+    assert message(pool.enter, "b") == ""
 
 
 # Rates
 
 
-def test_a_rate_gives_its_burst_and_then_one_turn_after_the_other() -> None:
+def test_a_rate_allows_a_burst_and_then_one_request_at_a_time() -> None:
     clock = Clock()
     rates = Rates(ClientLimits(requests_per_second=4.0, burst=2), clock)
     rates.take("a")
     rates.take("a")
-    words = "clients.requests_per_second of 'a': want <= 4 on average"
+    words = "clients.requests_per_second for 'a': want <= 4 on average"
     assert refusal(rates.take, "a") == (words, 0.25)
     rates.take("b")
     clock.now += 0.125
     assert refusal(rates.take, "a") == (words, 0.125)
     clock.now += 0.125
     rates.take("a")
-    clock.now += 100  # no more than the burst is saved
-    assert [said(rates.take, "a") for _ in range(3)] == ["", "", words]
+    clock.now += 100  # at most one burst accumulates
+    assert [message(rates.take, "a") for _ in range(3)] == ["", "", words]
 
 
 @pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_is_the_setting_or_one_second_of_requests_and_at_least_one(
+def test_the_burst_is_the_setting_or_one_second_of_requests_but_at_least_one(
     per_second: float, burst: int, at_once: int
 ) -> None:
     rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
-    assert [bool(said(rates.take, "a")) for _ in range(at_once + 1)] == [False] * at_once + [True]
+    assert [bool(message(rates.take, "a")) for _ in range(at_once + 1)] == [False] * at_once + [True]
 
 
-def test_clients_that_have_rested_and_the_oldest_of_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clients_and_the_oldest_ones_above_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_module, "_MOST_IDLE", 3)
     clock = Clock()
     rates = Rates(ClientLimits(requests_per_second=1, burst=1), clock)
     for name in "abcdef":
         rates.take(name)
     assert len(rates) == 3
-    assert [bool(said(rates.take, name)) for name in "fa"] == [True, False]
+    assert [bool(message(rates.take, name)) for name in "fa"] == [True, False]
     clock.now += 2.0
     rates.take("c")
     assert len(rates) == 1
@@ -194,7 +194,7 @@ def test_clients_that_have_rested_and_the_oldest_of_too_many_are_forgotten(monke
 
 
 def filled(window: ItemWindow) -> int:
-    """Items that it takes until it is full."""
+    """Enter items until the window is full, and return their number."""
     for count in range(1000):
         if window.full:
             return count
@@ -202,25 +202,25 @@ def filled(window: ItemWindow) -> int:
     return 1000
 
 
-def test_a_window_begins_few_items_until_an_answer_tells_their_size() -> None:
+def test_a_window_admits_few_items_until_an_answer_shows_their_size() -> None:
     window = ItemWindow(100, 1000)
     assert filled(window) == 4
     window.answered(10)
     assert filled(window) > 10
 
 
-def test_a_window_counts_answers_that_wait_and_expects_more_of_their_size() -> None:
+def test_a_window_counts_unread_answers_and_expects_the_next_ones_to_be_as_large() -> None:
     window = ItemWindow(100, 1000)
     filled(window)
-    window.answered(300)  # 340 are here, and three times 300 are expected
+    window.answered(300)  # 340 bytes are held, and three times 300 are expected
     assert filled(window) == 0
     window.leave(310)
     window.answered(300)
     window.leave(310)
-    assert filled(window) == 2  # 20 are here and 600 expected, then 40 and 1200
+    assert filled(window) == 2  # 20 bytes are held and 600 expected, then 40 and 1200
 
 
-def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> None:
+def test_a_first_item_may_always_be_read_but_never_more_items_than_the_window() -> None:
     window, seen = ItemWindow(100, 1000), []
     for _ in range(2):
         seen.append(window.full)
@@ -236,7 +236,7 @@ def test_one_item_alone_may_always_be_read_and_no_more_than_the_window_has() -> 
 
 
 @pytest.mark.parametrize("how", ["leave", "close"])
-def test_a_reader_waits_for_room_or_the_end(how: str) -> None:
+def test_a_reader_waits_for_room_or_for_the_end_of_the_stream(how: str) -> None:
     window, results = ItemWindow(1, 1000), list[bool]()
     window.enter(1)
     reader = threading.Thread(target=lambda: results.append(window.room()))
@@ -253,7 +253,7 @@ def test_a_reader_waits_for_room_or_the_end(how: str) -> None:
 
 
 class Transport:
-    """Transport of a call, by hand."""
+    """Fake transport of a call."""
 
     def __init__(self) -> None:
         self.active, self.cancelled = True, threading.Event()
@@ -272,7 +272,7 @@ class Transport:
         self.cancelled.set()
 
     def messages(self) -> Iterator[bytes]:
-        """Messages of a client that sends none until its call is cancelled."""
+        """Return an iterator that waits until the call is cancelled, and then raises."""
 
         def next_message() -> bytes:
             assert self.cancelled.wait(60)
@@ -291,7 +291,7 @@ def transit(log: io.StringIO) -> Transit:
     return Transit(Connections(receive_seconds=30.0, send_seconds=100.0), Logs("info", file=log))
 
 
-def test_a_message_comes_or_is_missing_or_its_client_has_gone(transit: Transit) -> None:
+def test_a_missing_message_is_refused_and_a_call_ends_with_its_client(transit: Transit) -> None:
     assert transit.request(iter([b"a"]), Transport()) == b"a"
     with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
         transit.request(iter([]), Transport())
@@ -303,7 +303,7 @@ def test_a_message_comes_or_is_missing_or_its_client_has_gone(transit: Transit) 
 
 
 @pytest.mark.parametrize(("draining", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_request_that_does_not_come_in_time_ends_its_call(
+def test_a_request_that_does_not_arrive_in_time_ends_its_call(
     transit: Transit, clock: Clock, log: io.StringIO, draining: bool, seconds: float
 ) -> None:
     transport, ended = Transport(), threading.Event()
@@ -319,28 +319,28 @@ def test_a_request_that_does_not_come_in_time_ends_its_call(
     if draining:
         transit.drain()
     clock.now = seconds - 0.1
-    transit.look()
+    transit.check()
     assert not transport.cancelled.is_set()
     clock.now = seconds + 0.1
-    transit.look()
+    transit.check()
     assert ended.wait(60)
     thread.join()
     assert eventually(lambda: '"event": "request did not arrive in time"' in log.getvalue())
 
 
-def test_an_answer_holds_room_until_it_was_read_or_its_time_is_up(transit: Transit, clock: Clock) -> None:
+def test_an_answer_holds_bytes_until_it_is_read_or_its_time_is_up(transit: Transit, clock: Clock) -> None:
     admission = Admission(Concurrency(), ClientLimits())
     slow, quick, gone = Transport(), Transport(), Transport()
     gone.callbacks = None
     for transport in (slow, quick, gone):
         transit.send(Call("id", "a", admission, transport), transport, 100)
-    assert admission.bytes.taken == 200  # whoever has gone holds none
+    assert admission.bytes.taken == 200  # a client that has left holds none
     transit.renew(Connections(send_seconds=50.0))
     for callback in quick.callbacks or ():
         callback()
     clock.now = 51.0
-    transit.look()
-    assert [each.cancelled.is_set() for each in (slow, quick, gone)] == [True, False, False]
+    transit.check()
+    assert [transport.cancelled.is_set() for transport in (slow, quick, gone)] == [True, False, False]
     for callback in slow.callbacks or ():
         callback()
     assert (admission.bytes.taken, transit.quiet) == (0, True)
@@ -363,7 +363,7 @@ def taken(admission: Admission) -> list[int]:
     return [gate.taken for gate in (*gates, admission.calls, admission.bytes)]
 
 
-def test_a_call_takes_the_slot_of_each_pool_once_and_returns_all(admission: Admission) -> None:
+def test_a_call_takes_one_slot_of_each_pool_and_returns_all(admission: Admission) -> None:
     call = Call("id", "a", admission, Transport())
     call.admit(admission.calls)
     call.hold(100)
@@ -372,13 +372,13 @@ def test_a_call_takes_the_slot_of_each_pool_once_and_returns_all(admission: Admi
         call.join(pool)
     assert taken(admission) == [1, 1, 0, 0, 1, 100]
     call.release()
-    assert taken(admission) == [0, 0, 0, 0, 0, 100]  # an answer may be on its way
+    assert taken(admission) == [0, 0, 0, 0, 0, 100]  # an answer may be in transit
     call.free()
     call.free()
     assert taken(admission) == [0] * 6
 
 
-def test_work_runs_in_a_thread_of_its_pool_and_side_by_side(admission: Admission) -> None:
+def test_work_runs_in_parallel_in_the_threads_of_its_pool(admission: Admission) -> None:
     call, together = Call("id", "a", admission, Transport()), threading.Barrier(2, timeout=60)
 
     def work(number: int) -> tuple[int, str]:
@@ -391,7 +391,7 @@ def test_work_runs_in_a_thread_of_its_pool_and_side_by_side(admission: Admission
     call.release()
 
 
-def test_the_first_error_ends_a_call_and_waiting_work_never_begins(admission: Admission) -> None:
+def test_the_first_error_ends_a_call_and_cancels_its_queued_work(admission: Admission) -> None:
     begun = []
 
     def fail(number: int) -> None:
@@ -400,12 +400,12 @@ def test_the_first_error_ends_a_call_and_waiting_work_never_begins(admission: Ad
 
     with pytest.raises(KeyError):
         Call("id", "a", admission, Transport()).map("image", fail, [(number,) for number in range(50)])
-    admission.pools["image"].executor.submit(int).result(60)  # nothing of the call is in the queue any more
+    admission.pools["image"].executor.submit(int).result(60)  # the queue holds no more work of the call
     assert len(begun) < 50
 
 
 @pytest.mark.parametrize("how", ["gone", "late"])
-def test_work_that_nobody_waits_for_is_left(admission: Admission, clock: Clock, how: str) -> None:
+def test_queued_work_ends_with_its_client_or_its_deadline(admission: Admission, clock: Clock, how: str) -> None:
     transport, busy = Transport(), threading.Event()
     call = Call("id", "a", admission, transport, None if how == "gone" else float("inf"))
 
@@ -430,17 +430,17 @@ def test_work_that_nobody_waits_for_is_left(admission: Admission, clock: Clock, 
     call.release()
     busy.set()
     first.result(60)
-    admission.pools["image"].executor.submit(int).result(60)  # what was cancelled is out of the queue
+    admission.pools["image"].executor.submit(int).result(60)  # cancelled work has left the queue
     del large
     assert (begun, taken(admission), seen()) == ([], [0] * 6, None)
 
 
-def test_a_call_is_refused_where_an_item_of_a_stream_waits(admission: Admission) -> None:
+def test_a_full_pool_refuses_a_call_but_an_item_of_a_stream_waits(admission: Admission) -> None:
     others = [Call("id", "b", admission, Transport()) for _ in range(2)]
     for other in others:
         other.join("image")
     call = Call("id", "a", admission, Transport())
-    assert said(call.run, "image", int) == "max_in_flight_images: got 2 taken of 2"
+    assert message(call.run, "image", int) == "max_in_flight_images: got 2 of 2 in use"
     item, results = call.of_item(3), list[int]()
     waiting = threading.Thread(target=lambda: results.append(item.run("image", int)))
     waiting.start()
@@ -455,12 +455,12 @@ def test_a_call_is_refused_where_an_item_of_a_stream_waits(admission: Admission)
     assert taken(admission) == [0] * 6
 
 
-def test_room_for_bytes_is_refused_to_a_call_and_waited_for_by_an_item() -> None:
+def test_bytes_beyond_the_limit_are_refused_to_a_call_but_an_item_waits() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), ClientLimits(max_share=1))
     one, other = (Call("id", name, admission, Transport()) for name in "ab")
     one.hold(400)
     one.hold(500)
-    assert said(other.hold, 125) == "max_in_flight_bytes: got 900 taken of 1024"
+    assert message(other.hold, 125) == "max_in_flight_bytes: got 900 of 1024 in use"
     item = other.of_item(1)
     waiting = threading.Thread(target=partial(item.hold, 125))
     waiting.start()
@@ -473,7 +473,7 @@ def test_room_for_bytes_is_refused_to_a_call_and_waited_for_by_an_item() -> None
     admission.close()
 
 
-def test_an_item_that_waits_ends_with_its_client(admission: Admission) -> None:
+def test_a_waiting_item_ends_when_its_client_leaves(admission: Admission) -> None:
     other, transport = Call("id", "b", admission, Transport()), Transport()
     other.hold(2**30)
     item = Call("id", "a", admission, transport).of_item(1)
@@ -483,7 +483,7 @@ def test_an_item_that_waits_ends_with_its_client(admission: Admission) -> None:
     other.free()
 
 
-def test_a_pool_that_is_closed_leaves_no_call_waiting_and_breaks_none(admission: Admission) -> None:
+def test_closing_a_pool_ends_waiting_calls_without_an_internal_error(admission: Admission) -> None:
     transport, busy = Transport(), threading.Event()
     admission.pools["image"].executor.submit(busy.wait, 60)
     call, ended = Call("id", "a", admission, transport), list[object]()
@@ -504,7 +504,7 @@ def test_a_pool_that_is_closed_leaves_no_call_waiting_and_breaks_none(admission:
     assert ended == [GoneError]
 
 
-def test_calls_that_arrive_are_counted_and_refused_before_the_end(admission: Admission, clock: Clock) -> None:
+def test_calls_are_counted_and_refused_once_the_server_is_about_to_stop(admission: Admission, clock: Clock) -> None:
     clock.now = 5.0
     admission.arrive()
     assert (admission.arrivals, admission.last_arrival) == (1, 5.0)
@@ -514,7 +514,7 @@ def test_calls_that_arrive_are_counted_and_refused_before_the_end(admission: Adm
     assert admission.arrivals == 2
 
 
-def test_a_call_knows_whether_its_time_is_up_and_its_server_stops(admission: Admission) -> None:
+def test_a_call_knows_whether_it_is_late_and_whether_its_server_stops(admission: Admission) -> None:
     calls = [Call("id", "a", admission, Transport(), deadline) for deadline in (None, float("inf"), 0.0)]
     assert [call.late for call in calls] == [False, False, True]
     assert [call.stopping for call in calls] == [False] * 3

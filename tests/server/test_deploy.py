@@ -1,4 +1,4 @@
-"""The files of deploy/: linted, of one mind with the program, and the unit run by systemd where it can be."""
+"""Test the files of deploy/: lint them, compare them with the program, and run the unit in systemd if possible."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lines_of(unit: str, setting: str) -> list[str]:
 
 
 def options_of(arguments: list[str]) -> dict[str, Any]:
-    """Return the arguments of the program, as it understands them."""
+    """Return the options that the program parses from these arguments."""
     return typer.main.get_command(app).make_context("mmpos_server", list(arguments)).params
 
 
@@ -81,20 +81,20 @@ def test_the_dockerfile_breaks_no_rule() -> None:
     assert "DL3002" in hadolint(text.replace("USER 10001:10001", "USER root"))
 
 
-def test_the_image_holds_what_the_package_is_built_from() -> None:
-    let_in = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
-    assert all((ROOT / name).exists() for name in let_in)
-    assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(let_in)
+def test_the_image_includes_the_sources_of_the_package() -> None:
+    included = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert all((ROOT / name).exists() for name in included)
+    assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(included)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
-def test_a_manifest_has_the_fields_of_its_kind_and_no_others(manifest: dict[str, object]) -> None:
+def test_a_manifest_has_only_fields_of_its_kind(manifest: dict[str, object]) -> None:
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**manifest, "spce": {}}, KUBERNETES, strict=True)
 
 
-def test_the_manifests_are_of_one_mind() -> None:
+def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     labels = POD["metadata"]["labels"]
     selectors = [KINDS[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
     assert [*selectors, KINDS["Service"]["spec"]["selector"]] == [labels] * 3
@@ -113,11 +113,11 @@ def test_the_manifests_are_of_one_mind() -> None:
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
 
 
-def test_the_settings_of_the_manifest_are_understood_and_fit_its_memory() -> None:
+def test_the_settings_of_the_manifest_are_valid_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    held = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
+    reserved = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
     assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
-    assert held <= 2 * 2**30
+    assert reserved <= 2 * 2**30
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -126,9 +126,9 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
     """Return the manifests that the chart renders, by kind, without the checksum of the settings."""
-    done = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
-    assert done.returncode == 0, done.stderr
-    kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout)}
+    completed = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
+    assert completed.returncode == 0, completed.stderr
+    kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(completed.stdout)}
     digest = kinds["Deployment"]["spec"]["template"]["metadata"]["annotations"].pop("checksum/settings")
     assert re.fullmatch("[0-9a-f]{64}", digest)
     return kinds
@@ -166,33 +166,33 @@ DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def test_alerts_and_dashboard_name_metrics_that_there_are() -> None:
+def test_alerts_and_dashboard_name_existing_metrics() -> None:
     registry = Metrics().registry
     registry.register(ProcessMetrics(None))
-    there = {"mmpos_certificate_not_after_seconds"}  # where there is TLS
+    existing = {"mmpos_certificate_not_after_seconds"}  # exists only with TLS
     for family in registry.collect():
-        there |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
+        existing |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
     alerts, panels = (set(re.findall(r"mmpos_[a-z_]+", " ".join(words))) for words in (ALERT_EXPRESSIONS, QUERIES))
-    assert alerts <= there
-    assert panels <= there
+    assert alerts <= existing
+    assert panels <= existing
     assert len(alerts) == 8
     families = {family.name for family in registry.collect()} | {"mmpos_certificate_not_after_seconds"}
     drawn = {re.sub("_(total|bucket|info)$", "", name) for name in panels}
-    assert families - drawn == {"mmpos_start_time_seconds"}  # every other one has a panel
+    assert families - drawn == {"mmpos_start_time_seconds"}  # every other metric has a panel
 
 
-def test_a_page_quotes_the_alerts() -> None:
+def test_the_documentation_quotes_the_alerts() -> None:
     (quoted,) = filter(None, (ALERT.findall(page.read_text()) for page in (ROOT / "docs").rglob("*.md")))
     assert quoted == ALERT_EXPRESSIONS
 
 
-def test_the_unit_ends_after_its_notice_and_its_drain() -> None:
+def test_systemd_waits_longer_than_the_notice_and_the_drain() -> None:
     options = options_of(unit_arguments())
-    (patience,) = map(int, lines_of("mmpos.service", "TimeoutStopSec"))
-    assert patience > options["notice_seconds"] + options["drain_seconds"]
+    (stop_timeout,) = map(int, lines_of("mmpos.service", "TimeoutStopSec"))
+    assert stop_timeout > options["notice_seconds"] + options["drain_seconds"]
 
 
-def test_the_image_listens_where_it_says() -> None:
+def test_the_image_exposes_the_ports_of_its_server() -> None:
     text, options = (DEPLOY / "Dockerfile").read_text(), options_of(image_arguments())
     assert (options["host"], options["port"]) == ("0.0.0.0", None)
     assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
@@ -204,12 +204,12 @@ HAPROXY = shutil.which("haproxy")
 
 
 def number(pattern: str) -> int:
-    """Return the number in the only place of the proxy's file that matches."""
+    """Return the number in the only match of a pattern in the proxy's file."""
     (result,) = re.findall(pattern, PROXY)
     return int(result)
 
 
-def test_the_proxy_and_the_servers_are_of_one_mind() -> None:
+def test_the_proxy_agrees_with_the_servers() -> None:
     concurrency = load().concurrency
     assert number(r"default-server .* maxconn (\d+) ") < concurrency.max_in_flight + concurrency.max_streams
     assert number(r"bind :(\d+) proto h2\n") == 50051
@@ -219,14 +219,14 @@ def test_the_proxy_and_the_servers_are_of_one_mind() -> None:
     assert ServerConfig.read(settings, Path("mmpos.toml")).clients.max_share == 1.0
 
 
-@pytest.mark.skipif(HAPROXY is None, reason="the proxy is tried where it is installed")
-def test_the_proxy_refuses_calls_of_an_address_that_asks_too_much_but_no_probe(start: Start, tmp_path: Path) -> None:
+@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
+def test_the_proxy_refuses_calls_of_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
     page, port, config = free_port(), free_port(), tmp_path / "haproxy.cfg"
     server = start("--metrics-port", str(page))
     text = PROXY
     for old, new in (
         ("bind :50051 proto", f"bind 127.0.0.1:{port} proto"),
-        ("maxconn 4000", "maxconn 100"),  # connections are files, of which the tests may have few
+        ("maxconn 4000", "maxconn 100"),  # connections are files, and the tests may open only a few
         ("127.0.0.1:50061", server.address),
         ("connect port 9090", f"connect port {page}"),
         ("sc0_http_req_rate gt 5000", "sc0_http_req_rate gt 50"),
@@ -246,8 +246,8 @@ def test_the_proxy_refuses_calls_of_an_address_that_asks_too_much_but_no_probe(s
             proxy.kill()
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="units are verified where systemd is installed")
-def test_the_units_are_right_and_closed(tmp_path: Path) -> None:
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_the_units_are_valid_and_sandboxed(tmp_path: Path) -> None:
     service = (DEPLOY / "mmpos.service").read_text().replace("/opt/mmpos/bin/python", sys.executable)
     (tmp_path / "mmpos.service").write_text(service)
     shutil.copy(DEPLOY / "mmpos.socket", tmp_path)
@@ -258,8 +258,8 @@ def test_the_units_are_right_and_closed(tmp_path: Path) -> None:
         assert command != ["verify"] or completed.stderr == ""
 
 
-# As systemd starts a service: a socket as descriptor 3, and the number of the process in the environment.
-HANDS_OVER = """
+# Starts a service as systemd does: with a socket as descriptor 3, and the process id in the environment.
+SOCKET_ACTIVATION = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
 os.environ["LISTEN_PID"], os.environ["LISTEN_FDS"] = str(os.getpid()), "1"
@@ -268,7 +268,7 @@ os.execv(sys.executable, [sys.executable, "-m", "mmpos_server", *sys.argv[2:]])
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_service_takes_its_socket_and_says_when_it_is_ready_and_stops(
+def test_a_service_takes_its_socket_and_notifies_systemd_of_its_start_and_stop(
     torchless: dict[str, str], tmp_path: Path, workers: str
 ) -> None:
     notified = str(tmp_path / "notify")
@@ -276,7 +276,7 @@ def test_a_service_takes_its_socket_and_says_when_it_is_ready_and_stops(
         manager.bind(notified)
         manager.settimeout(60)
         environment = {**torchless, "NOTIFY_SOCKET": notified}
-        command = [sys.executable, "-c", HANDS_OVER, str(page.fileno()), "--port", "0", "--workers", workers]
+        command = [sys.executable, "-c", SOCKET_ACTIVATION, str(page.fileno()), "--port", "0", "--workers", workers]
         with subprocess.Popen(
             command, env=environment, pass_fds=[page.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as server:
@@ -287,7 +287,7 @@ def test_a_service_takes_its_socket_and_says_when_it_is_ready_and_stops(
             assert server.wait(60) == 0
 
 
-# In namespaces of its own: nothing of this machine is seen by its systemd, and nothing of it changed.
+# systemd runs in its own namespaces, where it neither sees nor changes this machine.
 SYSTEM = """
 set -e
 mount -t proc proc /proc
@@ -305,7 +305,7 @@ NAMESPACES = ["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", 
 
 
 def can_run_systemd() -> bool:
-    """Return whether this machine has it, and lets it have namespaces."""
+    """Return whether systemd is installed and may run in its own namespaces."""
     if SYSTEMD is None or shutil.which("nsenter") is None or os.geteuid() != 0:
         return False
     mount = [*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/run"]
@@ -314,12 +314,12 @@ def can_run_systemd() -> bool:
 
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
-    """Yield a systemd that has started the unit: the words before systemctl, the port of gRPC and that of the page."""
+    """Start the unit in systemd; yield the words before systemctl, the port of gRPC and the port of the page."""
     if not can_run_systemd():
-        pytest.skip("systemd runs for who is root and may have namespaces")
+        pytest.skip("systemd requires root and namespaces")
     port, page, units = free_port(), free_port(), tmp_path / "units"
     units.mkdir()
-    # What a service wants of a machine; the others of this one stay out.
+    # Only the targets that a service requires exist; no unit of this machine is loaded.
     for target in ("sysinit", "basic", "sockets", "shutdown", "network-online"):
         (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
     (units / "test.target").write_text("[Unit]\nDefaultDependencies=no\nRequires=mmpos.service\n")

@@ -1,4 +1,4 @@
-"""The attacks of fuzz.py for some seconds; how late health may be meanwhile is for ``make fuzz`` to judge."""
+"""Test the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health checks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fuzz import Verdict, Witness, fuzz
 from waiting import without_torch
 
 MEMORY = 400
-"""MiB that the server may hold beyond its first ones: in so few seconds its caches and arenas still fill."""
+"""MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
 
 
 def verdict(**changes: object) -> Verdict:
-    """Return a run in which nothing was wrong, but for these."""
+    """Return the verdict on a faultless run, with these changes."""
     rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
     verdict_ = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
@@ -24,7 +24,7 @@ def verdict(**changes: object) -> Verdict:
     return verdict_
 
 
-def test_forbidden_values_are_named() -> None:
+def test_faults_are_named() -> None:
     bad = Tally()
     bad.add("OK", "a")
     bad.add("UNKNOWN", "a", "how")
@@ -42,19 +42,19 @@ def test_forbidden_values_are_named() -> None:
         ),
         ("16 threads at the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
     }
-    assert {tuple(one.faults(100, 2)) for one in faults.values()} == set(faults)
+    assert {tuple(run.faults(100, 2)) for run in faults.values()} == set(faults)
 
 
 @pytest.mark.slow
-def test_a_server_withstands_attacks_for_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_withstands_attacks_for_a_few_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = without_torch(tmp_path)
-    said: list[str] = []
+    lines: list[str] = []
     verdict_ = asyncio.run(
-        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=said.append)
+        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=lines.append)
     )
     with capsys.disabled():
-        print("", *said, verdict_.report(), sep="\n")
+        print("", *lines, verdict_.report(), sep="\n")
     assert replace(verdict_, after=verdict_.before).faults(float("inf"), 0.0) == []
-    assert len(said) >= 2
+    assert len(lines) >= 2
     assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY
     assert verdict_.witness.polite["right"] > 0

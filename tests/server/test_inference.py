@@ -1,4 +1,4 @@
-"""The Open Inference Protocol through the real client: descriptors, readiness, metadata, streams, statistics."""
+"""Test the Open Inference Protocol with Triton's client: descriptors, readiness, metadata, streams, statistics."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mmpos_server.testing import running
 SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
 
 
-# Beside the real client.
+# Compatibility with Triton's client.
 
 
-def described(message: Any) -> dict[str, Any]:
-    """Describe a message type on the wire and in code, nested types included."""
+def fields_of(message: Any) -> dict[str, Any]:
+    """Return the number, type and oneof of each field of a message type and its nested types, by full name."""
     result = {
         f"{message.full_name}.{field.name}": (
             field.number,
@@ -47,25 +47,25 @@ def described(message: Any) -> dict[str, Any]:
         for field in message.fields
     }
     for nested in message.nested_types:
-        result |= described(nested)
+        result |= fields_of(nested)
     return result
 
 
 KSERVE = {"properties": 6, "PropertiesEntry.key": 1, "PropertiesEntry.value": 2}
-"""Numbers of a field of KServe's ModelMetadataResponse that Triton's has not: a map from strings to strings."""
+"""Field numbers of a map from strings to strings in KServe's ModelMetadataResponse, which Triton lacks."""
 
 
-def test_every_field_and_value_of_ours_is_theirs() -> None:
+def test_every_field_and_enum_value_equals_its_counterpart_in_triton() -> None:
     theirs: dict[str, Any] = {}
     enums: dict[str, int] = {}
     for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
         for message in file.message_types_by_name.values():
-            theirs |= described(message)
+            theirs |= fields_of(message)
         for enum in file.enum_types_by_name.values():
             enums |= {f"{enum.full_name}.{value.name}": value.number for value in enum.values}
     ours: dict[str, Any] = {}
     for message in pb.DESCRIPTOR.message_types_by_name.values():
-        ours |= described(message)
+        ours |= fields_of(message)
     assert len(ours) > 100
     assert {name: ours.pop(f"inference.ModelMetadataResponse.{name}")[0] for name in KSERVE} == KSERVE
     assert {name: (field, theirs.get(name)) for name, field in ours.items() if theirs.get(name) != field} == {}
@@ -74,7 +74,7 @@ def test_every_field_and_value_of_ours_is_theirs() -> None:
     assert values == {name: number for name, number in enums.items() if name.startswith("inference.DataType.")}
 
 
-def test_every_method_of_ours_is_theirs() -> None:
+def test_every_method_equals_its_counterpart_in_triton() -> None:
     def methods(file: Any) -> dict[str, Any]:
         return {
             method.name: (
@@ -106,25 +106,26 @@ import numpy as np
 lengths = triton.InferInput("lengths", [1], "INT64")
 lengths.set_data_from_numpy(np.array([3]))
 with triton.InferenceServerClient(sys.argv[1]) as theirs, Client(sys.argv[1]) as ours:
-    found = theirs.infer("positions", [lengths]).get_response()
+    result = theirs.infer("positions", [lengths]).get_response()
     table = ours.place(SegmentTable.from_spans([3], [], np.empty((0, 3), int)))
-read = pb.ModelInferResponse.FromString(found.SerializeToString())
-print(np.frombuffer(read.raw_output_contents[0], "<i4").tolist() == table.dense().ravel().tolist(), read.model_name)
+response = pb.ModelInferResponse.FromString(result.SerializeToString())
+ids = np.frombuffer(response.raw_output_contents[0], "<i4")
+print(ids.tolist() == table.dense().ravel().tolist(), response.model_name)
 """
 
 
 @pytest.mark.parametrize("order", [("theirs", "ours"), ("ours", "theirs")], ids=["theirs first", "ours first"])
-def test_both_clients_live_in_one_process(address: str, order: tuple[str, str]) -> None:
+def test_both_clients_work_in_one_process(address: str, order: tuple[str, str]) -> None:
     script = "\n".join([*(IMPORTS[name] for name in order), BOTH])
     command = [sys.executable, "-W", "error", "-c", script, address]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout, done.stderr) == ("True positions\n", "")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (completed.stdout, completed.stderr) == ("True positions\n", "")
 
 
 # Readiness.
 
 
-def test_known_models_are_live_and_ready(client: TritonClient) -> None:
+def test_only_known_models_and_versions_are_ready(client: TritonClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     ready = {
@@ -144,7 +145,7 @@ def test_models_that_need_torch_are_not_ready_without_it(client: TritonClient, m
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
 
-def test_a_server_about_to_stop_lives_and_is_not_ready() -> None:
+def test_a_server_about_to_stop_is_live_but_not_ready() -> None:
     server = Server(config())
     (address,) = server.start()
     try:
@@ -171,7 +172,7 @@ def test_the_server_lists_its_models_and_extensions(client: TritonClient) -> Non
 
 @pytest.mark.parametrize("model", ["positions", "sequences", "rotate"])
 @pytest.mark.parametrize("version", ["", "halves", "flat"])
-def test_configuration_and_metadata_say_the_same(client: TritonClient, model: str, version: str) -> None:
+def test_configuration_and_metadata_agree(client: TritonClient, model: str, version: str) -> None:
     shown, config = client.get_model_metadata(model, version), client.get_model_config(model, version).config
     names = {value.number: value.name for value in model_config_pb2.DataType.DESCRIPTOR.values}
     for tensors, configured in ((shown.inputs, config.input), (shown.outputs, config.output)):
@@ -180,11 +181,7 @@ def test_configuration_and_metadata_say_the_same(client: TritonClient, model: st
             for tensor in configured
         ]
     assert (config.name, config.platform, config.backend, config.max_batch_size) == (model, "mmpos", "mmpos", 0)
-    assert (shown.name, shown.platform, list(shown.versions)) == (
-        model,
-        "mmpos",
-        ["default", "halves", "flat"],
-    )
+    assert (shown.name, shown.platform, list(shown.versions)) == (model, "mmpos", ["default", "halves", "flat"])
     assert config.HasField("model_transaction_policy")
     assert not config.model_transaction_policy.decoupled
 
@@ -199,7 +196,7 @@ VALUES: dict[str, object] = {
     "q": np.ones((2, 1, 16), np.float32),
     "k": np.ones((2, 1, 16), np.float32),
 }
-LEFT_OUT = {
+OMITTED = {
     "positions": {
         "documents",
         "input_ids",
@@ -214,12 +211,12 @@ LEFT_OUT = {
 }
 
 
-# Text has no place in the scheme of "flat": its sequences have nowhere to go, and its documents are an image.
+# The scheme of "flat" cannot place text, so "sequences" is not tested, and the document of "positions" is an image.
 @pytest.mark.parametrize(
     ("model", "version"),
     [
         (model, version)
-        for model in LEFT_OUT
+        for model in OMITTED
         for version in ("", "halves", "flat")
         if (model, version) != ("sequences", "flat")
     ],
@@ -232,7 +229,7 @@ def test_models_match_their_metadata(client: TritonClient, model: str, version: 
         parameters = None
     inputs = []
     for tensor in described.inputs:
-        if tensor.name not in LEFT_OUT[model]:
+        if tensor.name not in OMITTED[model]:
             axes = 3 if version == "halves" else 2
             value = VALUES.get(tensor.name, np.zeros((axes, 2), np.float64 if tensor.datatype == "FP64" else np.int32))
             value = {"lengths": [2], "offsets": [0]}.get(tensor.name, value) if version == "flat" else value
@@ -241,9 +238,9 @@ def test_models_match_their_metadata(client: TritonClient, model: str, version: 
     assert [(output.name, output.datatype) for output in result.outputs] == [
         (output.name, output.datatype) for output in described.outputs
     ]
-    for made, output in zip(result.outputs, described.outputs, strict=True):
-        assert len(made.shape) == len(output.shape)
-        assert all(want in (-1, got) for got, want in zip(made.shape, output.shape, strict=True)), made.name
+    for actual, output in zip(result.outputs, described.outputs, strict=True):
+        assert len(actual.shape) == len(output.shape)
+        assert all(want in (-1, got) for got, want in zip(actual.shape, output.shape, strict=True)), actual.name
 
 
 # Requests.
@@ -258,16 +255,16 @@ def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonC
         assert response.get_response().model_version == (version or "default")
 
 
-def test_the_id_of_a_request_comes_back(client: TritonClient) -> None:
+def test_a_response_has_the_id_of_its_request(client: TritonClient) -> None:
     assert client.infer("positions", [input_tensor("lengths", [1])], request_id="a b").get_response().id == "a b"
     assert client.infer("positions", [input_tensor("lengths", [1])]).get_response().id == ""
 
 
-def test_only_wanted_outputs_come_in_the_order_of_the_request(client: TritonClient) -> None:
+def test_only_the_requested_outputs_are_returned_in_their_order(client: TritonClient) -> None:
     assert list(ask(client, "positions", SPANS, ["deltas", "position_ids"])) == ["deltas", "position_ids"]
 
 
-def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str) -> None:
+def test_a_stream_answers_in_order_including_errors(address: str) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -286,7 +283,7 @@ def test_a_stream_answers_in_order_and_an_error_stays_in_its_place(address: str)
         assert result.as_numpy("position_ids").tolist() == [list(range(i + 1))] * 2
 
 
-def test_an_error_in_a_stream_tells_the_id_of_its_request(address: str) -> None:
+def test_an_error_in_a_stream_has_the_id_of_its_request(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         stream: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)
@@ -349,12 +346,12 @@ def test_only_large_requests_wait_for_a_thread(client: TritonClient) -> None:
     image = {"lengths": [20_000], "offsets": [0], "grid_thw": [[20_000, 1, 1]]}
     assert not waited({"lengths": [3]}, "position_ids")
     assert not waited({"lengths": [400_000]}, "cu_seqlens")
-    assert waited({"lengths": [400_000]}, "position_ids")  # to be written
-    assert waited(image, "cu_seqlens")  # to be placed
-    assert waited({"input_ids": np.zeros(40_000, np.int64)}, "cu_seqlens")  # to be read
+    assert waited({"lengths": [400_000]}, "position_ids")  # the output is large
+    assert waited(image, "cu_seqlens")  # the placement is large
+    assert waited({"input_ids": np.zeros(40_000, np.int64)}, "cu_seqlens")  # the input is large
 
 
-# A load.
+# Load.
 
 
 @pytest.mark.slow
@@ -365,13 +362,13 @@ def test_perf_analyzer_measures_a_model(tmp_path: Path, flags: list[str]) -> Non
         name: {"content": np.ravel(values).tolist(), "shape": list(np.shape(values))} for name, values in SPANS.items()
     }
     (tmp_path / "data.json").write_text(json.dumps({"data": [data]}))
-    # It reads versions as numbers. Any spread will do: whether it is served is asked, and not how fast.
+    # perf_analyzer reads versions as numbers. Any spread will do: the test checks answers, not speed.
     with running(ServerConfig.model_validate({"profiles": {"1": {"images": {"backend": "pillow"}}}})) as address:
         words = f"-m positions -u {address} -i grpc --input-data data.json --measurement-interval 500 -s 1000 -r 4"
         command = ["perf_analyzer", *words.split(), *flags, "--concurrency-range", "2"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        [answered] = re.findall(r"Successful request count: (\d+)", done.stdout)
+        completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        [answered] = re.findall(r"Successful request count: (\d+)", completed.stdout)
         with triton.InferenceServerClient(address) as client:
             [numbers] = client.get_inference_statistics("positions", "1").model_stats
     assert 0 < int(answered) <= numbers.inference_count

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol with tensors in shared memory, through the real client and its own regions."""
+"""Test the Open Inference Protocol with tensors in shared memory, with Triton's client and its regions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client() -> Iterator[TritonClient]:
 
 @pytest.fixture
 def region(client: TritonClient) -> Iterator[MakeRegion]:
-    """Make an object by the real client and register it under a name."""
+    """Yield a function that creates an object with Triton's client and registers it under a name."""
     with ExitStack() as stack:
         stack.callback(client.unregister_system_shared_memory)
 
@@ -55,32 +55,32 @@ def region(client: TritonClient) -> Iterator[MakeRegion]:
         yield make
 
 
-def held(name: str, datatype: str, shape: list[int], region: str, byte_size: int, offset: int = 0) -> Any:
-    """Return an input that lies in a region."""
+def shared_input(name: str, datatype: str, shape: list[int], region: str, byte_size: int, offset: int = 0) -> Any:
+    """Return an input in a region of shared memory."""
     tensor = triton.InferInput(name, shape, datatype)
     tensor.set_shared_memory(region, byte_size, offset)
     return tensor
 
 
-def kept(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
-    """Return an output that is to go to a region."""
+def shared_output(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
+    """Return a requested output that the server writes to a region of shared memory."""
     output = triton.InferRequestedOutput(name)
     output.set_shared_memory(region, byte_size, offset)
     return output
 
 
-def test_inputs_and_outputs_lie_in_regions(client: TritonClient, region: MakeRegion) -> None:
+def test_inputs_are_read_from_regions_and_outputs_are_written_to_them(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64, list(NUMBERS.values()))
     out = region("out", 256)
     inputs = [
-        held("lengths", "INT64", [1], "in", 8),
+        shared_input("lengths", "INT64", [1], "in", 8),
         input_tensor("offsets", NUMBERS["offsets"]),
-        held("grid_thw", "INT64", [1, 3], "in", 24, offset=16),
+        shared_input("grid_thw", "INT64", [1, 3], "in", 24, offset=16),
     ]
     outputs = [
-        kept("position_ids", "out", 100, 16),
+        shared_output("position_ids", "out", 100, 16),
         triton.InferRequestedOutput("deltas"),
-        kept("cu_seqlens", "out", 8),
+        shared_output("cu_seqlens", "out", 8),
     ]
     result = client.infer("positions", inputs, outputs=outputs)
     response = result.get_response()
@@ -99,24 +99,26 @@ def test_inputs_and_outputs_lie_in_regions(client: TritonClient, region: MakeReg
     assert shm.get_contents_as_numpy(out, np.int32, [2], 0).tolist() == [0, 11]
 
 
-def test_a_region_begins_where_it_was_registered(client: TritonClient, region: MakeRegion) -> None:
+def test_a_region_begins_at_its_registered_offset(client: TritonClient, region: MakeRegion) -> None:
     handle = region("in", 64, [np.array([9, 7])], offset=8)
-    result = client.infer("positions", [held("lengths", "INT64", [1], "in", 8)])
+    result = client.infer("positions", [shared_input("lengths", "INT64", [1], "in", 8)])
     assert result.as_numpy("cu_seqlens").tolist() == [0, 7]
     shm.set_shared_memory_region(handle, [np.array([9, 5])])
-    result = client.infer("positions", [held("lengths", "INT64", [1], "in", 8)])
+    result = client.infer("positions", [shared_input("lengths", "INT64", [1], "in", 8)])
     assert result.as_numpy("cu_seqlens").tolist() == [0, 5]
 
 
-def test_parts_and_rotations_lie_in_regions_too(client: TritonClient, region: MakeRegion) -> None:
+def test_parts_and_rotations_use_regions(client: TritonClient, region: MakeRegion) -> None:
     region("parts", 64, [serialize_byte_tensor(np.array([b"ab", b"c"], object))])
-    parts = held("parts", "BYTES", [2], "parts", 11)
+    parts = shared_input("parts", "BYTES", [2], "parts", 11)
     response = client.infer("sequences", [parts], outputs=[triton.InferRequestedOutput("input_ids")])
     assert response.as_numpy("input_ids").tolist() == list(b"abc")
     q = np.random.default_rng(3).standard_normal((2, 1, 16)).astype(np.float32)
     handle = region("q", 256, [q])
     ids = input_tensor("position_ids", np.array([[0, 1], [0, 1]]))
-    client.infer("rotate", [held("q", "FP32", [2, 1, 16], "q", 128), ids], outputs=[kept("q", "q", 128)])
+    client.infer(
+        "rotate", [shared_input("q", "FP32", [2, 1, 16], "q", 128), ids], outputs=[shared_output("q", "q", 128)]
+    )
     wanted = ask(client, "rotate", {"q": q, "position_ids": np.array([[0, 1], [0, 1]])})["q"]
     np.testing.assert_array_equal(shm.get_contents_as_numpy(handle, np.float32, [2, 1, 16]), wanted)
 
@@ -125,37 +127,37 @@ def test_regions_are_listed_and_unregistered(client: TritonClient, region: MakeR
     region("a", 64, offset=8)
     region("b", 32)
 
-    def told(name: str = "") -> dict[str, object]:
+    def regions(name: str = "") -> dict[str, object]:
         result = client.get_system_shared_memory_status(name).regions
         return {
             name: (status.name, status.key.rpartition("-")[2], status.offset, status.byte_size)
             for name, status in result.items()
         }
 
-    assert told() == {"a": ("a", "a", 8, 56), "b": ("b", "b", 0, 32)}
-    assert told("b") == {"b": ("b", "b", 0, 32)}
+    assert regions() == {"a": ("a", "a", 8, 56), "b": ("b", "b", 0, 32)}
+    assert regions("b") == {"b": ("b", "b", 0, 32)}
     client.unregister_system_shared_memory("a")
-    assert told() == {"b": ("b", "b", 0, 32)}
-    assert refusal(lambda: told("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want a registered region")
+    assert regions() == {"b": ("b", "b", 0, 32)}
+    assert refusal(lambda: regions("a")) == ("INVALID_ARGUMENT", "name: got region 'a', want a registered region")
     client.unregister_system_shared_memory()
-    assert told() == {}
+    assert regions() == {}
 
 
 REFUSED = {
-    "no such region": (
-        held("lengths", "INT64", [1], "x", 8),
+    "an unknown region": (
+        shared_input("lengths", "INT64", [1], "x", 8),
         "inputs[0].parameters['shared_memory_region']: got region 'x', want a registered region",
     ),
     "bytes of another shape": (
-        held("lengths", "INT64", [1], "in", 16),
+        shared_input("lengths", "INT64", [1], "in", 16),
         "lengths: got 16 bytes, want 8 for INT64 of shape (1,)",
     ),
-    "bytes outside": (
-        held("lengths", "INT64", [1], "in", 8, 60),
+    "bytes after the region": (
+        shared_input("lengths", "INT64", [1], "in", 8, 60),
         "inputs[0]: got bytes 60 to 68, want 0 to 64 of its region",
     ),
-    "bytes before": (
-        held("lengths", "INT64", [1], "in", 8, -8),
+    "bytes before the region": (
+        shared_input("lengths", "INT64", [1], "in", 8, -8),
         "inputs[0]: got bytes -8 to 0, want 0 to 64 of its region",
     ),
 }
@@ -167,13 +169,13 @@ def test_wrong_inputs_are_refused(client: TritonClient, region: MakeRegion, tens
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, region: MakeRegion) -> None:
+def test_incomplete_references_and_contents_next_to_them_are_refused(client: TritonClient, region: MakeRegion) -> None:
     region("in", 64)
-    half, both = (held("lengths", "INT64", [1], "in", 8) for _ in range(2))
-    del half._get_tensor().parameters["shared_memory_byte_size"]
+    incomplete, both = (shared_input("lengths", "INT64", [1], "in", 8) for _ in range(2))
+    del incomplete._get_tensor().parameters["shared_memory_byte_size"]
     both._get_tensor().contents.int64_contents.append(1)
     for tensor, message in (
-        (half, "inputs[0].parameters: shared_memory_region requires shared_memory_byte_size"),
+        (incomplete, "inputs[0].parameters: shared_memory_region requires shared_memory_byte_size"),
         (both, "lengths: contents cannot be combined with shared memory"),
     ):
         assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
@@ -181,23 +183,25 @@ def test_half_a_place_and_contents_beside_one_are_refused(client: TritonClient, 
 
 def test_bytes_in_shared_memory_have_a_limit(client: TritonClient, region: MakeRegion) -> None:
     region("in", 2 * LIMIT)
-    status, message = refusal(lambda: client.infer("positions", [held("lengths", "INT64", [513], "in", LIMIT + 8)]))
+    status, message = refusal(
+        lambda: client.infer("positions", [shared_input("lengths", "INT64", [513], "in", LIMIT + 8)])
+    )
     assert (status, message.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "shared_bytes")
 
 
-def test_nothing_is_written_where_one_output_has_no_room(client: TritonClient, region: MakeRegion) -> None:
+def test_nothing_is_written_if_one_output_does_not_fit(client: TritonClient, region: MakeRegion) -> None:
     handle = region("out", 256, [np.full(64, 7, np.int32)])
-    outputs = [kept("cu_seqlens", "out", 8), kept("position_ids", "out", 80, 16)]
+    outputs = [shared_output("cu_seqlens", "out", 8), shared_output("position_ids", "out", 80, 16)]
     inputs = [input_tensor(name, values) for name, values in NUMBERS.items()]
     message = "position_ids: got shared_memory_byte_size 80, want >= 88"
     assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
     assert shm.get_contents_as_numpy(handle, np.int32, [64]).tolist() == [7] * 64
-    outputs = [kept("position_ids", "out", 88, 200)]
+    outputs = [shared_output("position_ids", "out", 88, 200)]
     message = "outputs[0]: got bytes 200 to 288, want 0 to 256 of its region"
     assert refusal(lambda: client.infer("positions", inputs, outputs=outputs)) == ("INVALID_ARGUMENT", message)
 
 
-def test_a_server_says_whether_it_takes_some(client: TritonClient) -> None:
+def test_a_server_lists_shared_memory_only_if_it_accepts_it(client: TritonClient) -> None:
     assert "system_shared_memory" in client.get_server_metadata().extensions
     with running(config()) as address, triton.InferenceServerClient(address) as other:
         message = "region: shared memory requires a server started with --shared-memory"
@@ -206,7 +210,7 @@ def test_a_server_says_whether_it_takes_some(client: TritonClient) -> None:
         assert other.get_system_shared_memory_status(as_json=True) == {}
 
 
-def test_no_memory_of_gpus_is_registered(client: TritonClient) -> None:
+def test_memory_of_a_gpu_is_refused(client: TritonClient) -> None:
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("a")
     assert client.get_cuda_shared_memory_status(as_json=True) == {}

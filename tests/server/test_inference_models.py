@@ -1,4 +1,4 @@
-"""Models of the Open Inference Protocol: what they answer is what the library answers."""
+"""Compare the answers of the models of the Open Inference Protocol with the results of the library."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_byt
 # Positions.
 
 
-def same(found: dict[str, object], wanted: PositionTable) -> None:
-    """Whether an answer tells these positions, and in the types that it should."""
+def assert_same(outputs: dict[str, object], wanted: PositionTable) -> None:
+    """Check that the outputs equal these positions, including their dtypes."""
     arrays = {
         "position_ids": wanted.dense(),
         "cu_seqlens": wanted.cu_seqlens,
@@ -32,12 +32,12 @@ def same(found: dict[str, object], wanted: PositionTable) -> None:
     }
     if wanted.documents[2].min(initial=0) > -(2**63):
         arrays |= {"next_positions": wanted.next_positions, "deltas": wanted.deltas}
-    assert set(found) == set(arrays)
+    assert set(outputs) == set(arrays)
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+        np.testing.assert_array_equal(outputs[name], array, err_msg=name, strict=True)
 
 
-def test_random_batches_of_spans_and_of_ids(client: TritonClient) -> None:
+def test_random_batches_of_spans_and_input_ids_equal_the_library(client: TritonClient) -> None:
     random = np.random.default_rng(7)
     for _ in range(10):
         documents: list[list[Text | Grid]] = []
@@ -50,15 +50,15 @@ def test_random_batches_of_spans_and_of_ids(client: TritonClient) -> None:
         wanted = place(segments, start=starts)
         is_grid = segments.kind == 1
         first = np.cumsum(segments.lengths) - segments.lengths
-        of = np.repeat(np.arange(len(documents)), np.diff(segments.segment_offsets))
+        document = np.repeat(np.arange(len(documents)), np.diff(segments.segment_offsets))
         spans = {
             "lengths": np.diff(wanted.cu_seqlens).astype(np.int64),
-            "offsets": (first - wanted.cu_seqlens[of])[is_grid],
+            "offsets": (first - wanted.cu_seqlens[document])[is_grid],
             "grid_thw": segments.extents.T[is_grid],
-            "documents": of[is_grid],
+            "documents": document[is_grid],
             "start": starts,
         }
-        same(ask(client, "positions", spans), wanted)
+        assert_same(ask(client, "positions", spans), wanted)
         ids = {
             "input_ids": np.repeat(np.where(is_grid, 7, 1), segments.lengths).astype(np.int32),
             "cu_seqlens": wanted.cu_seqlens,
@@ -66,10 +66,10 @@ def test_random_batches_of_spans_and_of_ids(client: TritonClient) -> None:
             "start": starts,
         }
         parameters = {"image_token_id": 7, "spatial_merge_size": 2}
-        same(ask(client, "positions", ids, parameters=parameters), wanted)
+        assert_same(ask(client, "positions", ids, parameters=parameters), wanted)
 
 
-def test_a_padded_batch_and_a_document_are_different_shapes(client: TritonClient) -> None:
+def test_a_padded_batch_is_placed_with_its_attention_mask(client: TritonClient) -> None:
     padded = ask(
         client,
         "positions",
@@ -86,7 +86,7 @@ def test_a_padded_batch_and_a_document_are_different_shapes(client: TritonClient
     assert padded["cu_seqlens"].tolist() == [0, 4, 8]
 
 
-def test_views_are_those_of_our_own_protocol(client: TritonClient) -> None:
+def test_views_are_json_messages_of_our_own_protocol(client: TritonClient) -> None:
     wanted = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
     spans = {"lengths": [11, 4], "offsets": [3], "grid_thw": [[1, 2, 3]], "documents": [0]}
     views = [
@@ -101,12 +101,12 @@ def test_views_are_those_of_our_own_protocol(client: TritonClient) -> None:
     ]
     for view, table in views:
         if table is not None:
-            same(ask(client, "positions", spans, parameters={"views": json.dumps([view])}), table)
+            assert_same(ask(client, "positions", spans, parameters={"views": json.dumps([view])}), table)
     both = json.dumps([views[3][0], {"shard": {"rank": 1, "worldSize": 2, "layout": "SHARD_LAYOUT_ZIGZAG"}}])
-    same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
+    assert_same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
 
 
-def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Infer) -> None:
+def test_typed_contents_equal_raw_bytes(infer: Infer) -> None:
     contents = {
         "input_ids": ("INT32", [4], pb.InferTensorContents(int_contents=[1, 5, 5, 1])),
         "image_grid_thw": ("INT64", [1, 3], pb.InferTensorContents(int64_contents=[1, 2, 1])),
@@ -126,10 +126,10 @@ def test_numbers_one_by_one_are_those_of_raw_bytes(infer: Infer) -> None:
     assert list(answer.raw_output_contents) == [wanted.astype("<i4").tobytes()]
 
 
-def test_a_named_version_tells_its_placeholder_and_its_merging(client: TritonClient) -> None:
+def test_a_version_defines_its_placeholder_and_its_merge_size(client: TritonClient) -> None:
     ids = {"input_ids": [1, 258, 1], "image_grid_thw": [[1, 2, 2]]}
     wanted = place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), RopeTieFractional(axes=3))
-    same(ask(client, "positions", ids, model_version="halves"), wanted)
+    assert_same(ask(client, "positions", ids, model_version="halves"), wanted)
     message = "placeholders.image: got None, want the placeholder id of image_grid_thw"
     assert refusal(lambda: ask(client, "positions", ids)) == ("INVALID_ARGUMENT", message)
 
@@ -137,7 +137,7 @@ def test_a_named_version_tells_its_placeholder_and_its_merging(client: TritonCli
 # Sequences.
 
 
-def test_sequences_are_those_of_the_builder_packed(client: TritonClient) -> None:
+def test_sequences_are_the_packed_results_of_the_builder(client: TritonClient) -> None:
     builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
     documents: list[list[str | bytes]] = [["A cup: ", PHOTO, " é"], ["b"], [PHOTO, "c", PHOTO]]
     parts = [part.encode() if isinstance(part, str) else part for document in documents for part in document]
@@ -163,10 +163,10 @@ def test_sequences_are_those_of_the_builder_packed(client: TritonClient) -> None
     }
     for name, array in arrays.items():
         np.testing.assert_array_equal(result.pop(name), array, err_msg=name, strict=True)
-    same(result, positions)
+    assert_same(result, positions)
 
 
-def test_parts_alone_are_the_texts_of_one_document(client: TritonClient) -> None:
+def test_parts_without_kinds_are_the_texts_of_one_document(client: TritonClient) -> None:
     result = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
     assert {name: array.tolist() for name, array in result.items()} == {
         "input_ids": list("abé".encode()),
@@ -176,7 +176,7 @@ def test_parts_alone_are_the_texts_of_one_document(client: TritonClient) -> None
     assert result["patches"].shape == (0, 14, 14, 3)
 
 
-def test_no_documents_are_a_batch(client: TritonClient) -> None:
+def test_a_batch_may_be_empty(client: TritonClient) -> None:
     nothing = {"parts": np.empty(0, object), "parts_per_document": np.empty(0, np.int64)}
     result = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
     assert {name: array.shape for name, array in result.items()} == {
@@ -186,10 +186,10 @@ def test_no_documents_are_a_batch(client: TritonClient) -> None:
     }
 
 
-def test_pixels_are_decoded_only_where_they_are_wanted(client: TritonClient) -> None:
-    half = {"parts": [b"a", PHOTO[:1000]], "kinds": [b"text", b"image"]}
-    assert ask(client, "sequences", half, ["grid_thw"])["grid_thw"].shape == (1, 3)
-    status, message = refusal(lambda: ask(client, "sequences", half, ["patches"]))
+def test_images_are_decoded_only_if_patches_are_requested(client: TritonClient) -> None:
+    truncated = {"parts": [b"a", PHOTO[:1000]], "kinds": [b"text", b"image"]}
+    assert ask(client, "sequences", truncated, ["grid_thw"])["grid_thw"].shape == (1, 3)
+    status, message = refusal(lambda: ask(client, "sequences", truncated, ["patches"]))
     assert status == "INVALID_ARGUMENT"
     assert message.startswith("documents[0].parts[1]: image: got a truncated or corrupt JPEG")
 
@@ -201,7 +201,7 @@ TABLE = place(SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)]]), "ro
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
 @pytest.mark.parametrize("by", ["table", "ids"])
-def test_rotations_are_those_of_the_library(infer: Infer, datatype: str, by: str) -> None:
+def test_rotations_equal_the_results_of_the_library(infer: Infer, datatype: str, by: str) -> None:
     dtype = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[datatype]
     torch.manual_seed(3)
     tensors = {"q": torch.randn(7, 4, 16).to(dtype), "k": torch.randn(7, 2, 16).to(dtype)}
@@ -228,7 +228,7 @@ def test_rotations_are_those_of_the_library(infer: Infer, datatype: str, by: str
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_rotation_that_is_written_out_of_a_batch(client: TritonClient, layout: str) -> None:
+def test_a_batch_is_rotated_with_the_rotary_settings_of_the_request(client: TritonClient, layout: str) -> None:
     rotary = Rotary(head_dim=8, theta=500.0, pairing="adjacent")
     positions = place(SegmentTable.from_documents([[Text(1), Grid(1, 2)], [Text(3)]]))
     q = np.random.default_rng(3).standard_normal((2, 3, 5, 8) if layout == "bshd" else (2, 5, 3, 8)).astype(np.float32)

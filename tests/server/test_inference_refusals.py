@@ -1,4 +1,4 @@
-"""Refusals of the models of the Open Inference Protocol: by name, as the client's fault, before the work is done."""
+"""Test that the models of the Open Inference Protocol refuse wrong requests by name, before they do the work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small() -> Iterator[TritonClient]:
 
 
 def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "positions") -> pb.ModelInferRequest:
-    """Return a request of these inputs."""
+    """Return a request with these inputs."""
     return pb.ModelInferRequest(
         model_name=model,
         inputs=[pb.ModelInferRequest.InferInputTensor(**fields) for fields in inputs],
@@ -46,8 +46,10 @@ def bare(*inputs: dict[str, Any], raw: list[bytes] | None = None, model: str = "
     )
 
 
-def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **contents: Any) -> pb.ModelInferRequest:
-    """Return a request of "positions" with one input."""
+def one_input(
+    name: str, datatype: str, shape: list[int], raw: bytes | None = None, **contents: Any
+) -> pb.ModelInferRequest:
+    """Return a request for "positions" with one input."""
     request = pb.ModelInferRequest(model_name="positions", raw_input_contents=[] if raw is None else [raw])
     tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
     if contents:
@@ -56,14 +58,14 @@ def one(name: str, datatype: str, shape: list[int], raw: bytes | None = None, **
 
 
 def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
-    """Return a request with its first input and its raw bytes once more."""
+    """Add the first input and the first raw bytes of a request to it once more, and return it."""
     request.inputs.append(request.inputs[0])
     request.raw_input_contents.append(request.raw_input_contents[0])
     return request
 
 
 def parts(*elements: bytes, raw: bytes | None = None, **others: object) -> pb.ModelInferRequest:
-    """Return a request of "sequences" with raw parts."""
+    """Return a request for "sequences" with raw parts."""
     request = pb.ModelInferRequest(model_name="sequences")
     request.inputs.add(name="parts", datatype="BYTES", shape=[len(elements)])
     framed = b"".join(len(element).to_bytes(4, "little") + element for element in elements)
@@ -75,7 +77,7 @@ def parts(*elements: bytes, raw: bytes | None = None, **others: object) -> pb.Mo
     return request
 
 
-EIGHT = (3).to_bytes(8, "little")
+ONE_INT64 = (3).to_bytes(8, "little")
 INPUTS = (
     "lengths, offsets, grid_thw, documents, "
     "input_ids, image_grid_thw, video_grid_thw, attention_mask, cu_seqlens, start"
@@ -83,38 +85,38 @@ INPUTS = (
 NO_ARRAY = "want a shape that an array can have"
 # Name, type, shape and bytes of the one input.
 TENSORS: list[tuple[tuple[str, str, list[int], bytes], str]] = [
-    (("lengths", "INT64", [2], EIGHT), "lengths: got 8 bytes, want 16 for INT64 of shape (2,)"),
-    (("lengths", "INT64", [1] * 100_000, EIGHT), "lengths.shape: got 100000 axes, want (-1,)"),
-    (("lengths", "INT" * 1000, [1], EIGHT), f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64"),
-    (("lengths", "INT32", [1], EIGHT), "lengths.datatype: got 'INT32', want INT64"),
-    (("lengths", "INT64", [1, 1], EIGHT), "lengths.shape: got (1, 1), want (-1,)"),
-    (("input_ids", "INT64", [1, 1, 1], EIGHT), "input_ids.shape: got (1, 1, 1), want (-1,) or 2 axes"),
-    (("grid_thw", "INT64", [1, 1], EIGHT), "grid_thw.shape: got (1, 1), want (-1, 3)"),
+    (("lengths", "INT64", [2], ONE_INT64), "lengths: got 8 bytes, want 16 for INT64 of shape (2,)"),
+    (("lengths", "INT64", [1] * 100_000, ONE_INT64), "lengths.shape: got 100000 axes, want (-1,)"),
+    (("lengths", "INT" * 1000, [1], ONE_INT64), f"lengths.datatype: got {('INT' * 1000)[:100]!r}, want INT64"),
+    (("lengths", "INT32", [1], ONE_INT64), "lengths.datatype: got 'INT32', want INT64"),
+    (("lengths", "INT64", [1, 1], ONE_INT64), "lengths.shape: got (1, 1), want (-1,)"),
+    (("input_ids", "INT64", [1, 1, 1], ONE_INT64), "input_ids.shape: got (1, 1, 1), want (-1,) or 2 axes"),
+    (("grid_thw", "INT64", [1, 1], ONE_INT64), "grid_thw.shape: got (1, 1), want (-1, 3)"),
     (("lengths", "INT64", [-1], b""), f"lengths.shape: got (-1,), {NO_ARRAY}"),
     (("attention_mask", "INT64", [0, 2**62], b""), f"attention_mask.shape: got (0, {2**62}), {NO_ARRAY}"),
-    (("ids", "INT64", [1], EIGHT), f"inputs[0].name: got 'ids', want one of {INPUTS}"),
+    (("ids", "INT64", [1], ONE_INT64), f"inputs[0].name: got 'ids', want one of {INPUTS}"),
 ]
 LENGTHS: dict[str, Any] = {"name": "lengths", "datatype": "INT64", "shape": [1]}
 BYTE = pb.InferTensorContents(uint_contents=[256])
 IDS: dict[str, Any] = {"name": "input_ids", "datatype": "INT64", "shape": [1, 1]}
 MASK = {"name": "attention_mask", "datatype": "UINT8", "shape": [1, 1], "contents": BYTE}
 MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
-    *((one(*tensor), message) for tensor, message in TENSORS),
-    (one("lengths", "INT64", [1], int64_contents=[1, 2]), "lengths.contents: got 2 elements, want 1 for (1,)"),
-    (one("lengths", "INT64", [1], int_contents=[1]), "lengths.contents: got int_contents, want int64_contents"),
+    *((one_input(*tensor), message) for tensor, message in TENSORS),
+    (one_input("lengths", "INT64", [1], int64_contents=[1, 2]), "lengths.contents: got 2 elements, want 1 for (1,)"),
+    (one_input("lengths", "INT64", [1], int_contents=[1]), "lengths.contents: got int_contents, want int64_contents"),
     (
         bare({**IDS, "contents": pb.InferTensorContents(int64_contents=[1])}, MASK),
         "attention_mask.contents: got 256, want a value that fits UINT8",
     ),
     (
-        one("lengths", "INT64", [1], EIGHT, int64_contents=[1]),
+        one_input("lengths", "INT64", [1], ONE_INT64, int64_contents=[1]),
         "lengths: contents cannot be combined with raw_input_contents",
     ),
     (
-        bare(LENGTHS, {**LENGTHS, "name": "start"}, raw=[EIGHT]),
+        bare(LENGTHS, {**LENGTHS, "name": "start"}, raw=[ONE_INT64]),
         "raw_input_contents: got 1, want 2, one for each input outside shared memory",
     ),
-    (twice(one("lengths", "INT64", [1], EIGHT)), "inputs[1].name: got 'lengths' again, want it once"),
+    (twice(one_input("lengths", "INT64", [1], ONE_INT64)), "inputs[1].name: got 'lengths' again, want it once"),
     (bare(*[{"name": "lengths"}] * 11), "inputs: got 11 tensors, want at most 10"),
     (bare(), "inputs: got [], want lengths or input_ids"),
     (bare(model="sequences"), "missing input tensor 'parts'"),
@@ -122,10 +124,7 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
     (parts(b"ab", raw=b"\3\0\0"), "parts: got 3 bytes, want at least 4 for element 0"),
     (parts(b"a", b"b", raw=b"\1\0\0\0a"), "parts: got 1 elements in 5 of 5 bytes, want 2 for shape (2,)"),
     (parts(b"a", raw=b"\1\0\0\0a\1\0\0\0b"), "parts: got 1 elements in 5 of 10 bytes, want 1 for shape (1,)"),
-    (
-        parts(b"a", b"\xff"),
-        "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text",
-    ),
+    (parts(b"a", b"\xff"), "documents[0].parts[1]: got bytes that are not UTF-8 (invalid start byte), want text"),
     (parts(b"a", b"b", parts_per_document=[1]), "parts_per_document: got [1], want a sum of 2, the number of parts"),
     (parts(b"a", parts_per_document=[2, -1]), "parts_per_document: got [2, -1], want a sum of 1, the number of parts"),
     (parts(b"a", parts_per_document=[1, 0]), "documents[1].parts: got no tokens, want at least one"),
@@ -133,17 +132,17 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_malformed_requests_are_refused_by_name(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_malformed_requests_are_refused_by_field(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
 Q = np.zeros((2, 1, 16), np.float32)
 ROTATION: dict[str, object] = {"q": Q, "position_ids": [[0, 1]] * 2}
-RIGHT_INPUTS: dict[str, dict[str, object]] = {"positions": {"lengths": [1]}, "rotate": ROTATION}
-AMONG = "want position_ids, or table and table_documents"
-DEEP = "[" * 500 + "]" * 500
+VALID_INPUTS: dict[str, dict[str, object]] = {"positions": {"lengths": [1]}, "rotate": ROTATION}
+SOURCES = "want position_ids, or table and table_documents"
+NESTED = "[" * 500 + "]" * 500
 DIGITS = "9" * 5000
-# Values of a parameter beside inputs that are right.
+# Values of a parameter next to valid inputs.
 PARAMETERS: dict[tuple[str, str], list[tuple[object, str]]] = {
     ("positions", "views"): [
         ("[", "parameters['views']: got '[', want JSON (Expecting value: line 1 column 2 (char 1))"),
@@ -155,7 +154,7 @@ PARAMETERS: dict[tuple[str, str], list[tuple[object, str]]] = {
             """parameters['views']: got '[{"pad": {"side": Infinity}}]', want JSON (Out of range float """,
         ),
         (f'[{{"decode": {{"steps": {DIGITS}}}}}]', """parameters['views']: got '[{"decode": {"steps": 99999"""),
-        (f'[{{"decode": {DEEP}}}]', "parameters['views']: got '[{\"decode\": [[[[["),
+        (f'[{{"decode": {NESTED}}}]', "parameters['views']: got '[{\"decode\": [[[[["),
     ],
     ("positions", "scheme"): [
         ('{"name": "x"}', "scheme: got 'x', want a Scheme or one of "),
@@ -173,22 +172,12 @@ PARAMETERS: dict[tuple[str, str], list[tuple[object, str]]] = {
 }
 WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     *(
-        (model, RIGHT_INPUTS[model], {name: value}, message)
+        (model, VALID_INPUTS[model], {name: value}, message)
         for (model, name), values in PARAMETERS.items()
         for value, message in values
     ),
-    (
-        "positions",
-        {"lengths": [1], "input_ids": [1]},
-        {},
-        "inputs: 'input_ids' cannot be combined with 'lengths'",
-    ),
-    (
-        "positions",
-        {"input_ids": [1], "offsets": [1]},
-        {},
-        "inputs: 'offsets' cannot be combined with 'input_ids'",
-    ),
+    ("positions", {"lengths": [1], "input_ids": [1]}, {}, "inputs: 'input_ids' cannot be combined with 'lengths'"),
+    ("positions", {"input_ids": [1], "offsets": [1]}, {}, "inputs: 'offsets' cannot be combined with 'input_ids'"),
     (
         "sequences",
         {"parts": [b"a"], "kinds": [b"video"]},
@@ -196,8 +185,8 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
         "documents[0].parts[0]: got kind b'video', want b'text' or b'image'",
     ),
     ("sequences", {"parts": [b"a"], "kinds": [b"text"] * 2}, {}, "kinds: got 2, want 1, one for each part"),
-    ("rotate", {"q": Q}, {}, f"inputs: got ['q'], {AMONG}"),
-    ("rotate", {"q": Q, "table": [[1]]}, {}, f"inputs: got ['q', 'table'], {AMONG}"),
+    ("rotate", {"q": Q}, {}, f"inputs: got ['q'], {SOURCES}"),
+    ("rotate", {"q": Q, "table": [[1]]}, {}, f"inputs: got ['q', 'table'], {SOURCES}"),
     (
         "rotate",
         {"q": Q, "table": [[0]], "table_documents": [[0]] * 4},
@@ -208,23 +197,23 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_wrong_requests_are_refused_by_name(
+def test_wrong_requests_are_refused_by_field(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
-    status, said = refusal(lambda: ask(client, model, inputs, parameters=options))
-    assert (status, said[: len(message)]) == ("INVALID_ARGUMENT", message)
+    status, details = refusal(lambda: ask(client, model, inputs, parameters=options))
+    assert (status, details[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
 def test_unknown_names_are_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
-    asks: list[Callable[[str, str], object]] = [
+    calls: list[Callable[[str, str], object]] = [
         lambda name, version: client.infer(name, [input_tensor("lengths", [1])], version),
         client.get_model_metadata,
         client.get_model_config,
         client.get_inference_statistics,
     ]
-    for call in asks:
+    for call in calls:
         assert refusal(partial(call, "x", "")) == ("NOT_FOUND", models)
         assert refusal(partial(call, "positions", "1")) == ("NOT_FOUND", versions)
 
@@ -239,15 +228,12 @@ def test_unknown_parameters_and_outputs_are_unsupported(client: TritonClient) ->
         f"parameters: got 1000 parameters, {known}": {"parameters": {str(number): 5 for number in range(1000)}},
     }
     for message, options in answers.items():
-        assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == (
-            "UNIMPLEMENTED",
-            message,
-        )
-    kept = "position_ids, cu_seqlens, table, table_documents"
+        assert refusal(partial(ask, client, "positions", {"lengths": [1]}, **options)) == ("UNIMPLEMENTED", message)
+    available = "position_ids, cu_seqlens, table, table_documents"
     image = {"lengths": [2], "offsets": [0], "grid_thw": [[1, 1, 2]]}
     assert refusal(lambda: ask(client, "positions", image, ["cu_seqlens", "deltas"], model_version="flat")) == (
         "UNIMPLEMENTED",
-        f"outputs[1].name: got 'deltas', want one of {kept} for this request",
+        f"outputs[1].name: got 'deltas', want one of {available} for this request",
     )
     assert refusal(lambda: ask(client, "rotate", {"q": Q, "position_ids": [[0, 1]] * 2}, ["k"])) == (
         "UNIMPLEMENTED",
@@ -261,7 +247,7 @@ def test_unknown_parameters_and_outputs_are_unsupported(client: TritonClient) ->
     )
 
 
-def test_outputs_are_known_and_asked_for_once(client: TritonClient) -> None:
+def test_unknown_and_repeated_outputs_are_refused(client: TritonClient) -> None:
     spans = {"lengths": [1]}
     names = "position_ids, next_positions, deltas, cu_seqlens, table, table_documents"
     assert refusal(lambda: ask(client, "positions", spans, ["ids"])) == (
@@ -279,8 +265,8 @@ def test_outputs_are_known_and_asked_for_once(client: TritonClient) -> None:
 
 
 DOCUMENTS, IMAGES = "documents: got 4, want at most 3", "images: got 4, want at most 3"
-MANY = "tokens: got 10001, want at most 10000"
-# Each has a mistake besides, which would be found by work that is not done.
+TOKENS = "tokens: got 10001, want at most 10000"
+# Most have a second mistake, which only later work would find.
 INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
     "positions": [
         ({"lengths": [0] * 4}, DOCUMENTS),
@@ -288,13 +274,13 @@ INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"input_ids": [1] * 4, "cu_seqlens": [0, 1, 2, 3, 9]}, DOCUMENTS),
         ({"lengths": [9], "offsets": [9] * 4, "grid_thw": [[1, 1, 1]] * 4}, IMAGES),
         ({"input_ids": [5], "image_grid_thw": [[1, 1, 1]] * 2, "video_grid_thw": [[1, 1, 1]] * 2}, IMAGES),
-        ({"lengths": [10_001]}, MANY),
+        ({"lengths": [10_001]}, TOKENS),
     ],
     "sequences": [
         ({"parts": [b"a"] * 21}, "segments: got 21, want at most 20"),
         ({"parts": [b"a"] * 4, "parts_per_document": [1] * 4}, DOCUMENTS),
         ({"parts": [b"a"] * 4, "kinds": [b"image"] * 4}, IMAGES),
-        ({"parts": [b"a" * 10_001]}, MANY),
+        ({"parts": [b"a" * 10_001]}, TOKENS),
         ({"parts": ["é".encode() * 3000] * 2, "parts_per_document": [1, 1]}, "tokens: got 12000, want at most 10000"),
         ({"parts": [PHOTO] * 3, "kinds": [b"image"] * 3}, "response_bytes: got "),
     ],
@@ -303,63 +289,53 @@ INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
             {"q": np.zeros((10_000, 1, 16), np.float32), "position_ids": [[0] * 10_000] * 2},
             "response_bytes: got 640000, want",
         ),
-        ({"q": Q, "position_ids": [[0] * 10_001]}, MANY),
-        ({"q": np.zeros((10_001, 1, 2), np.float32), "table": [[0]] * 9, "table_documents": [[0]] * 4}, MANY),
+        ({"q": Q, "position_ids": [[0] * 10_001]}, TOKENS),
+        ({"q": np.zeros((10_001, 1, 2), np.float32), "table": [[0]] * 9, "table_documents": [[0]] * 4}, TOKENS),
     ],
 }
 LONG: object = "{" + " " * 2**20
 BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     *((model, inputs, {}, message) for model, cases in INPUTS_BEYOND.items() for inputs, message in cases),
     *(
-        (
-            model,
-            RIGHT_INPUTS[model],
-            {name: LONG},
-            f"parameters[{name!r}]: got 1048577 characters, want at most {most}",
-        )
+        (model, VALID_INPUTS[model], {name: LONG}, f"parameters[{name!r}]: got 1048577 characters, want at most {most}")
         for model, name, most in (
             ("positions", "scheme", 4096),
             ("positions", "views", 2**20),
             ("rotate", "rotary", 2**20),
         )
     ),
-    (
-        "positions",
-        {"lengths": [1]},
-        {"views": json.dumps([{"decode": {}}] * 17)},
-        "views: got 17, want at most 16",
-    ),
+    ("positions", {"lengths": [1]}, {"views": json.dumps([{"decode": {}}] * 17)}, "views: got 17, want at most 16"),
     ("rotate", ROTATION, {"rotary": '{"head_dim": 1026}'}, "rotary.head_dim: got 1026, want at most 1024"),
 ]
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_requests_beyond_a_limit_are_refused_by_its_name(
+def test_requests_beyond_a_limit_are_refused_with_its_name(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
-    status, said = refusal(lambda: ask(small, model, inputs, parameters=options))
-    assert (status, said[: len(message)]) == ("RESOURCE_EXHAUSTED", message)
+    status, details = refusal(lambda: ask(small, model, inputs, parameters=options))
+    assert (status, details[: len(message)]) == ("RESOURCE_EXHAUSTED", message)
 
 
-def test_outputs_are_weighed_if_they_are_wanted(small: TritonClient) -> None:
+def test_only_requested_outputs_count_towards_the_limit_of_a_response(small: TritonClient) -> None:
     spans, scheme = {"lengths": [10_000]}, {"scheme": '{"name": "rope-tie-v2", "axes": 3}'}
     assert ask(small, "positions", spans, ["cu_seqlens"], parameters=scheme)["cu_seqlens"].tolist() == [0, 10_000]
     status, message = refusal(partial(ask, small, "positions", spans, ["position_ids"], parameters=scheme))
     assert (status, message.partition(",")[0]) == ("RESOURCE_EXHAUSTED", "response_bytes: got 240000")
-    # A table of 20 segments is small: that of more is asked of the function.
+    # The table of 20 segments is small, so a larger one is passed to the function itself.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
-    asked: Any = SimpleNamespace(memory=Exchange(), answer_bytes=0)
+    call: Any = SimpleNamespace(memory=Exchange(), answer_bytes=0)
     for output in ("table", "table_documents", "cu_seqlens"):
         request = Request(profile, False, {}, {}, {output: None}, 0)
         if output == "cu_seqlens":
-            check_outputs(table, request, asked, Limits(response_bytes=1024))
+            check_outputs(table, request, call, Limits(response_bytes=1024))
             continue
         with pytest.raises(LimitExceededError, match="response_bytes: got 13600, want at most 1024"):
-            check_outputs(table, request, asked, Limits(response_bytes=1024))
+            check_outputs(table, request, call, Limits(response_bytes=1024))
 
 
-# JSON in parameters: whatever it says is answered or refused, never INTERNAL.
+# JSON in parameters: every value is answered or refused, never INTERNAL.
 
 ODD = [
     *("null", "true", "0", "-1", "3", "1.5", "1e308", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
@@ -369,9 +345,9 @@ ODD = [
     *("[" * depth + "]" * depth for depth in (20, 40, 200, 900, 960, 980, 1000, 100_000)),
     *('{"a": ' * depth + "1" + "}" * depth for depth in (40, 900, 960, 980)),
 ]
-"""JSON of every kind, and what only resembles it."""
+"""JSON of every kind, and text that only resembles JSON."""
 
-HERE = "here it goes"
+PLACEHOLDER = "here it goes"
 VIEWS: list[dict[str, object]] = [
     {"take": {"starts": [0], "stops": [4]}},
     {"window": {"documents": [0], "starts": [0], "lengths": [4]}},
@@ -396,7 +372,7 @@ ROTARIES: list[dict[str, object]] = [
     {"axes": 2, "allocation": "axial", "axes_dim": [8, 8], "theta": [1e4, 1e3]},
     *({"axes": 2, "scaling": scaling, "length": 128} for scaling in SCALINGS),
 ]
-RIGHT: dict[tuple[str, str], list[object]] = {
+VALID_PARAMETERS: dict[tuple[str, str], list[object]] = {
     ("positions", "views"): [[view] for view in VIEWS],
     ("positions", "scheme"): [
         {"name": name, **dict.fromkeys(parameters(scheme), 1)} for name, scheme in SCHEMES.items()
@@ -408,36 +384,37 @@ RIGHT: dict[tuple[str, str], list[object]] = {
 
 
 def replaced(value: object) -> Iterator[Any]:
-    """Yield the value with HERE in the place of each that is in it, one at a time, and of each key."""
-    yield HERE
+    """Yield copies of a value with PLACEHOLDER instead of it, instead of one nested value, or as one more key."""
+    yield PLACEHOLDER
     if isinstance(value, list):
         for i, inner in enumerate(value[:2]):
             yield from ([*value[:i], changed, *value[i + 1 :]] for changed in replaced(inner))
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from ({**value, key: changed} for changed in replaced(inner))
-        yield {**value, HERE: 1}
+        yield {**value, PLACEHOLDER: 1}
 
 
 def odd_requests() -> Iterator[pb.ModelInferRequest]:
-    """Requests with every odd value at every place of parameters that are right."""
+    """Yield requests with every odd value at every place of valid parameters."""
     spans: dict[str, object] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
     inputs: dict[str, dict[str, object]] = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
-    quoted = json.dumps(HERE)
-    for (model, name), values in RIGHT.items():
+    quoted = json.dumps(PLACEHOLDER)
+    for (model, name), values in VALID_PARAMETERS.items():
         tensors = [input_tensor(name, values) for name, values in inputs[model].items()]
         for template in (json.dumps(changed) for value in values for changed in replaced(value)):
             for odd in ODD:
-                made = pb.ModelInferRequest(model_name=model)
+                request = pb.ModelInferRequest(model_name=model)
                 for tensor in tensors:
-                    made.inputs.add().MergeFromString(tensor._get_tensor().SerializeToString())
-                    made.raw_input_contents.append(tensor._get_content())
-                # A key is a text; others are tried in its place, too, and are no JSON at all.
-                made.parameters[name].string_param = template.replace(quoted, odd)
-                yield made
+                    request.inputs.add().MergeFromString(tensor._get_tensor().SerializeToString())
+                    request.raw_input_contents.append(tensor._get_content())
+                # A key must be a string: with any other value in its place, the text is not JSON.
+                request.parameters[name].string_param = template.replace(quoted, odd)
+                yield request
 
 
 def check_answers(infer: Infer, requests: Iterable[pb.ModelInferRequest]) -> None:
+    """Check that every request is answered, or refused with a sentence."""
     statuses = set()
     for request in requests:
         status, details = ending(partial(infer, request, timeout=60))

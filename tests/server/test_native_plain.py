@@ -1,4 +1,4 @@
-"""Plain queries, answered from bytes to bytes: the same answers, errors and counts as by way of messages."""
+"""Compare plain queries, answered from bytes to bytes, with the same queries parsed as messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROFILES = '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profile
 CONFIG = ServerConfig.read(PROFILES)
 BATCH: list[list[Segment]] = [[Text(3), Grid(2, 3), Text(2), Grid(4, 4), Text(1)], [Text(300)], [Text(1), Audio(2)]]
 
-THERE: Any = SimpleNamespace(
+CONTEXT: Any = SimpleNamespace(
     is_active=lambda: True,
     cancel=lambda: None,
     add_callback=lambda ended: ended() or True,
@@ -46,27 +46,27 @@ THERE: Any = SimpleNamespace(
 
 
 def by_messages(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
-    """Method Place, with the way through messages alone."""
+    """Return the method Place without its path for plain queries."""
     place = methods(profiles, limits, memory)[0]
     assert place.twin is not None
     return [replace(place, plain=None, twin=replace(place.twin, plain=None))]
 
 
 class Both:
-    """Two servers, of which one has no way for plain queries."""
+    """Two servers, the second one without the path for plain queries."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.servers = Server(config, methods=lambda *of: methods(*of)[:1]), Server(config, methods=by_messages)
         self.plain = PlainQueries(Profiles.from_config(config), config.limits)
 
     def answers(self, raw: bytes) -> Answer:
-        """Answer a request in both ways, which must be the same."""
-        found, wanted = (server.unary["Place"].answer(iter([raw]), THERE) for server in self.servers)
-        assert found == wanted
-        return found
+        """Answer a request on both paths, and check that the answers are equal."""
+        result, wanted = (server.unary["Place"].answer(iter([raw]), CONTEXT) for server in self.servers)
+        assert result == wanted
+        return result
 
     def counts(self) -> list[dict[str, float]]:
-        """Numbers of the metrics of both servers, without times."""
+        """Return the metrics of both servers, without times."""
         return [
             {
                 f"{sample.name}{sample.labels}": sample.value
@@ -78,21 +78,20 @@ class Both:
         ]
 
     def stop(self) -> None:
-        """Stop both."""
         for server in self.servers:
             server.stop(0.0)
 
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[Both]:
-    """Servers with the limits of the embedded settings."""
-    made = Both(CONFIG)
-    yield made
-    made.stop()
+    """Yield two servers with the limits of the embedded settings."""
+    servers = Both(CONFIG)
+    yield servers
+    servers.stop()
 
 
 def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **arguments: Any) -> bytes:
-    """Return a request of Place."""
+    """Return the bytes of a request of Place."""
     request = pb.PlaceRequest()
     put_query(request.query, PositionsQuery(SegmentTable.from_documents(documents), **arguments), profile)
     return request.SerializeToString()
@@ -105,7 +104,7 @@ PLAIN: dict[str, bytes] = {
     "a profile": query(profile="video"),
     "a profile and a scheme": query(profile="rows", scheme="flatten"),
     "a start": query(start=-7),
-    "a start of each document": query(start=[5, -9, 2**31 - 400]),
+    "a start for each document": query(start=[5, -9, 2**31 - 400]),
     "frames": query([[Text(1), Grid(2, 2, frames=3), Text(1)]], scheme="mrope"),
     "grids that touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]], strict=False),
     "grids that may touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]], scheme="mrope"),
@@ -113,7 +112,7 @@ PLAIN: dict[str, bytes] = {
     "ids as int64": query(dense=Dense("int64")),
     "ids as float64": query(dense=Dense("float64")),
     "fractions": query([[Text(1), Grid(3, 5), Text(1)]], scheme="rope-tie-fractional"),
-    "ids that are fractions": query([[Text(1), Grid(3, 5), Text(1)]], scheme="rope-tie-fractional", dense=Dense()),
+    "fractional ids": query([[Text(1), Grid(3, 5), Text(1)]], scheme="rope-tie-fractional", dense=Dense()),
     "axes": query(dense=Dense(axes=(1, 0, 0, 1))),
     "many ids": query([[Text(100), Grid(64, 64), Text(5)]] * 9, dense=Dense()),
     "many documents": query(BATCH * 300),
@@ -121,8 +120,8 @@ PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", PLAIN.values(), ids=PLAIN)
-def test_a_plain_query_is_answered_with_the_bytes_that_messages_give(both: Both, raw: bytes) -> None:
-    both.answers(raw)  # which makes the shapes known
+def test_a_plain_query_has_the_same_answer_on_both_paths(both: Both, raw: bytes) -> None:
+    both.answers(raw)  # the first call registers the shapes
     answer = both.answers(raw)
     assert answer.failed is None
     result = both.plain.answer(raw)
@@ -136,7 +135,7 @@ def test_a_plain_query_is_answered_with_the_bytes_that_messages_give(both: Both,
 
 
 def field(number: int, content: bytes, kind: int = 2) -> bytes:
-    """Return a field of less than 128 bytes, or with another type its bytes as they are."""
+    """Return a field with its length, if that is below 128, or a field of another wire type with these bytes."""
     return bytes([number << 3 | kind]) + (bytes([len(content)]) + content if kind == 2 else content)
 
 
@@ -149,42 +148,42 @@ NOT_PLAIN: dict[str, bytes] = {
     "no segments": field(1, field(1, b"")),
     "spans": pb.PlaceRequest(query={"spans": {"lengths": [9]}}).SerializeToString(),  # type: ignore[arg-type]
     "a view": query(views=[Decode()]),
-    "another place for the answer": field(1, field(1, SEGMENTS) + field(11, b"")),
+    "an output in shared memory": field(1, field(1, SEGMENTS) + field(11, b"")),
     "an unknown field": field(1, field(1, SEGMENTS)) + field(15, b"\1", 0),
     "an unknown field of the query": field(1, field(1, SEGMENTS) + field(12, b"")),
     "an unknown field of segments": field(1, field(1, SEGMENTS + field(9, b""))),
     "the query twice": field(1, field(1, SEGMENTS)) * 2,
     "all lists twice": field(1, field(1, SEGMENTS * 2)),
-    "numbers one by one": field(1, field(1, field(1, b"\1", 0) + SEGMENTS[3:])),
+    "unpacked numbers": field(1, field(1, field(1, b"\1", 0) + SEGMENTS[3:])),
     "times": query([[Text(1), Grid(1, 2, frames=2, seconds_per_frame=1)]], scheme="mrope-qwen2.5"),
     "separators": query([[Text(1), Grid(2, 2, row_separator=True), Text(1)]]),
     "a scheme without a plan": query(scheme="tmrope"),
     "an unknown scheme": field(1, field(1, SEGMENTS) + field(5, field(1, b"rope"))),
-    "a scheme that is no message": field(1, field(1, SEGMENTS) + field(5, b"\x0a")),
-    "a profile that is no text": field(1, field(1, SEGMENTS) + field(4, b"\xff")),
+    "a malformed scheme": field(1, field(1, SEGMENTS) + field(5, b"\x0a")),
+    "a profile that is not UTF-8": field(1, field(1, SEGMENTS) + field(4, b"\xff")),
     "an unknown profile": query(profile="audio"),
     "grids that must not touch": query([[Text(1), Grid(2, 2), Grid(2, 2)]]),
-    "frames that the scheme does not take": query([[Text(1), Grid(2, 2, frames=3), Text(1)]]),
-    "no segments of a document": field(1, field(1, SEGMENTS[:-3] + field(5, b"\1\0"))),
+    "frames that the scheme refuses": query([[Text(1), Grid(2, 2, frames=3), Text(1)]]),
+    "a document without segments": field(1, field(1, SEGMENTS[:-3] + field(5, b"\1\0"))),
     "too few segments": field(1, field(1, SEGMENTS[:-3] + field(5, b"\1\1"))),
     "too many segments": field(
         1, field(1, field(1, b"\1\1") + field(3, b"\1\1") + field(4, b"\1\1") + field(5, b"\1"))
     ),
     "a list that is too short": field(1, field(1, field(1, b"\1\1") + SEGMENTS[3:])),
-    "a kind that is none": field(1, field(1, field(1, b"\0") + SEGMENTS[3:])),
-    "a kind of tomorrow": field(1, field(1, field(1, b"\x09") + SEGMENTS[3:])),
+    "kind 0": field(1, field(1, field(1, b"\0") + SEGMENTS[3:])),
+    "an unknown kind": field(1, field(1, field(1, b"\x09") + SEGMENTS[3:])),
     "text with rows": field(1, field(1, SEGMENTS[:3] + field(3, b"\2") + SEGMENTS[6:])),
     "text without tokens": field(1, field(1, SEGMENTS[:6] + field(4, b"\0") + SEGMENTS[9:])),
     "a start and starts": field(1, field(1, SEGMENTS) + field(6, b"\1", 0) + field(7, b"\1")),
-    "other starts than documents": query(start=[1, 2]),
+    "fewer starts than documents": query(start=[1, 2]),
     "a start outside int32": field(1, field(1, SEGMENTS) + field(6, b"\x80\x80\x80\x80\x08", 0)),
     "ids outside int32": query([[Text(2)]], start=2**31 - 1),
-    "an axis that there is not": query(dense=Dense(axes=(2,))),
+    "an axis that does not exist": query(dense=Dense(axes=(2,))),
     "too many axes": query(dense=Dense(axes=(0,) * 17)),
     "another type of ids": field(1, field(1, SEGMENTS) + field(10, field(1, b"\6", 0))),
-    "integers of fractions": query([[Text(1), Grid(3, 5)]], scheme="rope-tie-fractional", dense=Dense("int32")),
+    "fractions as integers": query([[Text(1), Grid(3, 5)]], scheme="rope-tie-fractional", dense=Dense("int32")),
     "many frames": query([[Text(1), Grid(1, 1, frames=2**15)]], scheme="mrope"),
-    "more ids than are small": query([[Text(2**18 + 1)]], dense=Dense()),
+    "more ids than a small call may have": query([[Text(2**18 + 1)]], dense=Dense()),
 }
 
 
@@ -195,7 +194,7 @@ def test_other_or_wrong_queries_are_parsed_as_messages(both: Both, raw: bytes) -
 
 
 @pytest.mark.parametrize("size", range(len(PLAIN["ids"])))
-def test_a_query_that_is_cut_off_goes_by_way_of_messages(both: Both, size: int) -> None:
+def test_a_truncated_query_is_parsed_as_a_message(both: Both, size: int) -> None:
     assert both.answers(PLAIN["ids"][:size]).failed is not None
 
 
@@ -209,16 +208,16 @@ OVER: dict[str, tuple[bytes, str | None]] = {
     "one token more": (query([[Text(21)]]), "tokens"),
     "images": (query([[Grid(2, 3), Text(1), Grid(2, 3)]]), "images"),
     "bytes of the answer": (query([[Text(20)]], dense=Dense("float64", (0,) * 7)), "response_bytes"),
-    "bytes of the answer with all around the ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
+    "bytes of the answer besides its ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
     "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "request"),
 }
 
 
 def test_values_over_a_limit_name_the_limit() -> None:
-    # mmpos_server checks limits of the file, of which these are smaller than any.
+    # Set directly: a settings file may not contain limits this small.
     limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
     for name, (raw, limit) in OVER.items():
-        limited.answers(raw)  # which makes the shapes known
+        limited.answers(raw)  # the first call registers the shapes
         failed = limited.answers(raw).failed
         assert (None if failed is None else failed.message.partition(":")[0]) == limit, name
         assert (limited.plain.answer(raw) is None) == (limit is not None), name
@@ -229,18 +228,18 @@ def test_values_over_a_limit_name_the_limit() -> None:
 
 
 @given(places())
-def test_any_query_has_the_answer_that_messages_give(both: Both, request: Any) -> None:
+def test_any_query_has_the_same_answer_on_both_paths(both: Both, request: Any) -> None:
     both.answers(request.SerializeToString())
 
 
-def test_broken_bytes_have_the_answer_that_messages_give(both: Both) -> None:
+def test_mutated_bytes_have_the_same_answer_on_both_paths(both: Both) -> None:
     pieces = [*PLAIN.values(), *NOT_PLAIN.values()]
     for_each(messages(pb.PlaceRequest), 60, lambda message: pieces.append(message.SerializeToString()))
     small = [raw for raw in pieces if len(raw) < 500]
     chance, seen = random.Random(31), {True: 0, False: 0}
     for turn in range(4000):
         raw = mutate(chance.choice(small), chance, small)
-        if turn % 2:  # one byte of what is plain, which often stays so
+        if turn % 2:  # a plain query with one changed byte often stays plain
             changed = bytearray(chance.choice([sent for sent in PLAIN.values() if len(sent) < 500]))
             changed[chance.randrange(len(changed))] = chance.choice([0, 1, 2, 3, 5, 9, 100, 255])
             raw = bytes(changed)
@@ -250,41 +249,41 @@ def test_broken_bytes_have_the_answer_that_messages_give(both: Both) -> None:
     assert both.counts()[0] == both.counts()[1]
 
 
-def test_items_of_a_stream_have_the_answers_that_messages_give(both: Both) -> None:
+def test_items_of_a_stream_have_the_same_answers_on_both_paths(both: Both) -> None:
     requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
     items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
-    there: Any = SimpleNamespace(**{**vars(THERE), "add_callback": lambda ended: True})
-    results, wanted = (list(server.streams["StreamPlace"].answers(iter(items), there)) for server in both.servers)
+    context: Any = SimpleNamespace(**{**vars(CONTEXT), "add_callback": lambda ended: True})
+    results, wanted = (list(server.streams["StreamPlace"].answers(iter(items), context)) for server in both.servers)
     assert results == wanted
     assert len(results) == len(items)
     assert both.counts()[0] == both.counts()[1]
 
 
-def test_shapes_and_settings_are_learnt_and_forgotten() -> None:
+def test_shapes_and_settings_are_cached_and_evicted() -> None:
     forget_plans()
     plain = PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits)
     new = query([[Text(1), Grid(3, 7), Text(1)]])
-    assert plain.answer(new) is None  # until messages have asked the scheme for its shape
+    assert plain.answer(new) is None  # until the scheme has planned this shape for a message
     PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
     assert plain.answer(new) is not None
     for stride in range(1, 200):
         assert plain.answer(query([[Text(1)]], scheme=MRopeQwen25(tokens_per_second=stride))) is not None
         assert len(plain._known) <= 64
-    assert plain.answer(new) is None  # its plan was forgotten for others
+    assert plain.answer(new) is None  # its plan was evicted
     PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
     assert plain.answer(new) is not None
     forget_plans()
-    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(5, 9), Text(1)]])).run()  # by another plan
+    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(5, 9), Text(1)]])).run()  # in a new plan
     assert plain.answer(query([[Text(1), Grid(5, 9), Text(1)]])) is not None
     assert plain.answer(query(scheme=RopeTie(), profile="nobody")) is None
 
 
-def test_without_the_extension_nothing_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "core", None)
     assert PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits).answer(PLAIN["ids"]) is None
 
 
-def test_arguments_that_are_not_these_are_declined() -> None:
+def test_the_extension_declines_wrong_arguments() -> None:
     served, most = native.core.served, PlainQueries(Profiles.from_config(load()), Limits())._most
     raw = PLAIN["the default scheme"]
     assert served(raw, False, {}, most) == b""
@@ -295,8 +294,8 @@ def test_arguments_that_are_not_these_are_declined() -> None:
     assert served("text", False, {}, most) is None
 
 
-def test_a_plain_call_passes_few_functions(both: Both) -> None:
-    """One that is called for the first time is read from memory, which takes longer than what it does."""
+def test_a_plain_call_runs_few_python_functions(both: Both) -> None:
+    """Count functions, because loading the code of one into the cache takes longer than running it."""
     both.answers(PLAIN["a scheme"])
     seen: set[object] = set()
 
@@ -306,7 +305,7 @@ def test_a_plain_call_passes_few_functions(both: Both) -> None:
 
     sys.setprofile(note)
     try:
-        both.servers[0].unary["Place"].answer(iter([PLAIN["a scheme"]]), THERE)
+        both.servers[0].unary["Place"].answer(iter([PLAIN["a scheme"]]), CONTEXT)
     finally:
         sys.setprofile(None)
     assert 15 < len(seen) <= 30

@@ -1,4 +1,4 @@
-"""The services behind the ingress of Ray Serve, on a real local Ray: answers and errors are those of the server."""
+"""Compare the services behind the ingress of Ray Serve, on a local Ray, with the server."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mmpos_server.testing import running
 
 ray = pytest.importorskip("ray")
 
-# Ray warns of its own defaults.
+# Ray warns about its own defaults.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),  # two of them starting at once are more than two cores can do in their time
+    pytest.mark.xdist_group("ray"),  # two Rays that start at once exceed their timeouts on two cores
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
 ]
 
@@ -69,7 +69,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path, port = tmp_path_factory.mktemp("settings") / FILE, free_port()
     path.write_text(SETTINGS)
     with pytest.MonkeyPatch.context() as patch:
-        for check in ("READY", "HEALTH"):  # by which a proxy that starts on a busy machine is killed
+        for check in ("READY", "HEALTH"):  # these checks kill a proxy that starts slowly on a busy machine
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "300")
         patch.chdir(path.parent)
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
@@ -92,7 +92,7 @@ def documents(rng: random.Random) -> SegmentTable:
 
 
 def request(kind: str, rng: random.Random) -> client_calls.ServiceCall[Any]:
-    """Make the call of a client, of any content."""
+    """Return a random call of this kind, as a client makes it."""
     table, rotary = documents(rng), Rotary(head_dim=8)
     if kind == "Place":
         return client_calls.place(None, table, rng.choice(["rope-tie", "mrope", "none"]))
@@ -109,7 +109,7 @@ def request(kind: str, rng: random.Random) -> client_calls.ServiceCall[Any]:
 
 
 def outcome(channel: grpc.Channel, path: str, request: bytes) -> Any:
-    """Return the bytes of the answer; or status, details and the id of the request, which is sent along."""
+    """Return the bytes of the answer, or the status, details and request id of the error."""
     method: Any = channel.unary_unary(path)
     try:
         return method(request, metadata=[("x-request-id", "mine")], timeout=60)
@@ -123,7 +123,7 @@ def stream(channel: grpc.Channel) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Place", "Build", "CosSin", "Rotate", "GetInfo"])
-def test_answers_and_refusals_are_those_of_the_server_byte_by_byte(kind: str, pair: Pair) -> None:
+def test_answers_and_refusals_equal_the_server_byte_for_byte(kind: str, pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as ingress, grpc.insecure_channel(pair.server) as server:
         rng = random.Random(kind)
         for _ in range(20):
@@ -133,7 +133,7 @@ def test_answers_and_refusals_are_those_of_the_server_byte_by_byte(kind: str, pa
             assert outcome(ingress, path, data) == outcome(server, path, data)
 
 
-def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> None:
+def test_broken_and_oversized_requests_are_refused(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
         assert outcome(channel, PLACE, b"\xff") == (
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -147,25 +147,27 @@ def test_a_broken_request_and_one_that_is_too_large_are_refused(pair: Pair) -> N
         )
 
 
-def test_a_client_asks_whether_it_serves(pair: Pair) -> None:
+def test_the_ingress_answers_health_checks(pair: Pair) -> None:
     with Client(pair.ingress, timeout=60) as client:
         assert (client.healthy(), client.healthy("no.such.Service")) == (True, False)
 
 
-def test_a_stream_is_answered_in_order_and_an_item_fails_alone(pair: Pair) -> None:
+def test_a_stream_is_answered_in_order_and_continues_after_a_failed_item(pair: Pair) -> None:
     tables = [documents(random.Random(seed)) for seed in range(30)]
     queries = [PositionsQuery(table, "none" if i == 7 else "rope-tie") for i, table in enumerate(tables)]
     with Client(pair.ingress, timeout=60) as client:
         answers = list(client.stream(queries, errors="return"))
-    assert [isinstance(each, MmposError) for each in answers] == [i == 7 for i in range(30)]
-    results: list[Any] = [each for i, each in enumerate(answers) if i != 7]
+    assert [isinstance(answer, MmposError) for answer in answers] == [i == 7 for i in range(30)]
+    results: list[Any] = [answer for i, answer in enumerate(answers) if i != 7]
     wanted = [place(table) for i, table in enumerate(tables) if i != 7]
-    assert all(np.array_equal(g.table.dense(), w.dense()) for g, w in zip(results, wanted, strict=True))
+    assert all(
+        np.array_equal(result.table.dense(), table.dense()) for result, table in zip(results, wanted, strict=True)
+    )
 
 
-def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_place_back(pair: Pair) -> None:
+def test_a_broken_stream_ends_with_its_status_and_a_cancelled_stream_frees_its_slot(pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as channel:
-        for wrong, status, said in (
+        for wrong, status, details in (
             (b"\xff", "INVALID_ARGUMENT", "request: the bytes are not a protobuf message of this method"),
             (bytes(1_000_001), "RESOURCE_EXHAUSTED", "request: got 1000001 bytes, want <= 1000000"),
         ):
@@ -174,38 +176,38 @@ def test_a_stream_that_breaks_has_its_status_and_one_that_is_left_gives_its_plac
             with pytest.raises(grpc.RpcError) as raised:
                 next(broken)
             failed: Any = raised.value
-            assert (failed.code().name, failed.details()) == (status, said)
-            assert eventually(lambda: _answers(channel))
+            assert (failed.code().name, failed.details()) == (status, details)
+            assert eventually(lambda: _answers_streams(channel))
         left = threading.Event()
-        held = stream(channel)(_held(left), timeout=60)
-        next(held)
-        # The only place is taken; the ingress sends no metadata of a stream that fails, so no time to come back.
+        first = stream(channel)(_items_until(left), timeout=60)
+        next(first)
+        # The only slot is taken. The ingress sends no metadata with a failed stream, and so no retry delay.
         second = stream(channel)(iter([b""]), timeout=60)
         with pytest.raises(grpc.RpcError) as raised:
             next(second)
         failed = raised.value
         assert (failed.code(), failed.details()) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "max_streams: got 1 taken of 1",
+            "max_streams: got 1 of 1 in use",
         )
-        held.cancel()
+        first.cancel()
         left.set()
-        assert eventually(lambda: _answers(channel))
+        assert eventually(lambda: _answers_streams(channel))
 
 
-def _held(left: threading.Event) -> Iterator[bytes]:
+def _items_until(left: threading.Event) -> Iterator[bytes]:
     yield b""
     left.wait()
 
 
-def _answers(channel: grpc.Channel) -> bool:
+def _answers_streams(channel: grpc.Channel) -> bool:
     try:
         return len(list(stream(channel)(iter([b""]), timeout=60))) == 1
     except grpc.RpcError:
         return False
 
 
-def test_a_refused_call_learns_when_to_retry(pair: Pair) -> None:
+def test_a_refused_call_has_a_retry_delay(pair: Pair) -> None:
     positions, refused = place(SegmentTable.from_documents([[Text(4000)]])), list[ServiceOverloadedError]()
     q, rotary, enough = torch.randn(4000, 4, 8), Rotary(head_dim=8), threading.Event()
 
@@ -218,13 +220,13 @@ def test_a_refused_call_learns_when_to_retry(pair: Pair) -> None:
                 enough.set()
 
     with Client(pair.ingress, timeout=60) as client, ThreadPoolExecutor(8) as pool:
-        for asking in [pool.submit(ask) for _ in range(8)]:
-            asking.result(timeout=120)
-    assert str(refused[0]) == "max_in_flight: got 1 taken of 1"
+        for future in [pool.submit(ask) for _ in range(8)]:
+            future.result(timeout=120)
+    assert str(refused[0]) == "max_in_flight: got 1 of 1 in use"
     assert 0 < refused[0].retry_after <= 30
 
 
-def test_the_ingress_has_every_method_of_the_server_and_health() -> None:
+def test_the_ingress_has_every_method_of_the_server_and_the_health_check() -> None:
     replica, added = Replica(load(), "error"), dict[str, list[str]]()
 
     class Server:
@@ -243,7 +245,7 @@ def test_the_ingress_has_every_method_of_the_server_and_health() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
@@ -251,20 +253,20 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
 
 
-def test_the_file_in_the_documents_is_one_of_serve() -> None:
+def test_the_deployment_file_of_the_documentation_is_valid() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     yaml: Any = pytest.importorskip("yaml")
     page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
     schema = ServeDeploySchema.model_validate(yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0]))
-    (made,), (deployment,) = schema.applications, schema.applications[0].deployments
+    (described,), (deployment,) = schema.applications, schema.applications[0].deployments
     assert schema.grpc_options.grpc_servicer_functions == [SERVICER]
-    assert made.import_path == f"{app.__module__}:{app.__name__}"
+    assert described.import_path == f"{app.__module__}:{app.__name__}"
     assert deployment.name == application()._bound_deployment.name
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"replicas": 2}, "replicas: got an unknown argument, want one of config, num_replicas, log_level"),
         ({"num_replicas": "none"}, "num_replicas: got 'none', want a number >= 1 or \"auto\""),
@@ -272,13 +274,13 @@ def test_the_file_in_the_documents_is_one_of_serve() -> None:
         ({"config": "/none.toml"}, "/none.toml: got No such file or directory, want a file that can be read"),
     ],
 )
-def test_wrong_arguments_are_refused_before_any_replica(arguments: dict[str, object], said: str) -> None:
+def test_wrong_arguments_are_refused_before_a_replica_starts(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         app(arguments)
-    assert str(raised.value) == said
+    assert str(raised.value) == message
 
 
-def test_a_replica_takes_one_call_more_than_its_gates(tmp_path: Path) -> None:
+def test_a_replica_accepts_one_call_more_than_its_gates(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(SETTINGS)
     config = load(tmp_path / FILE)
     deployment = application(config, num_replicas=3)._bound_deployment

@@ -1,4 +1,4 @@
-"""Tokens and their rotation, the calls answered without one, and the name by which a client is known."""
+"""Test tokens and their rotation, the calls that need no token, and the names of clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
 
 
 def connected(address: str) -> Any:
-    """Return a channel, of whose methods nothing is known."""
+    """Return a channel, typed as Any."""
     return grpc.insecure_channel(address)
 
 
@@ -58,64 +58,58 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
     return ending(lambda: call(*args, **kwargs))
 
 
-# The file
+# The token file
 
 
-def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several(file: Path) -> None:
+def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several_tokens(file: Path) -> None:
     file.write_text(f"alice {ALICE}\nbob {BOB}\nalice {ALICE}2\n")
     tokens = TokenFile(file, Logs("error"))
-    asked = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
-    assert [tokens.name(token) for token in asked] == ["alice", "bob", "alice", None, None]
+    candidates = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
+    assert [tokens.name(token) for token in candidates] == ["alice", "bob", "alice", None, None]
 
 
-def test_tokens_are_not_kept(file: Path) -> None:
-    kept = repr(vars(TokenFile(file, Logs("error"))))
-    assert "alice" in kept
-    assert ALICE not in kept
+def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
+    state = repr(vars(TokenFile(file, Logs("error"))))
+    assert "alice" in state
+    assert ALICE not in state
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "{}: got no token, want at least one line with a name and a token"),
         ("# alice only\n", "{}: got no token, want at least one line with a name and a token"),
         (f"\n{ALICE}\n", "{}: line 2: got 1 words, want 2: a name and a token"),
         (f"alice {ALICE} # hers\n", "{}: line 1: got 4 words, want 2: a name and a token"),
         ("alice short-short-1\n", "{}: line 1: got a token of 13 characters, want >= 16"),
-        (
-            f"alice {ALICE}ß\n",
-            "{}: line 1: the token must consist of a-z, A-Z, 0-9 and -._~+/, and = at its end",
-        ),
-        (
-            f"al,ice {ALICE}\n",
-            "{}: line 1: the name must have up to 128 of the characters a-z, A-Z, 0-9 and _.:/+=@-",
-        ),
+        (f"alice {ALICE}ß\n", "{}: line 1: the token must consist of a-z, A-Z, 0-9 and -._~+/, and = at its end"),
+        (f"al,ice {ALICE}\n", "{}: line 1: the name must be 1 to 128 characters from a-z, A-Z, 0-9 and _.:/+=@-"),
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
-def test_a_wrong_file_stops_the_start_and_is_named_with_its_line(file: Path, text: str, said: str) -> None:
+def test_a_wrong_token_file_prevents_the_start_and_its_line_is_reported(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         TokenFile(file, Logs("error"))
-    assert str(raised.value) == f"token-file: {said.format(file)}"
+    assert str(raised.value) == f"token-file: {message.format(file)}"
 
 
-def test_a_file_that_cannot_be_read_stops_the_start(file: Path) -> None:
+def test_an_unreadable_token_file_prevents_the_start(file: Path) -> None:
     with pytest.raises(InvalidInputError) as raised:
         TokenFile(file.parent / "none", Logs("error"))
-    said = f"token-file: got {file.parent}/none (No such file or directory), want a file that can be read"
-    assert str(raised.value) == said
+    message = f"token-file: got {file.parent}/none (No such file or directory), want a file that can be read"
+    assert str(raised.value) == message
     file.write_bytes(b"alice \xff\n")
     with pytest.raises(InvalidInputError) as raised:
         TokenFile(file, Logs("error"))
     assert str(raised.value) == f"token-file: {file}: got bytes that are not UTF-8, want text"
 
 
-def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
+def test_a_token_file_is_read_again_when_its_link_changes(tmp_path: Path) -> None:
     for version, token in (("one", "1" * 16), ("two", "2" * 16)):
         (tmp_path / version).mkdir()
         (tmp_path / version / "tokens").write_text(f"alice {token}\n")
-        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # of one age and size
+        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # the same time for files of the same size
     (tmp_path / "data").symlink_to("one")
     (tmp_path / "tokens").symlink_to("data/tokens")
     tokens = TokenFile(tmp_path / "tokens", Logs("error"))
@@ -126,7 +120,7 @@ def test_a_secret_whose_link_is_swapped_is_read_again(tmp_path: Path) -> None:
     assert [tokens.name("1" * 16), tokens.name("2" * 16)] == [None, "alice"]
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
+def test_a_pipe_in_place_of_the_token_file_does_not_block_the_server(file: Path) -> None:
     tokens = TokenFile(file, logs := KeptLogs("error"))
     known = tokens.name(ALICE)
     file.unlink()
@@ -142,7 +136,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_wrong_new_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
+def test_a_wrong_new_token_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
     tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:
@@ -159,12 +153,12 @@ def test_a_wrong_new_file_changes_nothing_and_is_logged_once(file: Path, wrong: 
     assert str(file) in line["reason"]
 
 
-# The door
+# Authentication
 
 
-def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Path) -> None:
+def test_a_call_is_answered_only_with_exactly_one_known_token(file: Path) -> None:
     wrong = ("", ALICE, "Bearer", "Bearer wrong-wrong-wrong-wrong", f"Basic {ALICE}")
-    pairs = [[("authorization", each)] for each in wrong]
+    pairs = [[("authorization", header)] for header in wrong]
     pairs += [[], [*bearer(ALICE), *bearer(BOB)], [("x-token", f"Bearer {ALICE}")]]
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         ask = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
@@ -173,22 +167,22 @@ def test_without_one_known_token_a_call_is_refused_and_with_it_answered(file: Pa
 
 
 def reflected(channel: Any) -> Iterator[str]:
-    """Yield the paths of all methods of a server, as it tells them itself."""
+    """Yield the paths of all methods that a server lists by reflection."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
 
-    def asked(**question: str) -> Any:
+    def reflect(**question: str) -> Any:
         (answer,) = ask(iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=bearer(ALICE))
         return answer
 
-    for listed in asked(list_services="").list_services_response.service:
-        raw = asked(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
+    for listed in reflect(list_services="").list_services_response.service:
+        raw = reflect(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
         for file in map(descriptor_pb2.FileDescriptorProto.FromString, raw):
             for service in file.service:
                 for method in service.method:
                     yield f"/{file.package}.{service.name}/{method.name}"
 
 
-def test_every_method_of_every_service_is_closed_but_health(file: Path) -> None:
+def test_every_method_except_health_requires_a_token(file: Path) -> None:
     assert {path.rpartition("/")[2] for path in OPEN} == {"Check", "Watch", "ServerLive", "ServerReady"}
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         paths = set(reflected(channel))
@@ -200,7 +194,7 @@ def test_every_method_of_every_service_is_closed_but_health(file: Path) -> None:
             assert refusal(list, opened) == UNAUTHENTICATED, path
 
 
-def test_health_is_answered_and_watched_without_a_token(file: Path) -> None:
+def test_health_is_checked_and_watched_without_a_token(file: Path) -> None:
     with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         assert health.Check(health_pb2.HealthCheckRequest()).status == 1
@@ -211,7 +205,7 @@ def test_health_is_answered_and_watched_without_a_token(file: Path) -> None:
             assert client.healthy()
 
 
-def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
+def test_the_request_of_a_call_without_a_token_is_not_read(file: Path) -> None:
     config = ServerConfig.model_validate({**load().model_dump(), "limits": {"request_bytes": 1024}})
     with running(config, listen=Listen(token_file=file)) as address, connected(address) as channel:
         ask, more = channel.unary_unary(PLACE), threading.Event()
@@ -222,12 +216,12 @@ def test_nothing_of_a_call_without_a_token_is_read(file: Path) -> None:
             more.wait(60)
             yield b""
 
-        # Before the first item: a stream that only waits is no place to stay.
+        # It is refused before its first item, so that nobody can hold it open.
         assert refusal(list, channel.stream_stream(STREAM)(items(), timeout=60)) == UNAUTHENTICATED
         more.set()
 
 
-def test_calls_without_a_token_are_counted_apart_and_written_together(
+def test_calls_without_a_token_are_counted_separately_and_logged_together(
     file: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = serve(options={"listen": Listen(token_file=file), "logs": Logs("info")})
@@ -235,12 +229,12 @@ def test_calls_without_a_token_are_counted_apart_and_written_together(
         assert ending(lambda: server.place(b"")) == UNAUTHENTICATED
     written: list[dict[str, Any]] = []
 
-    def there() -> bool:
+    def any_written() -> bool:
         written.extend(map(json.loads, capsys.readouterr().err.splitlines()))
         return bool(written)
 
-    assert eventually(there)
-    assert len(written) < 10  # one a second
+    assert eventually(any_written)
+    assert len(written) < 10  # one line per second
     assert {(line["level"], line["event"]) for line in written} == {("warning", "unauthenticated")}
     assert written[0]["last_peer"].startswith("ipv4:127.0.0.1:")
     assert server.metric("unauthenticated_total") == 50
@@ -249,9 +243,7 @@ def test_calls_without_a_token_are_counted_apart_and_written_together(
     assert server.metric("in_flight") == 0
 
 
-def test_tokens_rotate_while_calls_run_and_none_is_lost(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_call_is_lost_while_tokens_rotate(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TICK", "_REFRESH"):
         monkeypatch.setattr(app, name, 0.02)
     mine, old, new = tmp_path / "mine", "old-old-old-old-old", "new-new-new-new-new"
@@ -280,7 +272,7 @@ def test_tokens_rotate_while_calls_run_and_none_is_lost(
         assert answered(address, old)
         put(mine, f"{new}\n")
         before = count[0]
-        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # one call at most has the old one still
+        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # at most one call still has the old token
         put(file, f"alice {new}\n")
         assert eventually(lambda: not answered(address, old))
         before = count[0]
@@ -290,7 +282,7 @@ def test_tokens_rotate_while_calls_run_and_none_is_lost(
     assert lost == []
 
 
-def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) -> None:
+def test_tokens_require_tls_or_a_loopback_host(file: Path, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         Listen(host, token_file=file)
     Listen("0.0.0.0", tls=TlsFiles(file, file), token_file=file)
@@ -303,11 +295,11 @@ def test_tokens_do_not_cross_a_network_in_the_clear(file: Path, tmp_path: Path) 
         )
 
 
-# Names
+# Names of clients
 
 
 class Caller:
-    """Caller with an address, and perhaps a certificate."""
+    """Caller with an address and perhaps the fields of a certificate."""
 
     def __init__(self, peer: str, **auth: list[bytes]) -> None:
         self._peer, self._auth = peer, auth
@@ -334,12 +326,12 @@ NAMES = [
 ]
 
 
-def test_a_client_is_its_certificate_or_its_address() -> None:
+def test_a_client_is_named_after_its_certificate_or_its_address() -> None:
     server = Server(load(), methods=lambda *_: []).introspection.server
     assert [server.client(cast(Context, caller)) for caller, _ in NAMES] == [name for _, name in NAMES]
 
 
-def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(file: Path, tmp_path: Path) -> None:
+def test_tls_and_a_token_may_both_be_required_and_the_token_names_the_client(file: Path, tmp_path: Path) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
@@ -368,7 +360,7 @@ def test_tls_and_tokens_are_both_asked_for_and_the_token_gives_the_name(file: Pa
 
 
 @pytest.mark.slow
-def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
+def test_all_workers_know_the_tokens_and_reload_them(file: Path) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", "2", "--token-file", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -376,7 +368,7 @@ def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
             address = process.stdout.readline().split()[-1]
 
             def ask(token: str) -> list[bool]:
-                # The kernel chooses a process by connection: each client has its own.
+                # The kernel chooses a process for each connection, and each client opens its own.
                 return [answered(address, token) for _ in range(8)]
 
             assert [ask(ALICE), ask(f"{ALICE}2")] == [[True] * 8, [False] * 8]
@@ -390,7 +382,7 @@ def test_all_workers_know_the_tokens_and_read_them_again(file: Path) -> None:
 
 
 def answered(address: str, token: str) -> bool:
-    """Return whether a client with this token is answered, and not turned away."""
+    """Return whether the server accepts the token of a client."""
     with Client(address, token=token) as client:
         try:
             client.place(SEGMENTS)

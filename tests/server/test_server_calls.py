@@ -1,4 +1,4 @@
-"""The server around its methods: admission, deadlines, streams, errors, metrics and logs, through a real port."""
+"""Test the admission, deadlines, streams, errors, metrics and logs of the server through a real port."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
-    """Status, details and trailing metadata of a call that fails."""
+    """Return the status, details and trailing metadata of a call that fails."""
     with pytest.raises(grpc.RpcError) as raised:
         call()
     error: Any = raised.value
@@ -42,14 +42,14 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
 # Requests and answers
 
 
-def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: Serve) -> None:
+def test_a_valid_request_id_is_returned_and_any_other_is_replaced(serve: Serve) -> None:
     ask, ids = serve().place, []
     for sent in ([("x-request-id", "a.b:1")], [("x-request-id", "two words")], [("x-request-id", "x" * 129)], []):
         answer, call = ask.with_call(query("echo 5"), metadata=sent)
         assert answer == pb.PlaceResponse(positions=pb.Positions(cu_seqlens=[5]))
         ids += [value for key, value in call.trailing_metadata() if key == "x-request-id"]
     assert ids[0] == "a.b:1"
-    assert all(re.fullmatch(r"[0-9a-f]{10}-[1-9]", made) for made in ids[1:])
+    assert all(re.fullmatch(r"[0-9a-f]{10}-[1-9]", request_id) for request_id in ids[1:])
     assert len(set(ids)) == 4
 
 
@@ -63,12 +63,12 @@ def test_a_request_id_that_is_sane_comes_back_and_any_other_is_replaced(serve: S
         (query("fail bug"), "INTERNAL", "internal error, request me"),
     ],
 )
-def test_errors_are_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
+def test_errors_become_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
     refused = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
     assert refused == (status, details, {"x-request-id": "me"})
 
 
-def test_each_status_of_the_page_comes_and_no_other(serve: Serve, tmp_path: Path) -> None:
+def test_the_documentation_lists_exactly_the_statuses_that_occur(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("alice alice-alice-alice-1\n")
     server, closed = serve(), serve(options={"listen": Listen(token_file=file)})
@@ -98,10 +98,10 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> N
     status, details, metadata = refusal(lambda: server.place(query("large"), metadata=[("x-request-id", "me")]))
     assert (status, metadata) == ("RESOURCE_EXHAUSTED", {"x-request-id": "me"})
     assert re.fullmatch(r"response: got \d+ bytes, want <= 1024", details)
-    assert server.place(query("nothing")).HasField("positions")  # set, though nothing is in it
+    assert server.place(query("nothing")).HasField("positions")  # set, but empty
 
 
-def test_a_limit_of_the_transport_is_no_overload(serve: Serve) -> None:
+def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -> None:
     address = serve(limits={"request_bytes": 1024}).address
     with Client(address) as client, pytest.raises(LimitExceededError, match="larger than"):
         client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
@@ -111,43 +111,45 @@ def test_a_limit_of_the_transport_is_no_overload(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "pool", "said"),
+    ("limits", "pool", "message"),
     [
-        ({"max_in_flight": 1}, "", "max_in_flight: got 1 taken of 1"),
-        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 taken of 1"),
-        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 taken of 1024"),
+        ({"max_in_flight": 1}, "", "max_in_flight: got 1 of 1 in use"),
+        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 of 1 in use"),
+        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 of 1024 in use"),
     ],
 )
 def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
-    serve: Serve, limits: dict[str, int], pool: str, said: str
+    serve: Serve, limits: dict[str, int], pool: str, message: str
 ) -> None:
     server = serve(concurrency=limits, clients={"max_share": 1})
-    more = query("echo " + "0" * 1020) if "bytes" in said else query(f"wait {pool}")
+    more = query("echo " + "0" * 1020) if "bytes" in message else query(f"wait {pool}")
     first = server.place.future(query(f"wait {pool}".strip()))
     assert server.fake.begun.wait(60)
     status, details, metadata = refusal(lambda: server.place(more))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", said)
+    assert (status, details) == ("RESOURCE_EXHAUSTED", message)
     assert metadata["grpc-retry-pushback-ms"] == "1000"
-    if pool == "image":  # cheap calls go on
+    if pool == "image":  # calls without images are still answered
         assert server.place(query("echo 1")).positions.cu_seqlens == [1]
     server.fake.go.set()
     assert first.result(60).positions.cu_seqlens == [1]
     assert server.place(more).positions.cu_seqlens in ([0], [1])
-    assert server.metric("refused_total", method="Place", reason=said.partition(":")[0]) == 1
-    assert server.total("refused_total") > 0.05 * server.total("requests_total")  # the page's alert of overload
+    assert server.metric("refused_total", method="Place", reason=message.partition(":")[0]) == 1
+    assert server.total("refused_total") > 0.05 * server.total(
+        "requests_total"
+    )  # the documented condition of the overload alert
     assert eventually(lambda: not server.taken())
 
 
-def test_a_burst_below_the_limits_is_answered_in_full(serve: Serve) -> None:
+def test_every_call_of_a_burst_below_the_limits_is_answered(serve: Serve) -> None:
     server = serve(clients={"max_share": 1})
-    calls = [server.place.future(query("wait"), timeout=60) for _ in range(100)]  # on one connection, on 256 slots
+    calls = [server.place.future(query("wait"), timeout=60) for _ in range(100)]  # on one connection, with 256 slots
     assert eventually(lambda: len(server.fake.names) == 100)
     assert server.place(query("echo 7"), timeout=60).positions.cu_seqlens == [7]
     server.fake.go.set()
     assert [call.code().name for call in calls] == ["OK"] * 100
 
 
-def test_a_client_below_its_limits_is_never_refused_while_settings_are_read_and_servers_start(serve: Serve) -> None:
+def test_a_client_below_its_limits_is_never_refused_while_settings_are_reloaded_and_servers_start(serve: Serve) -> None:
     server, done, lost, answered = serve(), threading.Event(), list[BaseException](), [0, 0]
 
     def ask(number: int) -> None:
@@ -184,22 +186,22 @@ TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason", "said"),
+    ("limits", "reason", "message"),
     [
         (
             {"clients": {"requests_per_second": 0.001, "burst": 1}},
             "clients.requests_per_second",
-            "clients.requests_per_second of 'alice': want <= 0.001 on average",
+            "clients.requests_per_second for 'alice': want <= 0.001 on average",
         ),
         (
             {"concurrency": {"max_in_flight": 2}},
             "clients.max_share",
-            "clients.max_share of max_in_flight of 'alice': got 1 taken of 1",
+            "clients.max_share of max_in_flight for 'alice': got 1 of 1 in use",
         ),
     ],
 )
 def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
-    serve: Serve, tmp_path: Path, limits: dict[str, Any], reason: str, said: str
+    serve: Serve, tmp_path: Path, limits: dict[str, Any], reason: str, message: str
 ) -> None:
     file = tmp_path / "tokens"
     file.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
@@ -208,7 +210,7 @@ def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
     first = server.place.future(query("wait"), metadata=alice)
     assert server.fake.begun.wait(60)
     status, details, metadata = refusal(lambda: server.place(query("echo 1"), metadata=alice))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", said)
+    assert (status, details) == ("RESOURCE_EXHAUSTED", message)
     assert 0 < int(metadata["grpc-retry-pushback-ms"]) <= 1_000_000
     assert server.place(query("echo 1"), metadata=bob).positions.cu_seqlens == [1]
     server.fake.go.set()
@@ -216,7 +218,7 @@ def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
     assert server.metric("refused_total", method="Place", reason=reason) == 1
 
 
-def test_items_of_a_stream_wait_for_their_turn_and_calls_wait_for_them() -> None:
+def test_items_of_a_stream_wait_for_the_rate_limit_and_count_towards_it() -> None:
     def numbers(results: Iterable[Any]) -> list[int]:
         return [result.table.num_tokens for result in results]
 
@@ -234,13 +236,13 @@ def test_items_of_a_stream_wait_for_their_turn_and_calls_wait_for_them() -> None
                     client.place(SEGMENTS)
 
 
-# Ends
+# Deadlines and cancellation
 
 
 @pytest.mark.parametrize("pool", ["", "image"])
-def test_a_deadline_or_a_client_that_goes_stops_the_work(serve: Serve, pool: str) -> None:
+def test_a_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) -> None:
     server = serve()
-    for seconds in (0.3, 3, 30):  # as long as it takes until work begins
+    for seconds in (0.3, 3, 30):  # a longer deadline until the work begins in time
         assert refusal(partial(server.place, query(f"wait {pool}"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
         if server.fake.begun.is_set():
             break
@@ -262,9 +264,9 @@ def test_a_deadline_or_a_client_that_goes_stops_the_work(serve: Serve, pool: str
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Serve, side_by_side: bool) -> None:
+def test_a_stream_answers_in_order_and_continues_after_a_failed_item(serve: Serve, side_by_side: bool) -> None:
     server = serve(side_by_side=side_by_side)
-    # Side by side the first ones wait for later ones.
+    # In parallel, the first items wait for later ones.
     names = ("last 3", "last 2", "fail bug", "echo 4") if side_by_side else ("last 0", "last 1", "fail bug", "echo 4")
     results = list(server.stream(items(*names), metadata=[("x-request-id", "me")]))
     numbers = [int(name[-1]) if name[-1].isdigit() else None for name in names]
@@ -277,7 +279,7 @@ def test_a_stream_answers_in_order_and_an_item_that_fails_fails_alone(serve: Ser
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_bytes_that_are_no_item_end_the_stream_after_the_answers_before_them(serve: Serve, side_by_side: bool) -> None:
+def test_malformed_bytes_end_the_stream_after_the_answers_to_earlier_items(serve: Serve, side_by_side: bool) -> None:
     server = serve(side_by_side=side_by_side)
     ask: Stream = server.channel.stream_stream(STREAM)
     call = ask(iter([next(items("echo 1")).SerializeToString(), b"\xff\xff"]))
@@ -297,30 +299,30 @@ def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: py
     assert [answer.id for answer in call] == list(range(10))
 
 
-def test_a_stream_that_is_not_read_holds_few_answers_and_no_thread_once_it_is_left(
+def test_an_unread_stream_holds_few_answers_and_frees_its_thread_when_cancelled(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 16, 1024))
     server = serve(concurrency={"max_streams": 1})
-    for left in (True, False):
+    for cancelled in (True, False):
         server.fake.names.clear()
         call = server.stream(items(*["large"] * 20))
         assert eventually(lambda: len(server.fake.names) >= 2)
         time.sleep(0.3)
-        assert 2 <= len(server.fake.names) <= 8  # and not the window of sixteen
-        if left:
+        assert 2 <= len(server.fake.names) <= 8  # and not the sixteen of the window
+        if cancelled:
             call.cancel()
             assert eventually(lambda: not server.taken())
-        else:  # by the only thread that reads streams
+        else:  # read by the only thread for streams
             assert sum(1 for _ in call) == 20
 
 
-def test_a_stream_that_is_cancelled_cancels_its_items_and_leaves_its_slot(serve: Serve) -> None:
+def test_a_cancelled_stream_cancels_its_items_and_frees_its_slot(serve: Serve) -> None:
     server = serve(concurrency={"max_streams": 1})
     call = server.stream(items("wait image"))
     assert server.fake.begun.wait(60)
     status, details, metadata = refusal(lambda: next(server.stream(items("echo 1"))))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 taken of 1")
+    assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 of 1 in use")
     assert metadata["grpc-retry-pushback-ms"] == "1000"
     call.cancel()
     assert server.fake.stopped.wait(60)
@@ -344,20 +346,20 @@ def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> N
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 
 
-def test_a_client_that_finds_no_place_for_a_stream_waits_for_one(serve: Serve) -> None:
+def test_a_client_waits_for_a_free_slot_of_a_stream(serve: Serve) -> None:
     server = serve(concurrency={"max_streams": 1})
     first = server.stream(items("wait"))
     assert server.fake.begun.wait(60)
     threading.Timer(0.2, server.fake.go.set).start()
     with Client(server.address) as client, pytest.raises(ServiceError, match="got neither table nor dense"):
-        list(client.stream([PositionsQuery(SEGMENTS)]))  # so it was answered
+        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error shows that the server answered
     assert len(list(first)) == 1
 
 
-# The rounds of the server, and its log
+# Background tasks and the log
 
 
-def test_an_error_of_one_task_ends_no_other_and_no_rounds(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_background_task_stops_no_other_task(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_TICK", 0.01)
     logs, ran = KeptLogs("error"), [0]
     server = serve(options={"logs": logs}).server
@@ -384,7 +386,7 @@ def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) ->
     refusal(lambda: server.place(b"", metadata=named))
     list(server.stream(items("echo 1"), metadata=named))
     assert eventually(lambda: server.metric("streams") == 0)
-    time.sleep(0.1)  # the line of a call comes last
+    time.sleep(0.1)  # a call is logged after its answer is sent
     lines = logs.lines()
     varying = ("timestamp", "milliseconds", "peer", "exception")
     base = {"event": "request", "request_id": "me", "method": "Place", "level": "info", "client": "127.0.0.1"}

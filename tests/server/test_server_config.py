@@ -1,4 +1,4 @@
-"""Settings of the server: the embedded file spells out the defaults, and a mistake is one line with file and field."""
+"""Test the settings of the server: the embedded file lists the defaults, and an error names its file and field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def mistake(file: Path, text: str) -> str:
-    """Return the error of this file, without its name."""
+    """Return the error that a file with this text causes, without the name of the file."""
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         Profiles.from_config(load(file))
@@ -31,7 +31,7 @@ def mistake(file: Path, text: str) -> str:
     return message.removeprefix(f"{file}: ")
 
 
-def test_the_embedded_file_spells_out_the_defaults() -> None:
+def test_the_embedded_file_lists_the_defaults() -> None:
     config = load(None)
     assert (config.limits, config.concurrency) == (Limits(), Concurrency())
     assert (config.connections, config.clients) == (Connections(), ClientLimits())
@@ -42,7 +42,7 @@ def test_the_embedded_file_spells_out_the_defaults() -> None:
     assert written.images == {"patch_size": 14, "spatial_merge_size": 2}
 
 
-def test_the_default_profile() -> None:
+def test_the_default_profile_places_by_rope_tie_and_reads_images_with_pillow() -> None:
     profile = Profiles.from_config(load(None)).get(None)
     images = profile.builder.images
     assert images is not None
@@ -52,7 +52,7 @@ def test_the_default_profile() -> None:
     assert profile.rotary == Rotary(head_dim=128)
 
 
-def test_a_file_changes_only_what_it_names(file: Path) -> None:
+def test_a_file_changes_only_the_settings_that_it_names(file: Path) -> None:
     file.write_text("[limits]\ntokens = 1000\n[concurrency]\nimage_threads = 3\n")
     config = load(file)
     assert config.limits == Limits(tokens=1000)
@@ -90,7 +90,7 @@ def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
     assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
 
 
-def test_profiles_are_found_by_name() -> None:
+def test_profiles_are_selected_by_name() -> None:
     profiles = Profiles.from_config(load(None))
     assert profiles.get("default") is profiles.get(None) is profiles.default
     assert len(profiles) == 1
@@ -98,12 +98,12 @@ def test_profiles_are_found_by_name() -> None:
         profiles.get("x")
 
 
-def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
+def test_the_path_of_a_tokenizer_is_relative_to_the_settings_file(file: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.enable_truncation(1)  # of every text that it encodes, as many files have it
+    model.enable_truncation(1)  # truncates every text, as many tokenizer files do
     model.enable_padding(length=6)
     model.save(str(file.parent / "words.json"))
     file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
@@ -114,7 +114,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[limits]\ntokens = 'x'\n", "limits.tokens: got 'x', want integer"),
         ("[limits]\nrequest_bytes = 4294967296\n", "limits.request_bytes: got 4294967296, want <= 2147483647"),
@@ -123,10 +123,7 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
             "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
             "tokens, images, pixels, shared_bytes",
         ),
-        (
-            "limit = 1\n",
-            "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles",
-        ),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),
         ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
         (
@@ -174,16 +171,16 @@ def test_a_tokenizer_lies_beside_the_file_that_names_it(file: Path) -> None:
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
-def test_an_error_in_a_file_is_one_line(file: Path, text: str, said: str) -> None:
-    assert mistake(file, text) == said
+def test_an_error_in_a_file_is_one_line(file: Path, text: str, message: str) -> None:
+    assert mistake(file, text) == message
 
 
 def test_an_unknown_scheme_lists_the_known_ones(file: Path) -> None:
-    said = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
-    assert said.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
+    message = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
+    assert message.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
 
 
-def test_a_file_that_cannot_be_read_is_said(file: Path) -> None:
+def test_an_unreadable_file_is_reported(file: Path) -> None:
     with pytest.raises(InvalidInputError) as raised:
         load(file)
     assert str(raised.value) == f"{file}: got No such file or directory, want a file that can be read"
@@ -192,7 +189,7 @@ def test_a_file_that_cannot_be_read_is_said(file: Path) -> None:
         load(file)
 
 
-def test_a_missing_tokenizers_names_the_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_are_reported_with_their_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:

@@ -1,4 +1,4 @@
-"""Cost of a request, bounded by its bytes and its words; work that is not small is done by few threads."""
+"""Test that the bytes and fields of a request bound its cost, and that a few threads do the large work."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profiles, load
 from mmpos_server.exchange import NO_MEMORY
 from mmpos_server.limits import check_elements
-from mmpos_server.position_service import PositionService, segments_at_work
+from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
 
 CONFIG = load()
-THERE: Any = SimpleNamespace(is_active=lambda: True)
+CONTEXT: Any = SimpleNamespace(is_active=lambda: True)
 
 
 @pytest.fixture
 def call() -> Iterator[Call]:
     admission = Admission(CONFIG.concurrency, CONFIG.clients)
-    yield Call("a", "a", admission, THERE)
+    yield Call("a", "a", admission, CONTEXT)
     admission.close()
 
 
@@ -45,20 +45,20 @@ def build(*parts: dict[str, object], documents: int = 1) -> bytes:
     return sequences_pb2.BuildRequest(query=query).SerializeToString()  # type: ignore[arg-type]
 
 
-LITTLE = Limits(documents=5, segments=7)
-"""10 times 12 fields and numbers, and 65,536 others."""
+SMALL_LIMITS = Limits(documents=5, segments=7)
+"""These allow 10 · (5 + 7) + 65,536 fields and numbers."""
 
 
-def test_a_message_of_too_many_fields_is_refused(way: str) -> None:
+def test_a_message_with_too_many_fields_is_refused(way: str) -> None:
     most = 65_656
     words = f"request: got {most + 1} fields and numbers or more, want at most {most} for 5 documents and 7 segments"
     with pytest.raises(LimitExceededError) as caught:
-        check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 1)), LITTLE)
+        check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 1)), SMALL_LIMITS)
     assert str(caught.value) == words
-    check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 2)), LITTLE)
+    check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 2)), SMALL_LIMITS)
 
 
-def test_many_bytes_that_are_no_message_are_refused(way: str) -> None:
+def test_many_malformed_bytes_are_refused(way: str) -> None:
     for raw in (build(*[{}] * 20_000)[:-1], b"\x0e" + bytes(2**21)):
         with pytest.raises(DecodeError):
             check_elements(sequences_pb2.BuildRequest, raw, CONFIG.limits)
@@ -67,9 +67,9 @@ def test_many_bytes_that_are_no_message_are_refused(way: str) -> None:
 # Queries.
 
 IMAGES = Spans([1000], [4 * i + 1 for i in range(250)], [[1, 1, 2]] * 250)
-"""501 segments: a text before, between and after each of 250 images."""
+"""501 segments: 250 images with text before, between and after them."""
 
-EVERYTHING = Take([0] * 500, [1000] * 500)
+OVERLAPPING = Take([0] * 500, [1000] * 500)
 TEXT = SegmentTable.from_documents([[Text(9)]] * 3)
 FRAMES = SegmentTable.from_documents([[Text(1), Grid(2, 2, frames=5), Text(1)]])
 
@@ -83,34 +83,34 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
         12,
     ),
     "packed token ids": (PositionsQuery(InputIds([1, 2, 3], cu_seqlens=[0, 1, 2, 3])), 4),
-    "ranges that lie apart": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
-    "ranges over each other": (PositionsQuery(IMAGES, views=[EVERYTHING]), 501 + 251_000),
-    "views one after the other": (PositionsQuery(IMAGES, views=[EVERYTHING, Pad()]), 501 + 251_000 + 251_001),
-    "a window of each": (PositionsQuery(TEXT, views=[Window([0, 1, 2], [0, 0, 0], [4, 4, 4])]), 3 + 9),
-    "windows of one": (PositionsQuery(TEXT, views=[Window([0] * 4, [0] * 4, [4] * 4)]), 3 + 20),
+    "disjoint ranges": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
+    "overlapping ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), 501 + 251_000),
+    "chained views": (PositionsQuery(IMAGES, views=[OVERLAPPING, Pad()]), 501 + 251_000 + 251_001),
+    "a window of each document": (PositionsQuery(TEXT, views=[Window([0, 1, 2], [0, 0, 0], [4, 4, 4])]), 3 + 9),
+    "windows of one document": (PositionsQuery(TEXT, views=[Window([0] * 4, [0] * 4, [4] * 4)]), 3 + 20),
     "no windows": (PositionsQuery(TEXT, views=[Window([], [], [])]), 3),
-    "tokens to come": (PositionsQuery(TEXT, views=[Decode(5)]), 3 + 6),
-    "a share": (PositionsQuery(TEXT, views=[Shard(0, 2)]), 3 + 15),
+    "decoded tokens": (PositionsQuery(TEXT, views=[Decode(5)]), 3 + 6),
+    "a shard": (PositionsQuery(TEXT, views=[Shard(0, 2)]), 3 + 15),
 }
 
 
 @pytest.mark.parametrize(("query", "segments"), ESTIMATES.values(), ids=ESTIMATES)
 def test_the_segments_of_a_query_are_estimated_from_its_fields(query: PositionsQuery, segments: float) -> None:
-    assert segments_at_work(query) == segments
+    assert max_segments(query) == segments
 
 
 @given(places())
-def test_no_query_makes_more_segments_than_estimated(request: Any) -> None:
+def test_no_query_has_more_segments_than_estimated(request: Any) -> None:
     query = get_query("query", request.query)
     try:
         positions = query.place(query.segments())
-        made = positions.num_segments
+        total = positions.num_segments
         for view in query.views:
             positions = view.view(positions)
-            made += positions.num_segments
+            total += positions.num_segments
     except MmposError:
         return
-    assert made <= segments_at_work(query)
+    assert total <= max_segments(query)
 
 
 def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
@@ -122,11 +122,11 @@ def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, 
     return answer, [stage for stage, _ in call.stages]
 
 
-HERE = ["read", "place", "write"]
+INLINE = ["read", "place", "write"]
 LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
-    "few segments": (PositionsQuery(IMAGES), HERE),
-    "ids": (PositionsQuery(Spans([2**18], [], np.empty((0, 3), int)), dense=Dense()), HERE),
-    "ranges": (PositionsQuery(IMAGES, views=[EVERYTHING]), ["read", "queue", "place", "write"]),
+    "few segments": (PositionsQuery(IMAGES), INLINE),
+    "ids": (PositionsQuery(Spans([2**18], [], np.empty((0, 3), int)), dense=Dense()), INLINE),
+    "ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), ["read", "queue", "place", "write"]),
     "windows": (
         PositionsQuery(IMAGES, views=[Window([0] * 40, [0] * 40, [1000] * 40)]),
         ["read", "queue", "place", "write"],
@@ -135,15 +135,12 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
         PositionsQuery(Spans([2**18 + 1], [], np.empty((0, 3), int)), dense=Dense()),
         ["read", "place", "queue", "write"],
     ),
-    "many bytes": (
-        PositionsQuery(InputIds(np.zeros(2**15, np.int64))),
-        ["queue", "read", "place", "write"],
-    ),
+    "many bytes": (PositionsQuery(InputIds(np.zeros(2**15, np.int64))), ["queue", "read", "place", "write"]),
 }
 
 
 @pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
-def test_small_work_is_done_where_the_call_is_and_large_work_in_a_thread(
+def test_small_work_runs_in_the_thread_of_the_call_and_large_work_in_a_pool(
     call: Call, query: PositionsQuery, stages: list[str]
 ) -> None:
     answer, result = placed(call, query)
@@ -152,7 +149,7 @@ def test_small_work_is_done_where_the_call_is_and_large_work_in_a_thread(
 
 
 def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str]:
-    """Return the stages of a sequence of these parts."""
+    """Build a sequence of these parts, and return the stages of the work."""
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
     call.request_bytes = request.ByteSize()
     answer = sequences_pb2.Sequences()
@@ -161,26 +158,26 @@ def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str
     return [stage for stage, _ in call.stages]
 
 
-WHOLE = ["read", "build", "write"]
+NOT_QUEUED = ["read", "build", "write"]
 PARTS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
-    "text": ({"text": "a bird"}, False, WHOLE),
+    "text": ({"text": "a bird"}, False, NOT_QUEUED),
     "much text": ({"text": "a" * 2**18}, False, ["queue", "read", "queue", "build", "write"]),
-    "a grid": ({"grid": {"height": 2**9, "width": 2**10}}, False, WHOLE),
+    "a grid": ({"grid": {"height": 2**9, "width": 2**10}}, False, NOT_QUEUED),
     "a large grid": ({"grid": {"height": 2**9, "width": 2**10 + 1}}, False, ["read", "queue", "build", "write"]),
-    "an image of which the size is asked": ({"image": picture()}, False, WHOLE),
-    "an image": ({"image": picture()}, True, ["read", "queue", "build", "build", "write"]),
+    "the size of an image": ({"image": picture()}, False, NOT_QUEUED),
+    "the patches of an image": ({"image": picture()}, True, ["read", "queue", "build", "build", "write"]),
 }
 
 
 @pytest.mark.parametrize(("part", "patches", "stages"), PARTS.values(), ids=PARTS)
-def test_images_are_decoded_in_threads_of_their_own_and_large_sequences_built_in_others(
+def test_images_are_decoded_and_large_sequences_are_built_in_pools(
     call: Call, part: dict[str, Any], patches: bool, stages: list[str]
 ) -> None:
     assert built(call, part, patches=patches) == stages
 
 
 @pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
-def test_few_tokens_are_rotated_where_the_call_is(call: Call, tokens: int, stages: list[str]) -> None:
+def test_few_tokens_are_rotated_in_the_thread_of_the_call(call: Call, tokens: int, stages: list[str]) -> None:
     request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
     request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
     request.rotary.rotary.head_dim = 8
@@ -189,13 +186,13 @@ def test_few_tokens_are_rotated_where_the_call_is(call: Call, tokens: int, stage
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
 
 
-def test_a_thread_at_work_after_the_end_of_its_call_leaves_nothing_behind() -> None:
+def test_work_that_outlives_its_call_writes_no_shared_memory() -> None:
     message = tensor_pb2.Tensor()
     put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
     assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())
 
 
-AT_REST = """
+IMPORTS = """
 import sys
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
@@ -209,7 +206,7 @@ print("torch" in sys.modules, device() in ("cpu", "cuda"))
 """
 
 
-def test_torch_is_imported_by_the_first_rotation_or_ahead() -> None:
-    completed = subprocess.run([sys.executable, "-c", AT_REST], capture_output=True, text=True, check=True, timeout=120)
+def test_torch_is_not_imported_before_a_rotation_or_preload() -> None:
+    completed = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
     absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
     assert completed.stdout == f"{absent} False True False\nTrue True\n"

@@ -1,4 +1,4 @@
-"""Large images in a service: few take memory at once, others do not wait for them, and broken ones are refused."""
+"""Test large images: few are decoded at once, other calls do not wait for them, and hostile images are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = ServerConfig.model_validate(
 )
 
 
-def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_have_their_own_threads_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, done, samples = threading.Semaphore(0), threading.Event(), decode.samples
 
     def slow(image: Image.Image) -> decode.Samples:
@@ -47,7 +47,7 @@ def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.M
         large = [threads.submit(client.build, ["a", LARGE]) for _ in range(3)]
         assert all(begun.acquire(timeout=60) for _ in range(2))
         assert not begun.acquire(timeout=0.2), "more than two threads decode large images"
-        with pytest.raises(ServiceOverloadedError, match="max_in_flight_heavy: got 3 taken of 3"):
+        with pytest.raises(ServiceOverloadedError, match="max_in_flight_heavy: got 3 of 3 in use"):
             client.build(["a", LARGE])
         assert client.build(["a", PHOTO]).grid_thw.tolist() == [[1, 14, 11]]
         done.set()
@@ -57,7 +57,7 @@ def test_large_images_have_threads_and_places_of_their_own(monkeypatch: pytest.M
             assert sequence.image_hashes == local.image_hashes
 
 
-def test_hostile_images_are_the_fault_of_the_caller() -> None:
+def test_hostile_images_are_refused() -> None:
     hostiles = [hostile.jpeg_of_scans(5000), hostile.png_of_chunks(60_000), hostile.gif_of_blocks(60_000), PHOTO]
     with running(CONFIG) as address, Client(address, timeout=120) as client:
         results = client.build_batch([["a", image] for image in hostiles], errors="return")

@@ -1,4 +1,4 @@
-"""The server as a program: its start, its ports, its workers and its end, in processes of their own."""
+"""Test the program of the server: its start, its ports, its workers and its end."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def place(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[pb.PlaceRequest
     )
 
 
-def stream(
-    channel: grpc.Channel,
-) -> grpc.StreamStreamMultiCallable[pb.StreamPlaceRequest, pb.StreamPlaceResponse]:
+def stream(channel: grpc.Channel) -> grpc.StreamStreamMultiCallable[pb.StreamPlaceRequest, pb.StreamPlaceResponse]:
     return channel.stream_stream(
         "/mmpos.rpc.v1.PositionService/StreamPlace",
         pb.StreamPlaceRequest.SerializeToString,
@@ -53,7 +51,7 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
         want = ask(REQUEST)
 
         def load(_: int) -> tuple[int, str]:
-            """Calls answered, and why the next one was not."""
+            """Return the number of answered calls, and the status of the call that was not answered."""
             answered = 0
             try:
                 while True:
@@ -67,17 +65,17 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
         server.process.terminate()
         seen = list(loads)
     code, lines = server.end()
-    # Every call is answered or was told, before any work, to go elsewhere; and every answer arrived.
+    # Every call was answered or refused before any work, and every answer arrived.
     assert code == 0
     statuses = [status for _, status in seen]
-    # A call that is on its way when the transport says good-bye is CANCELLED by it; on a starved machine there is one.
+    # The transport cancels calls that arrive while it closes; on a busy machine there may be one.
     assert set(statuses) <= {"UNAVAILABLE", "CANCELLED"}
     assert statuses.count("CANCELLED") <= 2
     assert sum(answered for answered, _ in seen) + 1 == sum(line.get("status") == "OK" for line in lines) > 100
     assert [line["event"] for line in lines if line["event"] != "request"] == ["draining", "stopped"]
 
 
-def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_notice(start: Start) -> None:
+def test_during_the_notice_health_is_not_serving_and_calls_are_still_answered(start: Start) -> None:
     server = start("--notice-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -91,7 +89,7 @@ def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_not
             grpc.StatusCode.NOT_FOUND,
             f"service: got {'x' * 300!r}, want a service of this server",
         )
-        # Two watch one service and one of them leaves: the other one is still told.
+        # Two clients watch one service; after one has left, the other is still notified.
         watching, leaving = health.Watch(requests[1]), health.Watch(requests[1])
         assert [next(watching).status, next(leaving).status] == [SERVING, SERVING]
         leaving.cancel()
@@ -101,7 +99,7 @@ def test_health_says_not_serving_first_and_calls_are_answered_while_it_gives_not
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
 
 
-def test_a_server_ends_with_its_notice_and_a_watcher_holds_nobody_up(start: Start) -> None:
+def test_a_watcher_of_health_does_not_delay_the_end_of_a_server(start: Start) -> None:
     server = start("--notice-seconds", "0.5", "--drain-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -111,7 +109,7 @@ def test_a_server_ends_with_its_notice_and_a_watcher_holds_nobody_up(start: Star
         assert code == 0
 
 
-def test_a_stream_open_at_sigterm_gets_its_answers_and_is_sent_elsewhere(start: Start) -> None:
+def test_a_stream_open_at_sigterm_gets_its_answers_and_ends_as_unavailable(start: Start) -> None:
     server = start()
     with grpc.insecure_channel(server.address) as channel:
         more = threading.Event()
@@ -143,7 +141,7 @@ os._exit(0)
 """
 
 
-def test_a_client_that_stalls_and_dies_is_no_error_of_the_server(start: Start) -> None:
+def test_a_client_that_stalls_and_dies_causes_no_error(start: Start) -> None:
     server = start()
     query = pb.PositionsQuery(spans=pb.Spans(lengths=[20000]), dense=pb.Dense())
     item = pb.StreamPlaceRequest(query=query).SerializeToString().hex()
@@ -154,10 +152,10 @@ def test_a_client_that_stalls_and_dies_is_no_error_of_the_server(start: Start) -
     assert code == 0
     assert [line["event"] for line in lines] == ["stream", "draining", "stopped"]
     assert lines[0]["status"] == "CANCELLED"
-    assert lines[0]["items"] < 200  # it read no further than the window and the transport's buffers
+    assert lines[0]["items"] < 200  # the server read no further than its window and the buffers of the transport
 
 
-def test_a_second_signal_ends_at_once(start: Start) -> None:
+def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
     server = start("--notice-seconds", "60")
     server.process.terminate()
     assert eventually(lambda: bool(server.lines()))
@@ -178,7 +176,7 @@ mmpos_server.position_service.PositionService.place = place
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
-def test_a_server_ends_after_its_drain_whatever_its_threads_do(
+def test_a_server_ends_after_its_drain_even_if_a_thread_never_returns(
     start: Start, tmp_path: Path, torchless: dict[str, str], signals: list[signal.Signals]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -207,7 +205,7 @@ mmpos_server.app.Server.stop = stop
 """
 
 
-def test_a_failed_stop_is_no_clean_end(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+def test_a_failed_stop_is_logged_and_sets_an_exit_code(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(FAILING_STOP)
     server = start("--drain-seconds", "600")
@@ -220,7 +218,7 @@ def test_a_failed_stop_is_no_clean_end(start: Start, tmp_path: Path, torchless: 
 FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, 200))\n"
 
 
-def test_connections_leave_files_for_the_page_and_for_those_that_are_open(
+def test_many_connections_leave_open_files_for_the_metrics_page_and_for_earlier_connections(
     start: Start, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -240,14 +238,14 @@ def test_connections_leave_files_for_the_page_and_for_those_that_are_open(
     assert len(lines) < 50
 
 
-def test_a_second_server_on_the_port_is_an_error_alone_or_with_workers(start: Start, refused: Refused) -> None:
+def test_a_second_server_on_a_port_is_refused_with_and_without_workers(start: Start, refused: Refused) -> None:
     port = start().port
-    said = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
-    assert refused("--port", port) == said
-    assert refused("--port", port, "--workers", "2") == said
+    message = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
+    assert refused("--port", port) == message
+    assert refused("--port", port, "--workers", "2") == message
 
 
-def test_workers_share_a_port_and_one_that_dies_is_replaced(
+def test_workers_share_a_port_and_a_dead_worker_is_replaced(
     start: Start, refused: Refused, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
     metrics, temporary = free_port(), tmp_path / "t"
@@ -259,25 +257,25 @@ def test_workers_share_a_port_and_one_that_dies_is_replaced(
     assert len(workers) == 2
 
     def ask() -> list[int]:
-        # The kernel chooses a process by connection: each call has its own.
+        # The kernel chooses a process for each connection, and each call opens its own.
         with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             return list(place(channel)(REQUEST, wait_for_ready=True, timeout=60).positions.cu_seqlens)
 
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
     counted = 'mmpos_requests_total{method="Place",status="OK"}'
-    assert eventually(lambda: metrics_of(metrics).get(counted) == 12)  # workers count a few times a second
+    assert eventually(lambda: metrics_of(metrics).get(counted) == 12)  # workers write metrics a few times per second
     os.kill(workers[0], signal.SIGKILL)
     assert eventually(partial(served, server, 3))
     assert len(server.workers) == 2
     assert workers[0] not in server.workers
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
-    assert eventually(lambda: metrics_of(metrics).get(counted) == 24)  # what a dead worker answered stays counted
+    assert eventually(lambda: metrics_of(metrics).get(counted) == 24)  # the calls of a dead worker stay counted
     assert metrics_of(metrics)["mmpos_in_flight"] == 0
     server.process.terminate()
     code, lines = server.end()
     assert code == 0
-    died = [line for line in lines if line["event"] == "worker died"]
-    assert [(line["exit_code"], line["level"]) for line in died] == [(-9, "error")]
+    deaths = [line for line in lines if line["event"] == "worker died"]
+    assert [(line["exit_code"], line["level"]) for line in deaths] == [(-9, "error")]
     assert sum(line["event"] == "stopped" for line in lines) == 2
     assert list(temporary.iterdir()) == []
 
@@ -286,10 +284,10 @@ IMPATIENT = """
 import mmpos_server.workers
 mmpos_server.workers._MOST_SILENCE = 4
 """
-"""Not less: between two beats of a worker that is well there may be two ticks of its supervisor, or more under load."""
+"""Two ticks of the supervisor, or more under load, may pass between two beats of a healthy worker."""
 
 
-def test_a_worker_that_hangs_is_replaced(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+def test_a_hanging_worker_is_replaced(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(IMPATIENT)
     server = start("--workers", "2")
@@ -302,7 +300,7 @@ def test_a_worker_that_hangs_is_replaced(start: Start, tmp_path: Path, torchless
     assert events == ["worker hangs", "worker died"]
 
 
-def test_workers_that_die_again_and_again_are_soon_back_and_their_metrics_go_on(start: Start) -> None:
+def test_workers_that_die_repeatedly_restart_within_a_second_and_keep_their_metrics(start: Start) -> None:
     metrics = free_port()
     server = start("--workers", "2", "--metrics-port", str(metrics))
     for want in (4, 6, 8, 10, 12):
@@ -323,8 +321,8 @@ def served(server: Program, times: int) -> bool:
 def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
-    said = refused("--port", "0", "--workers", "2", "--config", str(file))
-    assert said.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
+    message = refused("--port", "0", "--workers", "2", "--config", str(file))
+    assert message.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
 
 
 def test_workers_end_without_an_error_or_metrics_folder_when_their_supervisor_is_killed(
@@ -345,7 +343,7 @@ def test_workers_end_without_an_error_or_metrics_folder_when_their_supervisor_is
     assert eventually(lambda: list(tmp_path.glob("mmpos-metrics-*")) == [])
 
 
-def test_the_metrics_page(start: Start) -> None:
+def test_the_metrics_page_counts_calls_stages_and_bytes(start: Start) -> None:
     metrics = free_port()
     server = start("--metrics-port", str(metrics))
     with grpc.insecure_channel(server.address) as channel:
@@ -391,12 +389,12 @@ def test_tls_requires_client_certificates_if_configured(
         ask(None, None)
     assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
     assert capsys.readouterr().err == "mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n"
-    said = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
-    assert said.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
+    message = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
+    assert message.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--config", "none.toml"], "none.toml: got No such file or directory, want a file that can be read"),
         (
@@ -405,12 +403,12 @@ def test_tls_requires_client_certificates_if_configured(
         ),
     ],
 )
-def test_errors_at_start_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_at_start_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
+    assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
 
 
-LAST = """
+BLOCKING_FINALIZER = """
 import threading
 class Last:
     def __del__(self):
@@ -419,9 +417,9 @@ last = Last()
 """
 
 
-def test_the_last_garbage_collection_holds_nobody_up(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+def test_a_blocking_finalizer_does_not_delay_the_end(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
-        file.write(LAST)
+        file.write(BLOCKING_FINALIZER)
     server = start()
     server.process.terminate()
     code, lines = server.end()

@@ -1,4 +1,4 @@
-"""The log: one JSON object a line whoever writes it, and what it warns of."""
+"""Test the log: one JSON object per line, whichever code writes it, and the warnings at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
 from mmpos_server.telemetry import Logs, logging_all
 
-SAYS = """
+WRITER = """
 import asyncio, gc, logging, os, sys, threading, warnings
 from mmpos_server.telemetry import logging_all
 
@@ -57,16 +57,16 @@ print("after", file=sys.stderr)
 """
 
 
-def said(form: str) -> list[str]:
-    completed = subprocess.run([sys.executable, "-c", SAYS, form], capture_output=True, timeout=60, check=True)
+def lines_of(form: str) -> list[str]:
+    completed = subprocess.run([sys.executable, "-c", WRITER, form], capture_output=True, timeout=60, check=True)
     return completed.stderr.decode(errors="replace").splitlines()
 
 
-def test_every_line_is_one_object_whoever_writes_it() -> None:
-    *lines, last = said("json")
+def test_every_line_is_one_json_object_whichever_code_writes_it() -> None:
+    *lines, last = lines_of("json")
     assert last == "after"
     records = [json.loads(line) for line in lines]
-    # What bypasses Python comes through a thread, and so perhaps between other lines.
+    # Lines that bypass Python are logged by a thread, perhaps between other lines.
     stray = [line for line in records if line.get("logger") in ("grpc", "stderr")]
     assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
         ("info", "Handshake failed", "grpc"),
@@ -88,8 +88,8 @@ def test_every_line_is_one_object_whoever_writes_it() -> None:
     assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
 
 
-def test_lines_for_people_are_text() -> None:
-    *lines, last = said("console")
+def test_lines_of_the_console_format_are_text() -> None:
+    *lines, last = lines_of("console")
     assert last == "after"
     (bad,) = [line for line in lines if "a.cc:1" in line]
     assert re.fullmatch(r"\S+ \[error +\] bad +\[grpc\] source=a.cc:1 times=1", bad)
@@ -108,30 +108,30 @@ def test_a_connection_without_tls_is_logged(start: Start, tmp_path: Path) -> Non
     assert server.end()[0] == 0
 
 
-def test_lines_that_a_file_does_not_accept_are_counted_and_reported(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_written_are_counted_and_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
         logs = Logs("info", file=full)
         for _ in range(3):
             logs.info("lost")
         assert eventually(lambda: logs.dropped == 3)
-        os.dup2(file.fileno(), full.fileno())  # room again
+        os.dup2(file.fileno(), full.fileno())  # accepts lines again
         assert eventually(lambda: (tmp_path / "log").stat().st_size > 0)
         logs.info("kept")
         logs.close()
-    said, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    assert (said["event"], said["level"], said["lines"]) == ("log lines dropped", "warning", 3)
+    dropped, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert (dropped["event"], dropped["level"], dropped["lines"]) == ("log lines dropped", "warning", 3)
     assert kept["event"] == "kept"
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--log-format", "console"]])
-def test_a_log_that_nobody_reads_stops_neither_calls_nor_the_end(torchless: dict[str, str], flags: list[str]) -> None:
+def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_end(torchless: dict[str, str], flags: list[str]) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
         try:
             assert process.stdout is not None
             with Client(process.stdout.readline().split()[-1]) as client:
-                for _ in range(500):  # a pipe takes the lines of about 200 calls
+                for _ in range(500):  # a pipe holds the lines of about 200 calls
                     client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
             process.terminate()
             assert process.wait(60) == 0
@@ -148,24 +148,24 @@ def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return lines
 
 
-def test_a_port_that_is_open_to_everybody_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_open_to_everybody_causes_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
         path.chmod(0o640)
     no_tls = "anybody on the network may call and read the traffic: no TLS, no tokens"
-    no_lock = "anybody on the network may call: no tokens, no client certificates"
+    no_authentication = "anybody on the network may call: no tokens, no client certificates"
     tls, mutual = TlsFiles(cert, key), TlsFiles(cert, key, cert)
     for host in ("0.0.0.0", "::"):
         place = "0.0.0.0:1" if host == "0.0.0.0" else "[::]:1"
         assert warned(Listen(host, 1), capsys) == [{"event": no_tls, "address": place}]
-        assert warned(Listen(host, 1, tls), capsys) == [{"event": no_lock, "address": place}]
+        assert warned(Listen(host, 1, tls), capsys) == [{"event": no_authentication, "address": place}]
         assert warned(Listen(host, 1, mutual), capsys) == []
         assert warned(Listen(host, 1, tls, token_file=tmp_path / "tokens"), capsys) == []
     assert warned(Listen("127.0.0.1", 1), capsys) == []
 
 
-def test_secrets_that_others_can_read_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_that_other_users_can_read_cause_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     tokens = tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")
@@ -178,7 +178,7 @@ def test_secrets_that_others_can_read_are_warned_of(tmp_path: Path, capsys: pyte
     ]
 
 
-def test_a_server_warns_once_however_many_workers_it_has(start: Start, tmp_path: Path) -> None:
+def test_a_server_with_workers_warns_once(start: Start, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")
     tokens.chmod(0o644)
@@ -186,7 +186,7 @@ def test_a_server_warns_once_however_many_workers_it_has(start: Start, tmp_path:
     assert [line["setting"] for line in server.lines() if line["level"] == "warning"] == ["token-file"]
 
 
-def test_a_process_logs_by_itself_again_after_its_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging_is_restored_after_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with logging_all("info", "console"):
         pass
     logging.getLogger("library").warning("later")

@@ -1,4 +1,4 @@
-"""The page of a server: metrics, liveness and readiness, and that no connection holds it."""
+"""Test the page of a server: metrics, liveness and readiness, and the limits of its connections."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def status(port: int, path: str, host: str = "127.0.0.1") -> int:
 
 
 def shown(port: int = 0, host: str = "127.0.0.1") -> AbstractContextManager[int]:
-    """Return a page of a server that lives and is ready."""
+    """Serve the page of a server that is live and ready."""
     return exposed(CollectorRegistry(), lambda: True, lambda: True, host, port)
 
 
-def test_paths_are_known_and_all_others_not_found() -> None:
+def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
     with shown() as port:
         assert answer(port, "/livez") == (200, "live\n")
         assert answer(port, "/readyz") == (200, "ready\n")
@@ -47,7 +47,7 @@ def test_paths_are_known_and_all_others_not_found() -> None:
         assert answer(port, "/metrics", "POST")[0] == 501
 
 
-def test_a_server_that_stands_still_does_not_live() -> None:
+def test_a_server_that_has_stopped_working_is_not_live() -> None:
     live = threading.Event()
     with exposed(CollectorRegistry(), live.is_set, lambda: True, "127.0.0.1", 0) as port:
         assert answer(port, "/livez") == (503, "the server has stopped working\n")
@@ -55,20 +55,20 @@ def test_a_server_that_stands_still_does_not_live() -> None:
         assert answer(port, "/livez") == (200, "live\n")
 
 
-def test_silent_and_slow_connections_end_(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_and_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "SECONDS", 0.2)
     with shown() as port:
-        held = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
-        for connection in held[25:]:
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
+        for connection in connections[25:]:
             connection.sendall(b"GET /livez HTTP/1.1\r\nX")
         assert status(port, "/livez") == 200
-        for connection in held:
+        for connection in connections:
             with connection:
                 assert ended(connection)
 
 
 def ended(connection: socket.socket) -> bool:
-    """Return whether the other side closes it, with an answer or without."""
+    """Wait until the other side closes a connection, with an answer or without."""
     try:
         while connection.recv(4096):
             pass
@@ -77,16 +77,18 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_the_oldest_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_connections_are_closed_to_admit_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "SECONDS", 600.0)
     monkeypatch.setattr(page, "MOST_CONNECTIONS", 8)
     with shown() as port, ExitStack() as opened:
-        held = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)]
+        connections = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)
+        ]
         assert status(port, "/livez") == 200
-        assert all(ended(connection) for connection in held[:12])
+        assert all(ended(connection) for connection in connections[:12])
 
 
-def test_a_taken_port_and_a_strange_host_are_named() -> None:
+def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):
@@ -97,7 +99,7 @@ def test_a_taken_port_and_a_strange_host_are_named() -> None:
     assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")
 
 
-def test_a_socket_of_systemd_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_from_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     handed = socket.create_server(("127.0.0.1", 0))
     port = handed.getsockname()[1]
     monkeypatch.setattr("mmpos_server.listening._FIRST", handed.detach())
@@ -108,7 +110,7 @@ def test_a_socket_of_systemd_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start, workers: str) -> None:
+def test_a_server_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
     port, host, before = free_port(), "127.0.0.2", time.time()
     flags = ["--metrics-host", host, "--metrics-port", str(port), "--notice-seconds", "600", "--workers", workers]
     server = start(*flags)
@@ -123,7 +125,7 @@ def test_a_server_is_ready_until_it_says_that_it_stops_and_lives_on(start: Start
     assert eventually(lambda: answer(port, "/readyz", host=host) == (503, "not serving\n"))
     assert status(port, "/livez", host) == 200
 
-    # Two signals that come before a process looks are one.
+    # Two signals that arrive before a process handles the first count as one.
     assert eventually(lambda: [line["event"] for line in server.lines()].count("draining") == int(workers))
     server.process.terminate()
     assert server.end()[0] == 0

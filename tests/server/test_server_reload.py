@@ -1,4 +1,4 @@
-"""Files that a server reads again while it serves: its settings at SIGHUP, its certificates as they change."""
+"""Test the files that a running server reloads: its settings at SIGHUP, its certificates when they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO = SegmentTable.from_documents([[Text(3)], [Text(3)]])
 
 
 def put(path: Path, text: str) -> None:
-    """Replace a file at once, as those should who change settings."""
+    """Replace a file atomically, as an operator should."""
     (path.parent / "next").write_text(text)
     os.replace(path.parent / "next", path)
 
@@ -38,11 +38,11 @@ def events(server: Program, event: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp_path: Path, workers: int) -> None:
+def test_settings_are_reloaded_at_sighup_and_no_call_is_lost(start: Start, tmp_path: Path, workers: int) -> None:
     file = tmp_path / "settings.toml"
     put(file, "[limits]\ndocuments = 1\n[profiles.old]\n")
     server = start("--config", str(file), "--workers", str(workers), "--drain-seconds", "60")
-    lines_a_time = 1 if workers == 1 else 1 + workers
+    lines_per_reload = 1 if workers == 1 else 1 + workers
     done, lost, answered = threading.Event(), [], [0]
     one = SegmentTable.from_documents([[Text(3)]])
 
@@ -62,7 +62,7 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
             client.place(TWO)
         put(file, "[limits]\ndocuments = 2\n[concurrency]\nmax_streams = 1\n[profiles.new]\n")
         server.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: events(server, "settings read") == lines_a_time)
+        assert eventually(lambda: events(server, "settings read") == lines_per_reload)
         assert client.place(TWO).num_documents == 2
         assert [profile.name for profile in client.info().profiles] == ["new"]
         put(file, "[limits]\ndocuments = 0\n")
@@ -75,9 +75,9 @@ def test_settings_are_read_again_at_sighup_and_no_call_is_lost(start: Start, tmp
     thread.join()
     assert lost == []
     lines = server.lines()
-    read = [line for line in lines if line["event"] == "settings read"]
-    assert [line["profiles"] for line in read] == [["new"]] * len(read)
-    assert [line["from_next_start"] for line in read if line["from_next_start"]] == [["concurrency.max_streams"]]
+    reloads = [line for line in lines if line["event"] == "settings read"]
+    assert [line["profiles"] for line in reloads] == [["new"]] * len(reloads)
+    assert [line["from_next_start"] for line in reloads if line["from_next_start"]] == [["concurrency.max_streams"]]
     (wrong,) = (line for line in lines if line["event"] == "settings not reloaded")
     assert (wrong["level"], wrong["reason"]) == ("error", f"{file}: limits.documents: got 0, want >= 1")
 
@@ -101,7 +101,7 @@ def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: 
 
 
 def served(address: str) -> str:
-    """Return the certificate that a server has for a new connection, in PEM."""
+    """Return the certificate that a server presents to a new connection, in PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -110,9 +110,7 @@ def served(address: str) -> str:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 
-def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TICK", "_REFRESH"):
         monkeypatch.setattr(app, name, 0.02)
     cert, key = make_certificate(tmp_path, "server")
@@ -121,10 +119,10 @@ def test_a_certificate_that_is_replaced_is_served_at_the_next_connection(
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address, Client(address, tls=Tls(cert)) as client:
         assert client.healthy()
         assert served(address) == first
-        os.replace(new_cert, cert)  # whose key is that of another one for a moment
+        os.replace(new_cert, cert)  # does not match the key until the next line
         os.replace(new_key, key)
         assert eventually(lambda: served(address) == second)
-        assert client.healthy()  # on the connection that it has
+        assert client.healthy()  # on its open connection
         with Client(address, tls=Tls(cert)) as late:
             assert late.healthy()
 
@@ -141,7 +139,7 @@ def test_a_wrong_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Pa
     assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
 
 
-def test_a_certificate_that_has_expired_is_named_at_the_start_and_when_it_comes(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_reported_at_the_start_and_at_a_reload(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
     certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
     certificates.refresh()

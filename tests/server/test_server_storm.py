@@ -1,4 +1,4 @@
-"""Calls of all kinds that are answered, refused, broken, late or cancelled at any moment leave nothing taken."""
+"""Test that a storm of answered, refused, malformed, late and cancelled calls leaves no slot taken."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS: dict[str, object] = {
 WANTED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 
 
-def asked(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
+def infer_request(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name=model)
     for name, datatype, shape, raw in inputs:
         request.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -45,25 +45,31 @@ def asked(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.ModelInf
 
 
 def requests(key: str) -> list[tuple[str, bytes]]:
-    """Methods and requests of every kind: in the loop, in each pool, in shared memory, and some that are refused."""
+    """Return methods and requests of every kind: in the loop, in each pool, in shared memory, and refused ones."""
     lengths = np.full(4000, 500, np.int64).tobytes()
-    picture = asked("sequences", ("parts", "BYTES", [1], len(PHOTO).to_bytes(4, "little") + PHOTO))
+    picture = infer_request("sequences", ("parts", "BYTES", [1], len(PHOTO).to_bytes(4, "little") + PHOTO))
     picture.inputs.add(name="kinds", datatype="BYTES", shape=[1])
     picture.raw_input_contents.append(b"\5\0\0\0image")
     tokens = 100_000
-    turned = asked(
+    rotation = infer_request(
         "rotate",
         ("q", "FP32", [tokens, 2, 16], bytes(tokens * 128)),
         ("position_ids", "INT32", [2, tokens], bytes(tokens * 8)),
     )
-    held = pb.ModelInferRequest(model_name="positions")
-    tensors: list[Any] = [held.inputs.add(name="lengths", datatype="INT64", shape=[4000])]
-    tensors.append(held.outputs.add(name="position_ids"))
+    in_region = pb.ModelInferRequest(model_name="positions")
+    tensors: list[Any] = [in_region.inputs.add(name="lengths", datatype="INT64", shape=[4000])]
+    tensors.append(in_region.outputs.add(name="position_ids"))
     for tensor, size in zip(tensors, (32_000, 1 << 19), strict=True):
         tensor.parameters["shared_memory_region"].string_param = "r"
         tensor.parameters["shared_memory_byte_size"].int64_param = size
     region = pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=1 << 20)
-    infer = [asked("positions", ("lengths", "INT64", [4000], lengths)), picture, turned, held, asked("nothing")]
+    infer = [
+        infer_request("positions", ("lengths", "INT64", [4000], lengths)),
+        picture,
+        rotation,
+        in_region,
+        infer_request("nothing"),
+    ]
     return [
         *(("ModelInfer", message.SerializeToString()) for message in infer),
         ("SystemSharedMemoryRegister", region.SerializeToString()),
@@ -72,49 +78,49 @@ def requests(key: str) -> list[tuple[str, bytes]]:
     ]
 
 
-async def call(channel: Any, requests_: list[tuple[str, bytes]], chance: random.Random) -> str:
-    """Return the status of a call."""
-    method, raw = chance.choice(requests_)
-    kind = chance.choice(["whole", "cancelled", "late", "broken"])
-    raw = b"\xff" + raw if kind == "broken" else raw
-    made = channel.unary_unary(f"/{SERVICE}/{method}")(raw, timeout=chance.random() / 50 if kind == "late" else 30)
+async def call(channel: Any, choices: list[tuple[str, bytes]], chance: random.Random) -> str:
+    """Make a random call, which may be cancelled, late or malformed, and return its status."""
+    method, raw = chance.choice(choices)
+    kind = chance.choice(["valid", "cancelled", "late", "malformed"])
+    raw = b"\xff" + raw if kind == "malformed" else raw
+    pending = channel.unary_unary(f"/{SERVICE}/{method}")(raw, timeout=chance.random() / 50 if kind == "late" else 30)
     if kind == "cancelled":
         await asyncio.sleep(chance.random() / 20)
-        made.cancel()
+        pending.cancel()
     try:
-        return str((await made.code()).name)
+        return str((await pending.code()).name)
     except asyncio.CancelledError:
         return "CANCELLED"
 
 
-async def stream(channel: Any, requests_: list[tuple[str, bytes]], chance: random.Random) -> str:
-    """Return the status of a stream, which may be left early."""
+async def stream(channel: Any, choices: list[tuple[str, bytes]], chance: random.Random) -> str:
+    """Make a random stream, which may be cancelled early, and return its status."""
 
     async def items() -> AsyncIterator[bytes]:
         for _ in range(chance.randrange(20)):
             yield chance.choice(
-                [raw for method, raw in requests_ if method == "ModelInfer"] + [b"\xff"] * chance.randrange(2)
+                [raw for method, raw in choices if method == "ModelInfer"] + [b"\xff"] * chance.randrange(2)
             )
 
-    made = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(items(), timeout=chance.choice([0.02, 30]))
+    pending = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(items(), timeout=chance.choice([0.02, 30]))
     try:
-        async for _ in made:
+        async for _ in pending:
             if chance.random() < 0.1:
-                made.cancel()
+                pending.cancel()
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
         pass
-    return str((await made.code()).name)
+    return str((await pending.code()).name)
 
 
 @pytest.mark.slow
-def test_after_a_storm_nothing_is_taken() -> None:
+def test_a_storm_of_calls_leaves_no_slot_taken() -> None:
     async def storm(address: str, key: str) -> set[str]:
-        chance, requests_, seen = random.Random(7), requests(key), set[str]()
+        chance, choices, seen = random.Random(7), requests(key), set[str]()
         async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
             start = time.monotonic()
             while (passed := time.monotonic() - start) < 6 or (passed < 60 and not seen >= WANTED):
-                calls = [call(channel, requests_, chance) for _ in range(50)]
-                seen |= set(await asyncio.gather(*calls, *(stream(channel, requests_, chance) for _ in range(8))))
+                calls = [call(channel, choices, chance) for _ in range(50)]
+                seen |= set(await asyncio.gather(*calls, *(stream(channel, choices, chance) for _ in range(8))))
         return seen
 
     server = Server(config(**LIMITS), shared_memory=SharedMemory(PREFIX))

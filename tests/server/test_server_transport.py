@@ -1,4 +1,4 @@
-"""Callers that break the rules of gRPC, or keep the server waiting: what they hold ends, and nobody else waits."""
+"""Test clients that break the rules of gRPC or keep the server waiting: their calls end, and no other client waits."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ REQUEST, LARGE_REQUEST, WAIT = (message(query(name)) for name in ("echo 1", "lar
 REFLECTIONS = (REFLECTION, REFLECTION.replace("v1alpha", "v1"))
 
 
-# Broken calls
+# Malformed calls
 
 
-def test_a_path_that_is_no_utf8_ends_no_server(serve: Serve) -> None:
+def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     address = serve().address
     with Connection(address) as connection:
         paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
         assert [status_of(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 4
-        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # of which Python is told nothing
+        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # ended by gRPC, before Python sees the call
         assert status_of(connection, PLACE, REQUEST) == "OK"
 
 
-def test_broken_bytes_and_none_are_the_callers_mistake(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for path in (CHECK, WATCH, *REFLECTIONS, PLACE, STREAM):
@@ -71,7 +71,7 @@ def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.
     [
         (b"gzip", "UNIMPLEMENTED", b"Compression algorithm 'gzip' is disabled."),
         (b"deflate", "UNIMPLEMENTED", b"Compression algorithm 'deflate' is disabled."),
-        # The core knows no others, and says so by INTERNAL.
+        # gRPC does not know these, and reports INTERNAL.
         (b"snappy", "INTERNAL", b""),
         (b"zstd", "INTERNAL", b""),
     ],
@@ -89,16 +89,16 @@ def test_compressed_requests_are_refused(serve: Serve, encoding: bytes, status: 
 def test_headers_beyond_their_limit_are_refused_and_reach_no_method(serve: Serve) -> None:
     server = serve()
     many, few = ([("x-odd", "a" * size)] for size in (20_000, 8_000))
-    said = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
-    assert ending(lambda: server.place(query("echo 1"), metadata=many)) == ("RESOURCE_EXHAUSTED", said)
+    details = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
+    assert ending(lambda: server.place(query("echo 1"), metadata=many)) == ("RESOURCE_EXHAUSTED", details)
     assert ending(lambda: server.place(query("echo 1"), metadata=few)) == ("OK", "")
     assert server.fake.names == ["echo 1"]
 
 
-# Messages that do not come
+# Messages that do not arrive
 
 
-def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(serve: Serve) -> None:
+def test_a_request_that_does_not_arrive_ends_in_time_and_is_logged(serve: Serve) -> None:
     logs = KeptLogs()
     server = serve(connections={"receive_seconds": 0.2}, options={"logs": logs})
     with Connection(server.address) as connection:
@@ -110,19 +110,19 @@ def test_a_request_that_does_not_come_ends_in_time_and_is_in_the_log(serve: Serv
             assert path != STREAM or b"request: only part of it arrived in time" in error
         assert status_of(connection, PLACE, REQUEST) == "OK"
     assert eventually(lambda: not server.taken() and server.metric("in_flight") == 0)
-    time.sleep(0.1)  # the line of a call comes last
+    time.sleep(0.1)  # a call is logged after its answer is sent
     written = logs.lines()
     assert sorted(line["status"] for line in written if line["event"] == "request") == ["CANCELLED", "OK"]
     assert any(line["event"] == "request did not arrive in time" for line in written)
 
 
-def test_a_server_that_stops_waits_for_no_half_request() -> None:
+def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
     with running(grace=600) as address:
         connection = Connection(address)
         stream = connection.call(PLACE)
         connection.send(stream, message(b"half", 1000), end=False)
         assert status_of(connection, CHECK, message(b"")) == "OK"
-        # To stop takes no grace, or this test is ten minutes long: the client does not even answer the goodbye.
+        # The stop does not use its grace of ten minutes, although the client does not even answer the GOAWAY frame.
     with connection:
         assert connection.ended(stream)[0] in ("CANCELLED", "UNAVAILABLE")
 
@@ -131,7 +131,7 @@ def test_a_server_that_stops_waits_for_no_half_request() -> None:
 @pytest.mark.parametrize(
     ("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32), (READY, "max_checks", 32)]
 )
-def test_half_requests_hold_no_more_than_the_share_of_their_client(
+def test_half_requests_hold_at_most_the_share_of_their_client(
     serve: Serve, half: bytes, path: str, gate: str, share: int
 ) -> None:
     server = serve(concurrency={"max_in_flight": 4})
@@ -142,7 +142,7 @@ def test_half_requests_hold_no_more_than_the_share_of_their_client(
         assert eventually(lambda: server.taken() == {gate: share})
         code, error = connection.ended(connection.call(path))
         assert code == "RESOURCE_EXHAUSTED"
-        assert f"clients.max_share of {gate} of '127.0.0.1': got {share} taken of {share}".encode() in error
+        assert f"clients.max_share of {gate} for '127.0.0.1': got {share} of {share} in use".encode() in error
         assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
 
@@ -150,17 +150,19 @@ def test_half_requests_hold_no_more_than_the_share_of_their_client(
 # Answers that are not read
 
 
-def test_answers_that_are_not_read_hold_their_bytes_until_they_are(serve: Serve) -> None:
+def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve) -> None:
     server = serve(concurrency={"max_in_flight_bytes": 5 * LARGE})
     with Connection(server.address, window=0) as connection:
         streams = [connection.call(PLACE) for _ in range(3)]
         for number, stream in enumerate(streams, 1):
             connection.send(stream, LARGE_REQUEST)
-            held = min(number, 2) * LARGE
-            assert eventually(partial(lambda held: server.taken().get("max_in_flight_bytes", 0) >= held, held))
+            expected = min(number, 2) * LARGE
+            assert eventually(
+                partial(lambda expected: server.taken().get("max_in_flight_bytes", 0) >= expected, expected)
+            )
         code, error = connection.ended(streams[2])
         assert code == "RESOURCE_EXHAUSTED"
-        assert b"clients.max_share of max_in_flight_bytes of '127.0.0.1': got " in error
+        assert b"clients.max_share of max_in_flight_bytes for '127.0.0.1': got " in error
         connection.open(streams[0], 2 * LARGE)
         assert connection.ended(streams[0])[0] == "OK"
     assert eventually(lambda: not server.taken())
@@ -179,14 +181,14 @@ def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(serve: Ser
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_a_stream_whose_first_item_is_broken_leaves_nothing_of_the_others(serve: Serve) -> None:
+def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_its_other_items(serve: Serve) -> None:
     item = message(b"\xff") + message(bytes(50_000))
 
-    def broken(connection: Connection, count: int) -> None:
+    def send_malformed(connection: Connection, count: int) -> None:
         for _ in range(count):
             stream = connection.call(STREAM)
             connection.send(stream, item, end=False)
@@ -194,10 +196,10 @@ def test_a_stream_whose_first_item_is_broken_leaves_nothing_of_the_others(serve:
 
     server = serve(connections={"receive_seconds": 60.0})
     with Connection(server.address) as connection:
-        broken(connection, 100)
+        send_malformed(connection, 100)
         before = resident()
-        broken(connection, 1000)
-        assert resident() - before < 25_000_000  # half of what came
+        send_malformed(connection, 1000)
+        assert resident() - before < 25_000_000  # half of the bytes sent
     assert eventually(lambda: not server.taken())
 
 
@@ -205,7 +207,7 @@ def test_a_stream_whose_first_item_is_broken_leaves_nothing_of_the_others(serve:
 
 
 def reset(connection: Connection, chance: Iterator[bool]) -> None:
-    """Begin a call, with or without its request, and end it by a frame."""
+    """Begin a call, with or without its request, and reset its stream."""
     stream = connection.call(PLACE)
     if next(chance):
         connection.send(stream, REQUEST, wait=False)
@@ -220,7 +222,7 @@ def trailed(connection: Connection, chance: Iterator[bool]) -> None:
 
 
 def doubled(connection: Connection, chance: Iterator[bool]) -> None:
-    """Ask with two paths."""
+    """Begin a call with two paths."""
     connection.call(PLACE, (b":path", PLACE.encode()))
 
 
@@ -230,7 +232,7 @@ def silent(connection: Connection, chance: Iterator[bool]) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, trailed, doubled, silent])
-def test_a_flood_of_another_client_loses_nobody_a_call_and_leaves_nothing(
+def test_a_flood_by_one_client_fails_no_call_of_another_and_leaves_no_slot_taken(
     serve: Serve, attack: Callable[[Connection, Iterator[bool]], None]
 ) -> None:
     server, done = serve(), threading.Event()
@@ -252,7 +254,7 @@ def test_a_flood_of_another_client_loses_nobody_a_call_and_leaves_nothing(
         thread.start()
     health = health_pb2_grpc.HealthStub(server.channel)
     results = []
-    for _ in range(4):
+    for _ in range(2):
         results.append(ending(lambda: server.place(query("echo 1"), timeout=60)))
         results.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=60)))
     done.set()
@@ -271,7 +273,7 @@ def test_health_is_answered_while_every_slot_is_taken(serve: Serve) -> None:
         assert eventually(lambda: server.taken() == {"max_in_flight": 4, "max_streams": 2})
         health = health_pb2_grpc.HealthStub(server.channel)
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
-        assert ending(lambda: server.place(query("echo 1")))[1] == "max_in_flight: got 4 taken of 4"
+        assert ending(lambda: server.place(query("echo 1")))[1] == "max_in_flight: got 4 of 4 in use"
 
 
 def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> None:
@@ -281,8 +283,8 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> Non
     assert [next(watch).status for watch in watches] == [1] * 32
     reflect: Stream = server.channel.stream_stream(REFLECTION)
     for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
-        said = "clients.max_share of max_watches of '127.0.0.1': got 32 taken of 32"
-        assert (call.code().name, call.details()) == ("RESOURCE_EXHAUSTED", said)
+        details = "clients.max_share of max_watches for '127.0.0.1': got 32 of 32 in use"
+        assert (call.code().name, call.details()) == ("RESOURCE_EXHAUSTED", details)
     assert health.Check(health_pb2.HealthCheckRequest()).status == 1
     watches[0].cancel()
     assert eventually(lambda: server.taken() == {"max_watches": 31})
@@ -295,7 +297,7 @@ def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> Non
 def test_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
     address = serve(connections={"max_connections": 3}).address
     with Connection(address) as first, Connection(address) as second, Connection(address) as third:
-        assert [status_of(each, PLACE, REQUEST) for each in (first, second, third)] == ["OK"] * 3
+        assert [status_of(connection, PLACE, REQUEST) for connection in (first, second, third)] == ["OK"] * 3
         assert closed_at_once(address)
         assert status_of(first, PLACE, REQUEST) == "OK"
 
@@ -307,9 +309,7 @@ def test_a_connection_without_calls_is_closed(serve: Serve, monkeypatch: pytest.
         assert connection.closed()
 
 
-def test_a_connection_has_an_age_after_which_its_calls_have_a_grace(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_connection_is_closed_after_a_grace_period(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "GRACE_SECONDS", 0.2)
     with Connection(serve(connections={"age_seconds": 0.2}).address) as connection:
         stream = connection.call(STREAM)
@@ -317,7 +317,7 @@ def test_a_connection_has_an_age_after_which_its_calls_have_a_grace(
         assert connection.closed()
 
 
-def test_a_call_that_is_cancelled_before_it_is_read_ends_like_others(serve: Serve) -> None:
+def test_a_call_cancelled_before_it_is_read_frees_its_slot(serve: Serve) -> None:
     server, ended = serve(), SimpleQueue[Any]()
     calls = [server.place.future(query("wait image")) for _ in range(20)]
     for call in calls:

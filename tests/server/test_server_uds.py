@@ -1,4 +1,4 @@
-"""A server on a unix socket: who may connect, what is at its path before, and what is left there after."""
+"""Test a server on a unix socket: its permissions, files already at its path, and its removal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def generous() -> Iterator[None]:
+def umask_0() -> Iterator[None]:
     """Set the umask to 0 during the test."""
     before = os.umask(0)
     yield
@@ -47,26 +47,26 @@ def mistake(uds: Uds) -> str:
     return str(raised.value)
 
 
-@pytest.mark.usefixtures("generous")
-@pytest.mark.parametrize("asked", [0o600, 0o660, 0o666])
-def test_a_socket_answers_and_has_the_permissions_that_were_asked_for(path: Path, asked: int) -> None:
-    with running(listen=Listen(tcp=False, uds=Uds(path, asked))) as address:
+@pytest.mark.usefixtures("umask_0")
+@pytest.mark.parametrize("requested", [0o600, 0o660, 0o666])
+def test_a_socket_has_the_requested_permissions_and_is_removed_at_the_end(path: Path, requested: int) -> None:
+    with running(listen=Listen(tcp=False, uds=Uds(path, requested))) as address:
         assert address == f"unix:{path}"
-        assert mode(path) == asked
+        assert mode(path) == requested
         with Client(address) as client:
             assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
         assert list(path.parent.iterdir()) == [path]
     assert list(path.parent.iterdir()) == []
 
 
-@pytest.mark.usefixtures("generous")
-def test_nobody_else_can_reach_a_socket_before_its_permissions_are_right(path: Path) -> None:
+@pytest.mark.usefixtures("umask_0")
+def test_no_other_user_can_reach_a_socket_before_its_permissions_are_set(path: Path) -> None:
     seen = []
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as server:
 
         def add(address: str) -> None:
-            made.bind(address.removeprefix("unix:"))
-            made.listen()
+            server.bind(address.removeprefix("unix:"))
+            server.listen()
             (folder,) = path.parent.iterdir()
             seen.extend([mode(folder), path.exists()])
 
@@ -77,18 +77,18 @@ def test_nobody_else_can_reach_a_socket_before_its_permissions_are_right(path: P
 
 def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
     with running(listen=Listen(uds=Uds(path))) as address:
-        for each in (address, f"unix:{path}"):
-            with Client(each) as client:
+        for target in (address, f"unix:{path}"):
+            with Client(target) as client:
                 assert client.healthy()
 
 
-def test_a_path_that_a_live_server_has_is_taken(path: Path) -> None:
+def test_the_path_of_a_live_server_is_in_use(path: Path) -> None:
     with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
         assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
         assert client.healthy()
 
 
-def test_a_socket_that_does_not_say_that_nobody_is_there_is_taken(path: Path) -> None:
+def test_a_socket_that_does_not_refuse_connections_is_in_use(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(path))
         assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
@@ -103,7 +103,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> None:
+def test_any_other_file_at_the_path_is_left_alone(path: Path, kind: str) -> None:
     if kind == "folder":
         path.mkdir()
     elif kind == "file":
@@ -115,7 +115,7 @@ def test_whatever_else_is_at_the_path_is_left_alone(path: Path, kind: str) -> No
     assert path.lstat() == before
 
 
-def test_a_socket_that_is_no_longer_ours_is_left_alone(path: Path) -> None:
+def test_the_socket_of_another_process_is_not_removed(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         with running(listen=Listen(tcp=False, uds=Uds(path))):
             path.unlink()
@@ -127,8 +127,8 @@ def test_a_socket_that_is_no_longer_ours_is_left_alone(path: Path) -> None:
 
 
 def test_an_impossible_path_is_refused(path: Path) -> None:
-    none = path.parent / "none" / "socket"
-    assert mistake(Uds(none)) == f"uds: got {none}, want a path in a folder that exists"
+    missing = path.parent / "none" / "socket"
+    assert mistake(Uds(missing)) == f"uds: got {missing}, want a path in a folder that exists"
     longest = path.parent / ("x" * (106 - len(str(path.parent))))
     with running(listen=Listen(tcp=False, uds=Uds(longest))) as address, Client(address) as client:
         assert client.healthy()
@@ -138,7 +138,7 @@ def test_an_impossible_path_is_refused(path: Path) -> None:
     assert str(raised.value) == f"uds: got a path of 108 bytes, want <= 107: {long}"
 
 
-def test_a_folder_that_is_closed_to_the_server_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
@@ -147,7 +147,7 @@ def test_a_folder_that_is_closed_to_the_server_is_named(path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--uds", "s", "--workers", "2"],
@@ -166,15 +166,15 @@ def test_a_folder_that_is_closed_to_the_server_is_named(path: Path, monkeypatch:
         ),
     ],
 )
-def test_flags_that_do_not_go_together_are_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_contradicting_flags_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr() == ("", f"mmpos_server: error: {said}\n")
+    assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
 
 
 @pytest.mark.slow
-def test_the_program_says_where_it_listens_and_takes_the_socket_away(path: Path) -> None:
+def test_the_program_prints_its_addresses_and_removes_its_socket(path: Path) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--uds-mode", "0620", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

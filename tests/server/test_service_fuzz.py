@@ -1,4 +1,4 @@
-"""Random messages and random bytes: the answer is right or the client's fault, never INTERNAL, and the server lives."""
+"""Test random messages and bytes: each is answered or refused, never with INTERNAL, and the server survives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK, LONG = 60, 400
 @pytest.fixture(scope="module")
 def server(hardy: Victim) -> Iterator[Victim]:
     with shared(bytes(8192)):
-        # The first rotation imports torch, which is not to be counted.
+        # The first rotation imports torch, which must not be counted.
         first = rotary_pb2.CosSinRequest()
         first.positions.ids.CopyFrom(tensor([[0], [0]]))
         assert hardy.call("RotaryService/CosSin", first).status == "OK"
@@ -36,7 +36,7 @@ def server(hardy: Victim) -> Iterator[Victim]:
 
 
 def check(method: str, answer: Answer) -> None:
-    """The answer is a response, or says what is wrong with the request."""
+    """Check that an answer is a valid response, or a sentence about the request."""
     if answer.status != "OK":
         assert answer.status in FAULTS
         assert is_sentence(answer.message), answer.message
@@ -58,31 +58,31 @@ def check(method: str, answer: Answer) -> None:
 
 
 def ask(server: Victim, method: str, strategy: SearchStrategy[Any], number: int) -> None:
-    def answered(request: Any) -> None:
+    def check_request(request: Any) -> None:
         check(method, server.call(method, request))
 
-    for_each(strategy, number, answered)
+    for_each(strategy, number, check_request)
 
 
 @pytest.mark.parametrize("method", REQUESTS)
-def test_any_message(server: Victim, method: str) -> None:
+def test_random_messages_are_answered_or_refused(server: Victim, method: str) -> None:
     ask(server, method, messages(REQUESTS[method][0]), QUICK)
 
 
 @pytest.mark.parametrize("method", LIKELY)
-def test_messages_that_are_mostly_right(server: Victim, method: str) -> None:
+def test_mostly_valid_messages_are_answered_or_refused(server: Victim, method: str) -> None:
     ask(server, method, LIKELY[method], QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", REQUESTS)
-def test_many_messages(server: Victim, method: str) -> None:
+def test_many_messages_are_answered_or_refused(server: Victim, method: str) -> None:
     ask(server, method, messages(REQUESTS[method][0]), LONG)
     ask(server, method, LIKELY[method], LONG)
 
 
 @pytest.mark.parametrize("method", STREAMS)
-def test_any_message_in_a_stream_has_an_answer_in_its_place(server: Victim, method: str) -> None:
+def test_items_of_a_stream_are_answered_in_order(server: Victim, method: str) -> None:
     request, response = STREAMS[method]
     items: list[Any] = []
     for_each(messages(request), QUICK, items.append)
@@ -97,10 +97,10 @@ def test_any_message_in_a_stream_has_an_answer_in_its_place(server: Victim, meth
     assert {STATUSES[code] for code in errors} <= FAULTS
 
 
-# What one side knows and the other does not.
+# Fields and values of later versions.
 
-TOMORROW = b"\x98\x06\x01"
-"""Field 99 is 1."""
+UNKNOWN_FIELD = b"\x98\x06\x01"
+"""Field 99 with the value 1."""
 
 
 def build(part: bytes) -> Any:
@@ -111,19 +111,19 @@ def build(part: bytes) -> Any:
 NO_TOKENS: Any = {"ids": {"dtype": 2, "shape": [2, 0]}}
 STRANGE: dict[str, tuple[str, Any, str]] = {
     "no query": ("Position/Place", b"", "query: got none, want a PositionsQuery"),
-    "a source of tomorrow": (
+    "an unknown source": (
         "Position/Place",
-        positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery.FromString(TOMORROW)),
+        positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery.FromString(UNKNOWN_FIELD)),
         "query.source: got none, want one of segments, spans, input_ids",
     ),
-    "a part of tomorrow": (
+    "an unknown part": (
         "Sequence/Build",
-        build(TOMORROW),
+        build(UNKNOWN_FIELD),
         "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels, audio, clip",
     ),
     "no positions": ("Rotary/CosSin", b"", "positions: got none, want a RotaryPositions"),
     "no q": ("Rotary/Rotate", rotary_pb2.RotateRequest(positions=NO_TOKENS), "q: got none, want a Tensor"),
-    "a layout of tomorrow": (
+    "an unknown layout": (
         "Rotary/CosSin",
         rotary_pb2.CosSinRequest(positions=NO_TOKENS, layout=99),  # type: ignore[arg-type]
         "layout: got 99, want one of COS_SIN_LAYOUT_UNSPECIFIED, COS_SIN_LAYOUT_PAIRS, COS_SIN_LAYOUT_TRANSFORMERS, "
@@ -133,7 +133,7 @@ STRANGE: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("method", "request_", "message"), STRANGE.values(), ids=STRANGE)
-def test_missing_and_unknown_values_are_named(server: Victim, method: str, request_: Any, message: str) -> None:
+def test_missing_and_unknown_values_are_reported(server: Victim, method: str, request_: Any, message: str) -> None:
     answer = server.call(method.replace("/", "Service/"), request_)
     if method == "Sequence/Build":
         [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
@@ -141,10 +141,10 @@ def test_missing_and_unknown_values_are_named(server: Victim, method: str, reque
     assert answer == Answer("INVALID_ARGUMENT", message)
 
 
-def test_fields_of_tomorrow_are_ignored(server: Victim) -> None:
+def test_unknown_fields_are_ignored(server: Victim) -> None:
     request = positions_pb2.PlaceRequest(query={"spans": {"lengths": [4]}})  # type: ignore[arg-type]
     known = server.call("PositionService/Place", request)
-    strange = server.call("PositionService/Place", request.SerializeToString() + TOMORROW)
+    strange = server.call("PositionService/Place", request.SerializeToString() + UNKNOWN_FIELD)
     assert (known.status, known) == ("OK", strange)
 
 
@@ -174,18 +174,20 @@ MUTABLE = [INFER, *(method for method in REQUESTS if method != "InfoService/GetI
 
 
 @pytest.mark.parametrize("method", MUTABLE)
-def test_bytes_that_were_messages(server: Victim, method: str) -> None:
+def test_mutated_messages_are_answered_or_refused(server: Victim, method: str) -> None:
     check_mutations(server, method, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", MUTABLE)
-def test_tens_of_thousands_of_messages(server: Victim, method: str, request: pytest.FixtureRequest) -> None:
+def test_tens_of_thousands_of_mutated_messages_are_answered_or_refused(
+    server: Victim, method: str, request: pytest.FixtureRequest
+) -> None:
     check_mutations(server, method, int(request.config.getoption("--mutations")) // len(MUTABLE))
 
 
 @pytest.mark.parametrize("method", [*REQUESTS, INFER])
-def test_random_bytes(server: Victim, method: str) -> None:
+def test_random_bytes_are_answered_or_refused(server: Victim, method: str) -> None:
     chance = random.Random(method)
     for _ in range(100):
         check(method, server.call(method, chance.randbytes(chance.randint(0, 64))))

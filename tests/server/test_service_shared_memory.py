@@ -1,4 +1,4 @@
-"""Tensors in shared memory through a real server: read where they lie, put where they are wanted, or refused."""
+"""Test tensors in shared memory through a real server: inputs, outputs and refusals."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from mmpos_server.position_service import PositionService
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="objects are looked for where Linux keeps them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the test looks for objects where Linux keeps them")
 
 IDS = [1, 2, *[9] * 4, 3]
 Q = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
-TURNS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
+POSITIONS = rotary_pb2.RotaryPositions(ids=tensor([[0, 1, 2, 3]] * 2))
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def server(hardy: Victim) -> Victim:
 
 
 @pytest.fixture(scope="module")
-def without() -> Iterator[Victim]:
+def plain_server() -> Iterator[Victim]:
     with running(load()) as address:
         yield Victim(None, address)
 
 
-def elsewhere(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
-    """Return the message of an array whose bytes lie in an object."""
+def shared_tensor(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
+    """Return the message of an array in shared memory."""
     message = tensor(array, array.dtype.name)
     message.ClearField("data")
     part: dict[str, Any] = {"key": where, "offset": offset, "byte_size": array.nbytes, **fields}
@@ -72,7 +72,7 @@ def place(ids: tensor_pb2.Tensor, **query: Any) -> Any:
 
 def rotate(q: tensor_pb2.Tensor, **fields: Any) -> Any:
     rotary = rotary_pb2.RotarySettings(rotary=rotary_pb2.Rotary(head_dim=8))
-    return rotary_pb2.RotateRequest(q=q, positions=TURNS, rotary=rotary, **fields)
+    return rotary_pb2.RotateRequest(q=q, positions=POSITIONS, rotary=rotary, **fields)
 
 
 def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
@@ -80,7 +80,7 @@ def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
 
 
 def opened(server: Victim) -> list[str]:
-    """Return the objects that a server has open."""
+    """Return the objects of shared memory that a server has open."""
     results = []
     for path in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -96,76 +96,76 @@ def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict
     return Answer(error.code().name, error.details()), dict(error.trailing_metadata())
 
 
-def test_the_server_tells_the_prefix_and_the_limit(server: Victim, without: Victim) -> None:
+def test_the_server_reports_its_prefix_and_its_limit(server: Victim, plain_server: Victim) -> None:
     result, other = (
-        info_pb2.GetInfoResponse.FromString(it.call("InfoService/GetInfo", b"").data) for it in (server, without)
+        info_pb2.GetInfoResponse.FromString(it.call("InfoService/GetInfo", b"").data) for it in (server, plain_server)
     )
     assert (result.shared_memory_prefix, result.limits.shared_bytes) == (PREFIX, 2**30)
     assert other.shared_memory_prefix == ""
 
 
-def test_rotations_come_from_objects_and_go_to_them(server: Victim) -> None:
+def test_rotations_are_read_from_objects_and_written_to_them(server: Victim) -> None:
     k = Q[:, :1] * 2
     wanted = server.call("RotaryService/Rotate", rotate(tensor(Q, "float32"), k=tensor(k, "float32")))
     want = rotary_pb2.RotateResponse.FromString(wanted.data)
-    with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as there:
-        request = rotate(elsewhere(Q, key), k=elsewhere(k, key, Q.nbytes + 8), **output(there, 600, 100))
+    with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as target:
+        request = rotate(shared_tensor(Q, key), k=shared_tensor(k, key, Q.nbytes + 8), **output(target, 600, 100))
         rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
         # 384 bytes of q are six times 64.
-        places = [tensor_pb2.SharedMemory(key=there, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
+        places = [tensor_pb2.SharedMemory(key=target, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
         assert [rotated.q, rotated.k] == [
             tensor_pb2.Tensor(dtype=x.dtype, shape=x.shape, shared=at)
             for x, at in zip((want.q, want.k), places, strict=True)
         ]
-        assert content(there) == b"." * 100 + want.q.data + want.k.data + b"." * 388
+        assert content(target) == b"." * 100 + want.q.data + want.k.data + b"." * 388
         assert content(key) == Q.tobytes() + b"-" * 8 + k.tobytes()
     assert names() == set()
 
 
 LARGE = np.random.default_rng(2).standard_normal((4096, 3, 8)).astype(np.float32)
-LARGE_TURNS = rotary_pb2.RotaryPositions(ids=tensor(np.arange(4096, dtype=np.int32)[None].repeat(2, 0), "int32"))
+LARGE_POSITIONS = rotary_pb2.RotaryPositions(ids=tensor(np.arange(4096, dtype=np.int32)[None].repeat(2, 0), "int32"))
 
 
 def rotate_large(key: str, **fields: Any) -> Any:
-    request = rotate(elsewhere(LARGE, key), **fields)
-    request.positions.CopyFrom(LARGE_TURNS)
+    request = rotate(shared_tensor(LARGE, key), **fields)
+    request.positions.CopyFrom(LARGE_POSITIONS)
     return request
 
 
 @pytest.mark.parametrize("unaligned", [0, 4])
-def test_sealed_objects_are_rotated_from_one_to_the_other(server: Victim, unaligned: int) -> None:
+def test_a_rotation_reads_one_sealed_object_and_writes_another(server: Victim, unaligned: int) -> None:
     plain = rotate(tensor(LARGE, "float32"))
-    plain.positions.CopyFrom(LARGE_TURNS)
+    plain.positions.CopyFrom(LARGE_POSITIONS)
     want = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", plain).data).q.data
     size, offset = LARGE.nbytes, 64 + unaligned
-    with sealed(bytes(offset) + LARGE.tobytes() * 2) as (key, _), sealed(b"." * (size + 200), "answer") as (there, to):
-        request = rotate_large(key, **output(there, size + 72, offset))
+    with sealed(bytes(offset) + LARGE.tobytes() * 2) as (key, _), sealed(b"." * (size + 200), "answer") as (target, to):
+        request = rotate_large(key, **output(target, size + 72, offset))
         request.q.shared.offset = offset
         for _ in range(2):
             rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
-        assert rotated.q.shared == tensor_pb2.SharedMemory(key=there, offset=offset, byte_size=size)
+        assert rotated.q.shared == tensor_pb2.SharedMemory(key=target, offset=offset, byte_size=size)
         assert os.pread(to, size + 200, 0) == b"." * offset + want + b"." * (200 - offset)
-        assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # into the message
+        assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # the result is in the message
         # Objects of clients leave no trace in the server.
         assert eventually(lambda: not opened(server) and f"memfd:{PREFIX}" not in mapped(server)), mapped(server)
 
 
 @pytest.mark.parametrize("seals", [0, SHRINK])
-def test_a_client_that_shrinks_its_objects_meanwhile_harms_nobody(server: Victim, seals: int) -> None:
+def test_a_client_that_shrinks_its_objects_during_a_call_does_no_harm(server: Victim, seals: int) -> None:
     asking, refused = True, 0
 
     def shrink(descriptors: list[int]) -> int:
-        done = 0
+        shrinks = 0
         while asking:
             for descriptor in descriptors:
                 with suppress(PermissionError):
                     os.ftruncate(descriptor, 4096)
-                    done += 1
+                    shrinks += 1
                     os.ftruncate(descriptor, LARGE.nbytes)
-        return done
+        return shrinks
 
-    with sealed(LARGE.tobytes(), "q", seals) as (key, q), sealed(LARGE.tobytes(), "answer", seals) as (there, to):
-        request = rotate_large(key, **output(there, LARGE.nbytes))
+    with sealed(LARGE.tobytes(), "q", seals) as (key, q), sealed(LARGE.tobytes(), "answer", seals) as (target, to):
+        request = rotate_large(key, **output(target, LARGE.nbytes))
         with ThreadPoolExecutor() as threads:
             shrinking = threads.submit(shrink, [q, to])
             for _ in range(50):
@@ -176,19 +176,19 @@ def test_a_client_that_shrinks_its_objects_meanwhile_harms_nobody(server: Victim
         if seals:
             assert (shrinking.result(), refused) == (0, 0)
     with shared(Q.tobytes()) as key:
-        assert server.call("RotaryService/Rotate", rotate(elsewhere(Q, key))).status == "OK"
+        assert server.call("RotaryService/Rotate", rotate(shared_tensor(Q, key))).status == "OK"
 
 
-def test_a_client_that_frees_its_memory_meanwhile_harms_nobody(server: Victim) -> None:
+def test_a_client_that_frees_its_memory_during_a_call_does_no_harm(server: Victim) -> None:
     size = LARGE.nbytes
 
     def ask() -> set[str]:
-        request = rotate_large(key, **output(there, size))
+        request = rotate_large(key, **output(target, size))
         return {server.call("RotaryService/Rotate", request).status for _ in range(50)}
 
     with (
         sealed(LARGE.tobytes(), "q") as (key, q),
-        sealed(LARGE.tobytes(), "answer") as (there, to),
+        sealed(LARGE.tobytes(), "answer") as (target, to),
         mmap.mmap(q, size) as one,
         mmap.mmap(to, size) as two,
         ThreadPoolExecutor() as threads,
@@ -201,7 +201,6 @@ def test_a_client_that_frees_its_memory_meanwhile_harms_nobody(server: Victim) -
 
 
 def mapped(server: Victim) -> str:
-    """Return the maps of a server."""
     return Path(f"/proc/{server.pid}/maps").read_text()
 
 
@@ -214,14 +213,14 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
         parts.add(text="abc")
         parts.add(pixels=tensor(image, "uint8"))
     want = sequences_pb2.BuildResponse.FromString(server.call("SequenceService/Build", plain).data).sequences.results
-    with shared(image.tobytes()) as key, shared(bytes(20_000), "answer") as there:
+    with shared(image.tobytes()) as key, shared(bytes(20_000), "answer") as target:
         request = sequences_pb2.BuildRequest.FromString(plain.SerializeToString())
         for document in request.query.documents:
-            document.parts[1].pixels.CopyFrom(elsewhere(image, key))
-        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=there, byte_size=20_000))
+            document.parts[1].pixels.CopyFrom(shared_tensor(image, key))
+        request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=target, byte_size=20_000))
         answer = server.call("SequenceService/Build", request)
         result = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
-        written = content(there)
+        written = content(target)
     offsets = []
     for one, other in zip(result, want, strict=True):
         for name in ("input_ids", "patches"):
@@ -236,7 +235,7 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
 
 def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: Victim) -> None:
     q = tensor(Q, "float32")
-    tables = rotary_pb2.CosSinRequest(positions=TURNS, rotary=rotate(q).rotary)
+    tables = rotary_pb2.CosSinRequest(positions=POSITIONS, rotary=rotate(q).rotary)
     tables.layout = rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS
     ids = place(tensor(IDS), dense={})
     with shared(b"." * 64) as key:
@@ -255,7 +254,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
         assert content(key) == b"." * 64
 
 
-def test_sizes_known_only_after_the_work_are_refused_then(server: Victim) -> None:
+def test_an_output_is_refused_after_the_work_if_its_size_is_known_only_then(server: Victim) -> None:
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
@@ -265,39 +264,39 @@ def test_sizes_known_only_after_the_work_are_refused_then(server: Victim) -> Non
 
 
 REFUSALS: dict[str, tuple[dict[str, object], str]] = {
-    "both": ({"data": b"x"}, "q.shared cannot be combined with data"),
-    "too few": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
-    "too many": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
-    "no such name": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
+    "data and shared memory": ({"data": b"x"}, "q.shared cannot be combined with data"),
+    "too few bytes": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
+    "too many bytes": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
+    "an unknown object": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_a_wrong_place_is_named(server: Victim, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_reference_to_an_object_is_refused(server: Victim, change: dict[str, Any], message: str) -> None:
     with shared(Q.tobytes()) as key:
         fields = dict(change)
         data = fields.pop("data", b"")
-        q = elsewhere(Q, key, **fields)
+        q = shared_tensor(Q, key, **fields)
         q.data = data
         answer = server.call("RotaryService/Rotate", rotate(q))
     status = "RESOURCE_EXHAUSTED" if message.startswith("shared_bytes") else "INVALID_ARGUMENT"
     assert (answer.status, answer.message[: len(message)]) == (status, message)
 
 
-def test_a_server_without_it_names_the_tensor(without: Victim) -> None:
+def test_a_server_without_shared_memory_refuses_a_shared_tensor_by_name(plain_server: Victim) -> None:
     with shared(Q.tobytes()) as key:
-        there = output(key, 384)
-        for request, name in ((rotate(elsewhere(Q, key)), "q.shared"), (rotate(tensor(Q), **there), "output")):
+        target = output(key, 384)
+        for request, name in ((rotate(shared_tensor(Q, key)), "q.shared"), (rotate(tensor(Q), **target), "output")):
             want = f"{name}: shared memory requires a server started with --shared-memory"
-            assert without.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
-        ids = without.call("PositionService/Place", place(elsewhere(np.array(IDS), key, byte_size=56)))
+            assert plain_server.call("RotaryService/Rotate", request) == Answer("UNIMPLEMENTED", want)
+        ids = plain_server.call("PositionService/Place", place(shared_tensor(np.array(IDS), key, byte_size=56)))
         assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory")
 
 
-def test_one_wrong_document_does_not_spoil_the_others(server: Victim) -> None:
+def test_one_wrong_document_does_not_affect_the_others(server: Victim) -> None:
     ids = np.array([1, 2], np.int32)
     with shared(ids.tobytes()) as key:
-        parts: list[object] = [{"token_ids": elsewhere(ids, at)} for at in (key, f"{key}x")]
+        parts: list[object] = [{"token_ids": shared_tensor(ids, at)} for at in (key, f"{key}x")]
         request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [part]} for part in parts]})  # type: ignore[arg-type]
         answer = server.call("SequenceService/Build", request)
     first, second = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
@@ -310,19 +309,20 @@ def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, thread
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
     pools = Admission(config.concurrency, config.clients)
-    there: Any = SimpleNamespace(is_active=lambda: True)
-    call, answer = Call("a", "a", pools, there), positions_pb2.Positions()
+    context: Any = SimpleNamespace(is_active=lambda: True)
+    call, answer = Call("a", "a", pools, context), positions_pb2.Positions()
     array = np.array(IDS[:-1] + [3] * (tokens - 6))
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))
         call.hold(array.nbytes)
-        service.place(place(elsewhere(array, key)).query, answer, call)  # the message is as small in either case
+        # The message has the same small size in both cases.
+        service.place(place(shared_tensor(array, key)).query, answer, call)
     assert answer.cu_seqlens == [0, tokens]
     assert [stage for stage, _ in call.stages].count("queue") == threads
     pools.close()
 
 
-def test_items_of_a_stream_have_their_own(server: Victim) -> None:
+def test_each_item_of_a_stream_has_its_own_shared_memory(server: Victim) -> None:
     array = np.array(IDS)
     plain = place(tensor(IDS), dense={}).query
     want = positions_pb2.PlaceResponse.FromString(
@@ -330,9 +330,9 @@ def test_items_of_a_stream_have_their_own(server: Victim) -> None:
     )
     with shared(array.tobytes()) as key, shared(bytes(64), "first") as one, shared(bytes(64), "second") as two:
         queries = [
-            place(elsewhere(array, key), dense={}, **output(at, size)).query for at, size in ((one, 64), (two, 9))
+            place(shared_tensor(array, key), dense={}, **output(at, size)).query for at, size in ((one, 64), (two, 9))
         ]
-        queries.append(place(elsewhere(array, key), dense={}, **output(two, 64)).query)
+        queries.append(place(shared_tensor(array, key), dense={}, **output(two, 64)).query)
         items = [positions_pb2.StreamPlaceRequest(id=i, query=query) for i, query in enumerate(queries)]
         raw, end = server.stream("PositionService/StreamPlace", [item.SerializeToString() for item in items])
         results = [positions_pb2.StreamPlaceResponse.FromString(answer) for answer in raw]
@@ -344,16 +344,16 @@ def test_items_of_a_stream_have_their_own(server: Victim) -> None:
         assert [content(at)[:56] for at in (one, two)] == [want.positions.dense.data] * 2
 
 
-def test_nothing_stays_open(server: Victim) -> None:
+def test_no_object_stays_open(server: Victim) -> None:
     array = np.array(IDS)
-    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as there:
-        wrong = place(elsewhere(array, key, key=f"{key}x"), dense={}, **output(there, 64))
-        requests = [place(elsewhere(array, key), dense={}, **output(there, size)) for size in (64, 9)] + [wrong]
+    with shared(array.tobytes()) as key, shared(bytes(64), "answer") as target:
+        wrong = place(shared_tensor(array, key, key=f"{key}x"), dense={}, **output(target, 64))
+        requests = [place(shared_tensor(array, key), dense={}, **output(target, size)) for size in (64, 9)] + [wrong]
         items = [positions_pb2.StreamPlaceRequest(query=request.query).SerializeToString() for request in requests]
         for request in requests * 10:
             server.call("PositionService/Place", request)
         server.stream("PositionService/StreamPlace", items * 10)
-        # A status is sent before all is put away.
+        # The status is sent before the last object is closed.
         assert eventually(lambda: not opened(server)), opened(server)
 
 
@@ -371,33 +371,33 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
         rotary_pb2.RotateRequest(),
     ]
     assert [claimed(message, Limits()) for message in messages] == [400, 300, 400, 200, 100, 0]
-    takes = SharedMemory(PREFIX)
-    assert [mentions(message.SerializeToString(), takes) for message in messages] == [True] * 5 + [False]
+    memory = SharedMemory(PREFIX)
+    assert [mentions(message.SerializeToString(), memory) for message in messages] == [True] * 5 + [False]
     assert not mentions(messages[0].SerializeToString(), SharedMemory())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--host", "0.0.0.0"], "got host '0.0.0.0', want one that only this machine reaches, such as 127.0.0.1"),
+        (["--host", "0.0.0.0"], "got host '0.0.0.0', want a loopback host such as 127.0.0.1"),
         (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
     ],
 )
 def test_a_wrong_command_line_is_reported_before_workers_start(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2
-    assert capsys.readouterr().err == f"mmpos_server: error: shared-memory: {said}\n"
+    assert capsys.readouterr().err == f"mmpos_server: error: shared-memory: {message}\n"
 
 
-def test_a_server_that_others_can_reach_takes_no_shared_memory() -> None:
-    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want one that only this machine"):
+def test_a_server_that_other_machines_can_reach_refuses_shared_memory() -> None:
+    with pytest.raises(InvalidInputError, match=r"^shared-memory: got host '0.0.0.0', want a loopback host"):
         Server(load(), Listen("0.0.0.0"), shared_memory=SharedMemory(PREFIX))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_command_line_turns_it_on_for_all_workers(workers: str) -> None:
+def test_the_command_line_enables_shared_memory_for_all_workers(workers: str) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", workers, "--shared-memory", PREFIX]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -407,7 +407,7 @@ def test_the_command_line_turns_it_on_for_all_workers(workers: str) -> None:
         process.terminate()
 
 
-def test_an_answer_is_expected_at_its_places() -> None:
+def test_an_output_too_small_for_the_expected_tensors_is_refused() -> None:
     with shared(bytes(200)) as key:
         part = tensor_pb2.SharedMemory(key=key, byte_size=100)
         exchange = Exchange(SharedMemory(PREFIX), rotary_pb2.RotateRequest(output=part))

@@ -1,4 +1,4 @@
-"""Formats of records: each turns a raw record into one ordered list of texts and images, or raises what is wrong."""
+"""Formats of records: each converts a raw record to an ordered list of texts and images, or raises an error."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,4 +36,4 @@ FORMATS: Mapping[str, type] = MappingProxyType(
         "pairs": Pairs,
     }
 )
-"""Every format by the name that the command line knows it by; options are keyword arguments."""
+"""Format classes by their names on the command line; options are keyword arguments."""

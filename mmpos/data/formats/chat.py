@@ -1,4 +1,4 @@
-"""Conversations: messages of the OpenAI API and of Transformers, and LLaVA's turns, written by a template."""
+"""Formats of conversations: messages of the OpenAI API and of Transformers, and the turns of LLaVA."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Chat", "LLaVA"]
 
 @dataclass(frozen=True)
 class _Conversation(RecordFormat):
-    """Base of the formats of conversations.
+    """Base class of conversation formats.
 
     Args:
-        template: text around the turns; None is plain text, and in a Preprocess the tokenizer's own chat template.
+        template: text around the turns; None is plain text, or the chat template of the tokenizer in a Preprocess.
         images: sources of the images.
     """
 
@@ -35,7 +35,7 @@ class _Conversation(RecordFormat):
         super().__post_init__()
 
     def for_tokenizer(self, tokenizer: object) -> Self:
-        """Return the format with a template: its own, or that of the tokenizer."""
+        """Return the format with its own template, or with that of the tokenizer if it has none."""
         return self if self.template is not None else replace(self, template=template_of(tokenizer))
 
     def _conversation(self, turns: list[tuple[Field, list[object]]]) -> list[Piece]:
@@ -43,31 +43,31 @@ class _Conversation(RecordFormat):
 
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
-"""Kinds of parts that are text, and the field that holds it."""
+"""Types of text parts, with the field that holds the text."""
 
 _IMAGES = ("image", "url", "path", "base64")
-"""Fields of a part of type image, one of which holds it."""
+"""Fields of a part of type image, one of which holds the image."""
 
 _MEDIA = {
     **dict.fromkeys(("video", "video_url"), "video"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
 }
-"""Kinds of parts that are videos or audio, and which."""
+"""Types of video and audio parts, with the medium."""
 
 _KINDS = (*_TEXTS, "image", "image_url", "input_image", *_MEDIA)
 
 
 @dataclass(frozen=True)
 class Chat(_Conversation):
-    r"""Format of records with ``messages``, each of a ``role`` and a ``content``, which is text or a list of parts.
+    r"""Format of records with ``messages``, each with a ``role`` and a ``content``, which is text or a list of parts.
 
-    The assistant's turns are trained on, with the text that ends them.
+    The turns of the assistant are trained on, including the text that ends them.
     Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and ``{"type":
     "refusal", "refusal": …}`` of chat completions; ``input_text``, ``output_text`` and ``{"type": "input_image",
-    "image_url": …}`` of responses; and of Transformers ``{"type": "image", "image": …}``, or with ``url``, ``path`` or
-    ``base64`` for the image; ``{"type": "video", "video": [frame, …], "fps": …}``, whose frames are references to
-    images; and any part of type ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that media reads.
-    Other parts (files) and calls of tools are refused, since a model would be trained as if they were missing.
+    "image_url": …}`` of responses; ``{"type": "image", "image": …}`` of Transformers, or with ``url``, ``path`` or
+    ``base64`` in place of ``image``; ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as
+    frames; and any part of type ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media``
+    reads. Other parts (files) and tool calls are refused, since a model would be trained as if they were missing.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the documentation of
     Transformers, "Multimodal chat templates".
@@ -78,11 +78,11 @@ class Chat(_Conversation):
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: text around the turns; None is plain text, and in a Preprocess the tokenizer's own chat template.
-        images: sources of the images, those of frames too; ``data:`` URLs need none.
-        media: makes a Video, a Grid of several frames, a Clip or an Audio of a part that is a video or audio, given as
-            the mapping that it is in the record: which frames are sampled, and how many tokens audio has, are rules of
-            a model. None refuses such parts, but for lists of frames.
+        template: text around the turns; None is plain text, or the chat template of the tokenizer in a Preprocess.
+        images: sources of images, including video frames; ``data:`` URLs need none.
+        media: called with a video or audio part, the mapping in the record; returns a Video, a Grid of several frames,
+            a Clip or an Audio, since each model has its own rules for sampling frames and for the number of audio
+            tokens. None refuses such parts except lists of frames.
     """
 
     names: ClassVar[str] = "messages"
@@ -102,7 +102,7 @@ class Chat(_Conversation):
     def _parts(self, message: Field) -> list[object]:
         for name in ("tool_calls", "function_call"):
             if message[name].several():
-                raise message[name].error("none, but what was said in content")
+                raise message[name].error("no tool calls, only content")
         content = message["content"]
         if content.is_list:
             return [self._part(part) for part in content.items()]
@@ -149,7 +149,7 @@ class Chat(_Conversation):
 
 
 def _read(media: Callable[[Record], object], part: Field) -> object:
-    """Ask the user's function for a part; what it raises becomes an error of the record."""
+    """Call the user's function with a part; convert its exceptions to errors of the record."""
     want = "a Video, a Grid of several frames, a Clip or an Audio"
     try:
         answer = media(part.value)
@@ -168,11 +168,11 @@ _PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LLaVA(_Conversation):
-    r"""Format of records with ``conversations`` of ``from`` (human, gpt or system) and ``value``, and ``image``.
+    r"""Format of records with ``image`` and ``conversations`` of ``from`` (human, gpt or system) and ``value``.
 
-    ``image`` is a path, another reference, or a list of them; there must be as many as the values have ``<image>``,
-    which they replace in order. The text around them, line breaks too, stays.
-    gpt's turns are trained on, with the text that ends them.
+    ``image`` is a path, another reference, or a list of references, which replace each ``<image>`` in the values in
+    order; their numbers must be equal. The text around ``<image>``, including line breaks, is kept. The turns of gpt
+    are trained on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md of the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 
@@ -182,8 +182,8 @@ class LLaVA(_Conversation):
     ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
 
     Args:
-        template: text around the turns, as of Chat; human is its user, gpt its assistant.
-        images: sources of the images; LLaVA itself has paths.
+        template: text around the turns, as for Chat, with human as user and gpt as assistant.
+        images: sources of the images, which LLaVA gives as paths.
     """
 
     names: ClassVar[str] = "conversations"
@@ -196,7 +196,7 @@ class LLaVA(_Conversation):
         references = record["image"].several()
         count = sum(len(texts) - 1 for _, texts in contents)
         if count != len(references):
-            want = f"{len(references)}, as many as there are in image"
+            want = f"{len(references)}, the number of references in image"
             raise record["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
         images = (reference.image(self.images) for reference in references)
         return self._conversation(
@@ -205,5 +205,5 @@ class LLaVA(_Conversation):
 
 
 def _role(speaker: Field) -> Field:
-    """Translate a speaker of LLaVA to a role of the template."""
+    """Convert a speaker of LLaVA to a role of the template."""
     return replace(speaker, value=_ROLES[speaker.choice(_ROLES)])

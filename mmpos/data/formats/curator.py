@@ -1,4 +1,4 @@
-"""Samples of NeMo Curator: documents whose texts and images are rows of a table, in order of their position."""
+"""Format of NeMo Curator samples: documents with their texts and images as rows of a table, sorted by position."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mmpos.data.formats.images import Images, describe
 __all__ = ["Curator"]
 
 _MODALITIES = ("text", "image", "metadata")
-_METADATA = -1  # the position of rows of metadata
+_METADATA = -1  # position of metadata rows
 
 
 @dataclass(frozen=True)
 class Curator(RecordFormat):
-    """Format of samples of NeMo Curator, as ``SampleReader`` and ``join_samples`` join them: ``id`` and ``rows``.
+    """Format of NeMo Curator samples with ``id`` and ``rows``, as made by ``SampleReader`` and ``join_samples``.
 
-    A row has a ``modality``, "text", "image" or "metadata", and a ``position``: the pieces stand in its order, from 0
-    on, and gaps are allowed, since Curator may drop rows. Rows of metadata, at position -1, are not used. A text is in
-    ``text_content``. An image is in ``binary_content``, or else where ``source_ref`` says, as JSON: the whole file
-    ``path``, or ``byte_size`` bytes of it from ``byte_offset`` on. A row with a ``materialize_error`` is a broken
-    image. Other modalities and columns are refused and ignored, but for ``train``, which ``write_samples`` adds: a row
-    where it is false is not trained on. A sample with a broken row is refused whole.
+    A row has a ``modality``, "text", "image" or "metadata", and a ``position``. Pieces are sorted by position, from 0;
+    gaps are allowed, since Curator may drop rows. Metadata rows, at position -1, are not used. A text is in
+    ``text_content``. An image is in ``binary_content``, or in the place that ``source_ref`` names as JSON: the whole
+    file ``path``, or ``byte_size`` bytes of it at ``byte_offset``. A row with a ``materialize_error`` is a broken
+    image. A row with a false ``train``, a column that ``write_samples`` adds, is not trained on. Other columns are
+    ignored, other modalities are refused. An invalid row makes the whole sample invalid.
 
     Source: nemo_curator.tasks.interleaved, INTERLEAVED_SCHEMA, of NeMo Curator 1.4.
 
@@ -37,7 +37,7 @@ class Curator(RecordFormat):
 
     Args:
         images: sources of images that are not in the table.
-        separator: stands between two texts with no image between them.
+        separator: text between adjacent texts.
     """
 
     names: ClassVar[str] = "rows"
@@ -51,7 +51,7 @@ class Curator(RecordFormat):
         for row in record["rows"].items():
             position = _position(row)
             if position in placed:
-                raise row["position"].error(f"another one, since {placed[position].name} has it")
+                raise row["position"].error(f"a position other than that of {placed[position].name}")
             if position is not None:
                 placed[position] = row
         return [self._piece(placed[position]) for position in sorted(placed)]
@@ -74,12 +74,12 @@ class Curator(RecordFormat):
             return BrokenImage(error)
 
     def _referred(self, reference: Field) -> object:
-        """Return the image that a source_ref names."""
+        """Return the image that a source_ref refers to."""
         path, size = reference["path"], reference["byte_size"]
         if reference["frame_index"].value is not None:
-            raise reference["frame_index"].error("null, since TIFF is not read")
+            raise reference["frame_index"].error("null, since frames of TIFF files are not supported")
         if size.value is None and reference["member"].value is not None:
-            raise size.error("a number of bytes, since a member of an archive is not searched for")
+            raise size.error("a number of bytes, since archives are not searched for members")
         file = self.images.resolve(f"{path.record}: {path.name}", path.text())
         if size.value is None:
             return file
@@ -87,9 +87,9 @@ class Curator(RecordFormat):
         stop = start + _count(size)
         if not isinstance(file, Path | bytes):
             raise path.error("a file or its bytes", got=f"{describe(file)} from the resolver")
-        whole = file.stat().st_size if isinstance(file, Path) else len(file)
-        if stop > whole:
-            raise size.error(f"an end within the {whole} bytes of the file", got=f"bytes {start} to {stop}")
+        file_size = file.stat().st_size if isinstance(file, Path) else len(file)
+        if stop > file_size:
+            raise size.error(f"an end within the {file_size} bytes of the file", got=f"bytes {start} to {stop}")
         if isinstance(file, bytes):
             return file[start:stop]
         with file.open("rb") as opened:
@@ -98,7 +98,7 @@ class Curator(RecordFormat):
 
 
 def _position(row: Field) -> int | None:
-    """Return the position of a row; None of metadata."""
+    """Return the position of a row; None for metadata."""
     metadata = row["modality"].choice(_MODALITIES) == "metadata"
     position = row["position"]
     if metadata:

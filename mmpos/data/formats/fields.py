@@ -1,4 +1,4 @@
-"""Fields of a record: values that know their names, which every format reads by, and names in its errors."""
+"""Fields of a record: values with their names for errors, and the base class of formats."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Field", "RecordFormat", "check_option"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Value of a record. Null and missing are the same, since Parquet has no missing values.
+    """Value in a record. Null and missing are equivalent, since Parquet has no missing values.
 
     Args:
         record: name of the record in errors.
-        name: name of the value, as ``messages[0].content``; empty for the record itself.
+        name: path of the value, such as ``messages[0].content``; empty for the record itself.
         value: the value.
     """
 
@@ -34,30 +34,29 @@ class Field:
     value: Any
 
     def __getitem__(self, name: str) -> Field:
-        """Return a field of this mapping; its value is None where the mapping has none of this name."""
+        """Return a field of this mapping; its value is None if the name is missing."""
         if not isinstance(self.value, Mapping):
             raise self.error("a mapping of names to values")
         return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name))
 
     def error(self, want: str, got: str | None = None) -> RecordError:
-        """Make the error that this value raises."""
+        """Make an error about this value."""
         return RecordError(f"{self.record}: {self.name}: got {got or describe(self.value)}, want {want}")
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list; an array of pixels is not."""
+        """Whether the value is a list; arrays of numbers, such as pixels, are not."""
         value = self.value
         return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OSU")
 
     def items(self) -> list[Field]:
         """Return the items of this list."""
-        several = isinstance(self.value, list | tuple) or (isinstance(self.value, np.ndarray) and self.value.ndim > 0)
-        if not several:
+        if not (isinstance(self.value, list | tuple) or (isinstance(self.value, np.ndarray) and self.value.ndim)):
             raise self.error("a list")
         return [Field(self.record, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
 
     def several(self) -> list[Field]:
-        """Return the items of this list, or the value alone; none for null."""
+        """Return the items of this list, or the value itself as the only item; an empty list for null."""
         if self.value is None:
             return []
         return self.items() if self.is_list else [self]
@@ -87,18 +86,18 @@ class Field:
             raise self.error("UTF-8", got=f"bytes that are not UTF-8 ({error})") from error
 
     def parsed(self, want: str) -> Field:
-        """Parse this text, or its bytes, as JSON."""
+        """Parse this text, or text as bytes, as JSON."""
         text = self.utf8(want)
         try:
             return Field(self.record, self.name, json.loads(text))
         except (ValueError, RecursionError) as error:
-            raise self.error(want, got=f"{describe(text)}, which is no JSON ({error})") from error
+            raise self.error(want, got=f"{describe(text)}, which is not JSON ({error})") from error
 
     def index(self, of: str, length: int) -> int:
         """Return the value, which must be an index of a list of this length."""
         value = _integer(self.value)
         if value is None or not 0 <= value < length:
-            raise self.error(f"an index of {of}, which has {length}")
+            raise self.error(f"an index of the {length} items of {of}")
         return value
 
     def number(self) -> float:
@@ -109,7 +108,7 @@ class Field:
         return float(value)
 
     def image(self, images: Images, want: str = REFERENCE) -> object:
-        """Resolve the image that the value refers to; a BrokenImage where it refers to none."""
+        """Resolve the image that the value refers to; return a BrokenImage if that fails."""
         try:
             return images.resolve(f"{self.record}: {self.name}", self.value, want)
         except RecordError as error:
@@ -117,16 +116,16 @@ class Field:
 
 
 class RecordFormat(ABC):
-    """Base of the formats, which are frozen dataclasses of options and give the pieces of a record in order."""
+    """Base class of formats, which are frozen dataclasses of options and return the pieces of a record in order."""
 
     @property
     @abstractmethod
     def names(self) -> str:
-        """Fields that the pieces come from, as errors name them."""
+        """Names of the fields that hold the pieces, for errors."""
 
     @property
     def separator(self) -> str:
-        """Text between two texts with no image between them."""
+        """Text inserted between adjacent texts."""
         return ""
 
     def __post_init__(self) -> None:
@@ -137,11 +136,11 @@ class RecordFormat(ABC):
     def __call__(self, record: Record, location: Location) -> Document:
         """Make the document of a record.
 
-        Texts that stand side by side, and are both trained on or both not, become one with the separator between them,
-        so that a tokenizer sees them whole; empty texts are left out.
+        Adjacent texts with the same train flag are joined with the separator, so that a tokenizer sees them as one
+        text; empty texts are left out.
 
         Raises:
-            RecordError: naming record and field.
+            RecordError: the record is invalid; the error names record and field.
         """
         document = self.read(record, location)
         for part in document.parts:
@@ -150,10 +149,10 @@ class RecordFormat(ABC):
         return document
 
     def read(self, record: Record, location: Location) -> Document:
-        """Make the document of a record, with a BrokenImage for each image that it refers to in vain.
+        """Make the document of a record, with a BrokenImage for each image reference that cannot be resolved.
 
         Raises:
-            RecordError: any other fault, as of a call.
+            RecordError: the record is invalid in any other way.
         """
         key, fields = _open_record(record, location)
         kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
@@ -169,7 +168,7 @@ class RecordFormat(ABC):
 def _open_record(record: Record, location: Location) -> tuple[str, Field]:
     """Return the key of a record, and the record as a field.
 
-    The key is ``id`` or ``__key__`` (text or an integer) where the record has one, else the location.
+    The key is ``id`` or ``__key__`` (text or an integer) if the record has one, else the location.
     """
     here = str(location)
     if not isinstance(record, Mapping):
@@ -187,7 +186,7 @@ def _open_record(record: Record, location: Location) -> tuple[str, Field]:
 
 
 def check_option(name: str, value: object, kind: type) -> None:
-    """Refuse an option of a format that is of the wrong type."""
+    """Check the type of an option of a format."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {describe(value)}, want {'text' if kind is str else kind.__name__}")
 

@@ -1,4 +1,4 @@
-"""Images that records refer to: bytes, data URLs, paths below a folder, and URLs that a callable fetches."""
+"""Resolve image references in records: bytes, data URLs, paths inside a folder, and URLs fetched by a callable."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from mmpos.support.files import local_path
 __all__ = ["REFERENCE", "Images", "describe"]
 
 REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
-"""Good references to an image, as errors describe them."""
+"""Description of valid image references in errors."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
 class Images:
-    """Sources of the images that records refer to. The defaults read no file and fetch no URL.
+    """Sources of the images that records refer to. The defaults read no files and fetch no URLs.
 
-    A reference in a record is the bytes of a file, a struct of bytes and path (bytes win), a ``data:`` URL, or a name,
-    which is any other text. Decoded images (Pillow, arrays, tensors; float tensors hold 0 to 1) pass as they are.
+    A reference is the bytes of a file, a struct of bytes and path (bytes take precedence), a ``data:`` URL, or a name,
+    which is any other text. Decoded images (Pillow images, arrays, tensors; float tensors from 0 to 1) are accepted as
+    well.
 
     Args:
-        base: the folder that paths are relative to. A path, absolute or not, must be of a file that lies inside after
-            all ``..`` and links are followed; None refuses every path, so that no record decides what is read.
-        resolver: is asked for every name first, URLs included, and returns an image as a SequenceBuilder takes it (the
-            bytes of a file, a pathlib.Path, which may lie anywhere, a Pillow image, an array, an ImageSize …), or None
-            for a name it does not know. What it raises becomes a RecordError.
-        fetcher: is asked for http and https URLs that no resolver knew, and returns the bytes of the file.
+        base: folder that paths are relative to. Relative and absolute paths must lead to a file inside it once all
+            ``..`` and links are resolved. None refuses every path, so that records cannot choose files to read.
+        resolver: called first with every name, including URLs; returns an image that SequenceBuilder accepts (the bytes
+            of a file, a pathlib.Path to any place, a Pillow image, an array, an ImageSize …), or None for an unknown
+            name. Its exceptions become RecordErrors.
+        fetcher: called with http and https URLs that the resolver does not know; returns the bytes of the file.
 
     Raises:
-        InvalidInputError: base is no path or a URL, or a callable cannot be called.
+        InvalidInputError: base is a URL or not a path, or resolver or fetcher is not callable.
     """
 
     base: str | os.PathLike[str] | None = None
@@ -58,20 +59,20 @@ class Images:
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise InvalidInputError(f"{name}: got {describe(getattr(self, name))}, want a callable or None")
         if self.base is not None:
-            # Absolute, since the workers of a loader may run in another folder.
+            # Absolute, since workers of a loader may run in another folder.
             object.__setattr__(self, "base", local_path("base", self.base).resolve())
 
     def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:
-        """Resolve a reference to an image: bytes, a pathlib.Path, or the object where it was decoded already.
+        """Resolve a reference to an image: bytes, a pathlib.Path, or an image that is already decoded.
 
         Args:
             name: name of the reference in errors, such as ``shard-3.jsonl[17]: images[2]``.
             reference: see the class.
-            want: description of a good value, for errors.
+            want: description of valid values in errors.
 
         Raises:
-            RecordError: nothing that refers to an image, or to one that this object cannot or may not read.
-            ServiceError: from the resolver or the fetcher: no fault of the record.
+            RecordError: the value is not a reference, or the image cannot or may not be read.
+            ServiceError: raised by the resolver or the fetcher, and not an error of the record.
         """
         if isinstance(reference, Mapping):
             return self._struct(name, reference)
@@ -101,7 +102,7 @@ class Images:
             except InvalidInputError as error:
                 raise RecordError(str(error)) from error
         if self.resolver is not None:
-            answer = _asked(name, "resolver", self.resolver, text)
+            answer = _call(name, "resolver", self.resolver, text)
             if answer is not None:
                 image = _image(name, answer)
                 if image is None:
@@ -116,9 +117,9 @@ class Images:
         if self.fetcher is None:
             raise RecordError(
                 f"{name}: got the URL {describe(url)}, want Images(fetcher=…) or Images(resolver=…): "
-                "no URL is fetched unasked"
+                "URLs are not fetched by default"
             )
-        data = _asked(name, "fetcher", self.fetcher, url)
+        data = _call(name, "fetcher", self.fetcher, url)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
             raise RecordError(f"{name}: got {describe(data)} from the fetcher, want the bytes of a file")
         return bytes(data)
@@ -126,7 +127,7 @@ class Images:
     def _file(self, name: str, text: str) -> Path:
         got = f"{name}: got the path {describe(text)}"
         if self.base is None:
-            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…): no path is read unasked")
+            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…): paths are not read by default")
         try:
             path = Path(self.base, text).resolve()
             inside, readable = path.is_relative_to(self.base), path.is_file()
@@ -140,7 +141,7 @@ class Images:
 
 
 def describe(value: object) -> str:
-    """Describe a value in an error message, briefly whatever its size."""
+    """Describe a value for an error message, briefly regardless of its size."""
     if value is None:
         return "nothing"
     if isinstance(value, bytes | bytearray | memoryview):
@@ -151,13 +152,13 @@ def describe(value: object) -> str:
         try:
             shown = short.repr(value)
             return shown if len(shown) <= 120 else f"{shown[:119]}…"
-        except ValueError:  # an integer with more digits than Python converts
+        except ValueError:  # an integer with too many digits to convert
             pass
     return type(value).__name__
 
 
 def _image(name: str, value: object) -> object:
-    """Return the value as SequenceBuilder takes it, or None if it is not an image."""
+    """Return the value in a form that SequenceBuilder accepts, or None if it is not an image."""
     if isinstance(value, bytes | bytearray | memoryview):
         if not value:
             raise RecordError(f"{name}: got 0 bytes, want the bytes of a file")
@@ -170,7 +171,7 @@ def _image(name: str, value: object) -> object:
 
 
 def _levels(name: str, tensor: Any) -> object:
-    """Return the tensor, levels from 0 to 1 as uint8: exactly the levels that a decoder divided by 255."""
+    """Return the tensor, with floats from 0 to 1 as uint8: exactly the levels that a decoder divided by 255."""
     if tensor.ndim < 2 or tensor.numel() == 0:
         raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
     if not tensor.is_floating_point():
@@ -181,10 +182,10 @@ def _levels(name: str, tensor: Any) -> object:
     return (tensor * 255).round().to(sys.modules["torch"].uint8)
 
 
-def _asked(name: str, role: str, call: Callable[[str], object], text: str) -> object:
-    """Call the user's function for a name; what the function raises becomes an error of the record."""
+def _call(name: str, role: str, function: Callable[[str], object], text: str) -> object:
+    """Call the user's function with a name; convert its exceptions to errors of the record."""
     try:
-        return call(text)
+        return function(text)
     except ServiceError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Interleaved documents: the web pages of OBELICS and Multimodal C4, and the sequences of Megatron Energon."""
+"""Formats of interleaved documents: web pages of OBELICS and Multimodal C4, and sequences of Megatron Energon."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["MMC4", "Energon", "Obelics"]
 
 @dataclass(frozen=True)
 class Obelics(RecordFormat):
-    """Format of OBELICS, and of corpora with its fields.
+    """Format of OBELICS and of corpora with the same fields.
 
-    ``images`` and ``texts`` are lists of one length; at each index one holds a value and the other is null. Where
-    ``metadata`` is there it is a list of that length, and ``general_metadata`` is an object, both as JSON in text;
-    they are checked and not used.
+    ``images`` and ``texts`` are lists of equal length; at each index one holds a value and the other is null. The
+    optional ``metadata``, a list of that length, and ``general_metadata``, an object, both as JSON text, are checked
+    but not used.
 
     Source: the data fields in the dataset card of HuggingFaceM4/OBELICS; Laurençon et al. 2023, arXiv:2306.16527.
 
@@ -31,8 +31,8 @@ class Obelics(RecordFormat):
     ['A cat:', b'GIF89a']
 
     Args:
-        images: sources of the images; OBELICS itself has URLs.
-        separator: stands between two texts with no image between them; as OBELICS separates paragraphs.
+        images: sources of the images, which OBELICS gives as URLs.
+        separator: text between adjacent texts; the default is the paragraph separator of OBELICS.
     """
 
     names: ClassVar[str] = "images, texts"
@@ -42,7 +42,7 @@ class Obelics(RecordFormat):
     def _pieces(self, record: Field) -> list[Piece]:
         images, texts = record["images"].items(), record["texts"].items()
         if len(images) != len(texts):
-            raise record["images"].error(f"{len(texts)}, as many as texts", got=f"{len(images)} items")
+            raise record["images"].error(f"{len(texts)} as in texts", got=f"{len(images)} items")
         _check_metadata(record, len(images))
         return [self._piece(image, text) for image, text in zip(images, texts, strict=True)]
 
@@ -55,23 +55,23 @@ class Obelics(RecordFormat):
 
 def _check_metadata(record: Field, length: int) -> None:
     if record["metadata"].value is not None:
-        metadata = record["metadata"].parsed("a list as JSON in text").items()
+        metadata = record["metadata"].parsed("a list as JSON text").items()
         if len(metadata) != length:
-            raise record["metadata"].error(f"{length}, as many as images", got=f"{len(metadata)} items")
+            raise record["metadata"].error(f"{length} as in images", got=f"{len(metadata)} items")
     if record["general_metadata"].value is not None:
-        general = record["general_metadata"].parsed("an object as JSON in text")
+        general = record["general_metadata"].parsed("an object as JSON text")
         if not isinstance(general.value, dict):
-            raise general.error("an object as JSON in text")
+            raise general.error("an object as JSON text")
 
 
 @dataclass(frozen=True)
 class MMC4(RecordFormat):
-    """Format of MMC4, where an image stands before the sentence that it was matched to.
+    """Format of MMC4; an image is placed before the sentence that it was matched to.
 
-    ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (its
-    sentence), ``matched_sim`` (CLIP similarity to it), ``image_name`` and ``raw_url``. Images of one sentence stay in
-    the order of image_info. ``similarity_matrix``, where it is there, has a row for each image and a column for each
-    sentence; it is checked for that and not used.
+    ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (index of
+    its sentence), ``matched_sim`` (CLIP similarity to the sentence), ``image_name`` and ``raw_url``. Images of the same
+    sentence keep the order of image_info. The shape of the optional ``similarity_matrix``, one row per image and one
+    column per sentence, is checked; its values are not used.
 
     Source: the README of the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
 
@@ -82,9 +82,9 @@ class MMC4(RecordFormat):
 
     Args:
         images: sources of the images.
-        reference: the field that images are looked up by, "image_name" or "raw_url".
-        min_similarity: leave out images with a smaller matched_sim, unread; None to keep all.
-        separator: stands between two sentences with no image between them.
+        reference: field with the image reference, "image_name" or "raw_url".
+        min_similarity: images with a smaller matched_sim are left out without being read; None keeps all images.
+        separator: text between adjacent sentences.
     """
 
     names: ClassVar[str] = "text_list, image_info"
@@ -96,9 +96,9 @@ class MMC4(RecordFormat):
     def __post_init__(self) -> None:
         one_of("reference", self.reference, ("image_name", "raw_url"))
         super().__post_init__()
-        least = self.min_similarity
-        if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or least != least):
-            raise InvalidInputError(f"min_similarity: got {least!r}, want a number or None")
+        bound = self.min_similarity
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound):
+            raise InvalidInputError(f"min_similarity: got {bound!r}, want a number or None")
 
     def _pieces(self, record: Field) -> list[Piece]:
         sentences = [sentence.text() for sentence in record["text_list"].items()]
@@ -122,18 +122,18 @@ def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
         return
     similarities = matrix.items()
     if len(similarities) != rows:
-        raise matrix.error(f"{rows}, as many as image_info", got=f"{len(similarities)} rows")
+        raise matrix.error(f"{rows} as in image_info", got=f"{len(similarities)} rows")
     for row in similarities:
         if len(row.items()) != columns:
-            raise row.error(f"{columns}, as many as text_list", got=f"{len(row.items())} values")
+            raise row.error(f"{columns} as in text_list", got=f"{len(row.items())} values")
 
 
 @dataclass(frozen=True)
 class Energon(RecordFormat):
-    """Format of records with a ``sequence`` of text and images in order, as the fields of an InterleavedSample.
+    """Format of records with a ``sequence`` of texts and images, like the InterleavedSample of Energon.
 
-    An image is a tensor (3, h, w), of floats from 0 to 1 as Energon decodes by default, or of uint8; or what it is
-    before decoding: the bytes of a file, or a struct of bytes and path. Text is always text, never a path or a URL.
+    An image is a tensor (3, h, w) of floats from 0 to 1, the default of Energon's decoder, or of uint8; or, undecoded,
+    the bytes of a file or a struct of bytes and path. Strings are always text, never paths or URLs.
 
     Source: megatron.energon.InterleavedSample, ``sequence: List[Union[torch.Tensor, str]]``.
 
@@ -143,7 +143,7 @@ class Energon(RecordFormat):
 
     Args:
         images: sources of images that are structs with only a path.
-        separator: stands between two texts with no image between them.
+        separator: text between adjacent texts.
     """
 
     names: ClassVar[str] = "sequence"

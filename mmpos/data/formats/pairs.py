@@ -1,4 +1,4 @@
-"""Images with captions: pairs in WebDataset's tar files, and the image and text columns of Hugging Face datasets."""
+"""Formats of captioned images: pairs in WebDataset tar files, and image and text columns of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
 @dataclass(frozen=True)
 class Pairs(RecordFormat):
-    """Format of records with one image, by the extension of its member, and a caption; the image comes first.
+    """Format of records with one image, identified by the extension of its member, followed by a caption.
 
-    The caption is the member ``txt`` (text or its bytes in UTF-8), or where that is missing a field of the member
-    ``json`` (an object, or JSON as text or bytes). It must not be empty. Other members are not read.
+    The caption is the member ``txt`` (text, or UTF-8 bytes), or, if that is missing, a field of the member ``json`` (an
+    object, or JSON as text or bytes). It must not be empty. Other members are not read.
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
@@ -30,7 +30,7 @@ class Pairs(RecordFormat):
 
     Args:
         caption: name of the field of ``json`` that holds the caption.
-        images: checks the image, which is bytes or decoded.
+        images: checks the image, which is given as bytes or decoded.
     """
 
     names: ClassVar[str] = "image, txt, json"
@@ -47,12 +47,12 @@ class Pairs(RecordFormat):
     def _caption(self, record: Field) -> str:
         caption = record["txt"]
         if caption.value is None:
-            described = record["json"]
-            if described.value is None:
+            metadata = record["json"]
+            if metadata.value is None:
                 raise Field(record.record, "txt, json", None).error("one of them", got="neither")
-            if not isinstance(described.value, Mapping):
-                described = described.parsed("an object, or one as JSON")
-            caption = described[self.caption]
+            if not isinstance(metadata.value, Mapping):
+                metadata = metadata.parsed("an object, or one as JSON")
+            caption = metadata[self.caption]
         text = caption.utf8()
         if not text:
             raise caption.error("a caption that is not empty")
@@ -61,11 +61,11 @@ class Pairs(RecordFormat):
 
 @dataclass(frozen=True)
 class HFImages(RecordFormat):
-    """Format of records with a column of images and one of text, either of which may hold lists.
+    """Format of records with a column of images and a column of text, either of which may hold lists.
 
-    An image is a ``struct{bytes, path}``, of which the bytes win, or decoded. Images come first, then the texts; where
-    both are lists they are of one length and go in pairs, an image and its text, of which either may be null. One
-    column may be null, but not both; both must be there.
+    An image is a ``struct{bytes, path}``, whose bytes take precedence, or decoded. All images come before all texts. If
+    both columns are lists, they must have equal length and are interleaved as pairs of an image and its text, of which
+    either may be null. Both columns must exist; one of them may be null.
 
     Source: ``pa.struct({"bytes": pa.binary(), "path": pa.string()})`` of datasets.Image.
 
@@ -78,7 +78,7 @@ class HFImages(RecordFormat):
         image: name of the column of images.
         text: name of the column of text.
         images: sources of images whose bytes are null.
-        separator: stands between two texts with no image between them.
+        separator: text between adjacent texts.
     """
 
     image: str = "image"
@@ -88,7 +88,7 @@ class HFImages(RecordFormat):
 
     @property
     def names(self) -> str:
-        """Both columns."""
+        """Names of both columns."""
         return f"{self.image}, {self.text}"
 
     def _pieces(self, record: Field) -> list[Piece]:
@@ -98,11 +98,11 @@ class HFImages(RecordFormat):
         image, text = record[self.image], record[self.text]
         images, texts = image.several(), text.several()
         if not (image.is_list and text.is_list):
-            return [*(Piece(each.image(self.images)) for each in images), *(Piece(each.text()) for each in texts)]
+            return [*(Piece(item.image(self.images)) for item in images), *(Piece(item.text()) for item in texts)]
         if len(images) != len(texts):
-            raise image.error(f"{len(texts)}, as many as {self.text}", got=f"{len(images)} items")
+            raise image.error(f"{len(texts)} as in {self.text}", got=f"{len(images)} items")
         pieces = []
-        for picture, words in zip(images, texts, strict=True):
-            pieces += [] if picture.value is None else [Piece(picture.image(self.images))]
-            pieces += [] if words.value is None else [Piece(words.text())]
+        for image, text in zip(images, texts, strict=True):
+            pieces += [] if image.value is None else [Piece(image.image(self.images))]
+            pieces += [] if text.value is None else [Piece(text.text())]
         return pieces

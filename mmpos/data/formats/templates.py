@@ -1,4 +1,4 @@
-"""Templates of conversations: the text around turns, as plain text or as the chat template of a tokenizer writes it."""
+"""Templates of conversations: text around turns, in plain text or from the chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mmpos.support.checks import counted
 __all__ = ["ChatTemplate", "Template", "TokenizerTemplate", "Turn", "check_template", "template_of"]
 
 _BEFORE, _AFTER = "Ahead of it.", "Behind it."
-"""Texts around the image of a conversation that shows what a template writes for an image."""
+"""Texts around an image in a sample conversation, to find the text that a template writes for the image."""
 
-_SORTS = {"image": ("an image", "images"), "video": ("a video", "videos"), "audio": ("audio", "audio")}
-"""Kinds of blocks that are no text: one and several in words."""
+_NOUNS = {"image": ("an image", "images"), "video": ("a video", "videos"), "audio": ("audio", "audio")}
+"""Singular and plural noun of each kind of block other than text."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Turn:
     """Text before and after a turn of a conversation.
 
     Args:
-        before: text before its content; never trained on.
-        after: text after it, which ends the turn; of the assistant's turns it is trained on.
+        before: text before the content; never trained on.
+        after: text after the content, which ends the turn; trained on in turns of the assistant.
     """
 
     before: str
@@ -46,15 +46,15 @@ class Turn:
 class ChatTemplate:
     r"""Text around the turns of each role; by default plain text, which every tokenizer can encode.
 
-    A tokenizer that makes special tokens of their names makes them also of the names in a template, for instance
-    ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``; and of those in the text of a record.
+    A tokenizer that parses special tokens in text also does so in a template, such as
+    ``ChatTemplate(user=Turn("<|im_start|>user\n", "<|im_end|>\n"), …)``, and in the text of records.
 
     Args:
-        system: instructions in front; None refuses the role, here and below.
-        developer: instructions of a developer, as newer models call them.
-        user: turns of a person.
+        system: system prompt; None, here and below, refuses the role.
+        developer: developer message, the system prompt of newer models.
+        user: turns of the user.
         assistant: turns of the model; only these are trained on.
-        tool: answers of tools.
+        tool: results of tools.
     """
 
     system: Turn | None = Turn("System:\n", "\n\n")
@@ -73,35 +73,36 @@ class ChatTemplate:
         """Make the pieces of a conversation.
 
         Args:
-            turns: the role of the speaker, and the texts and images, of each turn.
+            turns: role, and texts and images, of each turn.
 
         Raises:
-            RecordError: the template has no such role.
+            RecordError: the template does not have the role.
         """
-        known = {each.name: turn for each in fields(self) if (turn := getattr(self, each.name)) is not None}
-        made: list[Piece] = []
+        known = {role.name: turn for role in fields(self) if (turn := getattr(self, role.name)) is not None}
+        pieces: list[Piece] = []
         for role, parts in turns:
             turn, train = known[role.choice(known)], role.value == "assistant"
-            made += [Piece(turn.before, train=False), *(Piece(part, train) for part in parts), Piece(turn.after, train)]
-        return made
+            content = (Piece(part, train) for part in parts)
+            pieces += [Piece(turn.before, train=False), *content, Piece(turn.after, train)]
+        return pieces
 
 
 @dataclass(frozen=True)
 class TokenizerTemplate:
-    """Chat template of a tokenizer of Transformers, in Jinja, as the model is asked with.
+    """Jinja chat template of a Transformers tokenizer, as used for inference with the model.
 
-    The assistant's turns are trained on: what the template writes for a turn, beyond the prompt for it, to the end of
-    the turn. What it writes for an image, a video or audio, placeholder and markers, gives way to it; its markers are
-    the builder's. Special tokens that the text of a record spells become special tokens, as in Transformers, but for
-    the placeholders of what is in it, with which a record is refused.
+    The turns of the assistant are trained on: the text from the end of the generation prompt to the end of the turn.
+    The text that the template writes for an image, a video or audio, placeholder and markers, is replaced by the part
+    itself; the builder adds its own markers. Special tokens spelled out in the text of a record become special tokens,
+    as in Transformers. Placeholders of the media in a record are the exception: a record that spells them is refused.
 
     Args:
-        tokenizer: with ``apply_chat_template``.
-        chat_template: in Jinja; None is the tokenizer's own.
+        tokenizer: a tokenizer with ``apply_chat_template``.
+        chat_template: Jinja template; None is that of the tokenizer.
         arguments: variables of the template, such as ``{"enable_thinking": False}``.
 
     Raises:
-        InvalidInputError: a tokenizer without a chat template.
+        InvalidInputError: the tokenizer has no chat template.
     """
 
     tokenizer: Any = field(repr=False)
@@ -123,11 +124,11 @@ class TokenizerTemplate:
         """Make the pieces of a conversation.
 
         Args:
-            turns: the role of the speaker, and the texts and images, of each turn.
+            turns: role, and texts and images, of each turn.
 
         Raises:
-            RecordError: the template refuses the conversation, writes a turn otherwise when others follow it, or writes
-                other placeholders than there are images, videos and audio.
+            RecordError: the template rejects the conversation, writes a turn differently if others follow it, or does
+                not write one placeholder for each image, video and audio.
         """
         turns = list(turns)
         first = turns[0][0]
@@ -137,49 +138,49 @@ class TokenizerTemplate:
         for i, (role, _) in enumerate(turns):
             if role.value == "assistant":
                 if i == 0:
-                    raise role.error("a turn of another before that of the assistant")
+                    raise role.error("a turn of another role before that of the assistant")
                 trained.add(len(edges) + 1)
                 for stop, prompt in ((i, True), (i + 1, False)):
                     start = self._write(role, messages[:stop], prompt) if stop < len(turns) or prompt else text
                     if not text.startswith(start):
-                        raise role.error("a chat template that writes a turn alike, whatever follows it")
+                        raise role.error("a chat template that writes a turn independently of later ones")
                     edges.append(len(start))
         edges.append(len(text))
         media = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         kinds = [_kind(part) for part in media]
         placeholders = {kind: self._placeholder(kind) for kind in dict.fromkeys(kinds)}
-        # The longest first: one may begin as another does.
+        # The longest first, since one may be a prefix of another.
         either = re.compile("|".join(map(re.escape, sorted(placeholders.values(), key=len, reverse=True))))
         texts = [either.split(text[a:b]) if media else [text[a:b]] for a, b in pairwise(edges)]
         written = [match for a, b in pairwise(edges) for match in either.findall(text[a:b])] if media else []
         if written != [placeholders[kind] for kind in kinds]:
-            want = f"{len(media)}, as many as {' and '.join(_SORTS[kind][1] for kind in placeholders)}"
+            want = f"{len(media)}, one for each of the {' and '.join(_NOUNS[kind][1] for kind in placeholders)}"
             raise first.error(want, got=f"{counted(len(written), 'placeholder')} in the text of the chat template")
         return list(_interleaved(texts, trained, iter(media)))
 
     def _placeholder(self, kind: str) -> str:
-        """Find what the template writes for an image, a video or audio: all between two texts around one."""
+        """Return the text that the template writes for an image, a video or audio between two other texts."""
         blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
         try:
             text = self._apply([{"role": "user", "content": blocks}], False)
-        except Exception:  # of Jinja, or of the template itself, which takes no blocks
+        except Exception:  # from Jinja, or from a template that does not support blocks
             text = ""
         placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
-        if not placeholder.strip() or repr(kind) in placeholder:  # the blocks as Python prints them
-            one, several = _SORTS[kind]
+        if not placeholder.strip() or repr(kind) in placeholder:  # the repr of the blocks
+            singular, plural = _NOUNS[kind]
             raise InvalidInputError(
-                f"template: got a chat template that writes nothing for {one}, want that of a model with {several}, "
-                "or a ChatTemplate"
+                f"template: got a chat template that writes nothing for {singular}, want the template of a model with "
+                f"{plural}, or a ChatTemplate"
             )
         return placeholder
 
     def _write(self, role: Field, messages: Sequence[Mapping[str, object]], prompt: bool = False) -> str:
-        """Write messages as text; with the prompt for an answer, if there is to be one."""
+        """Render messages as text, optionally with the generation prompt."""
         try:
             return self._apply(messages, prompt)
-        except Exception as error:  # what templates raise is Jinja's, or any error of their expressions
+        except Exception as error:  # from Jinja, or any error of an expression in the template
             got = f"{type(error).__name__} ({str(error)[:200]}) from the chat template"
-            raise role.error("a conversation that the template takes", got=got) from error
+            raise role.error("a conversation that the template supports", got=got) from error
 
     def _apply(self, messages: Sequence[Mapping[str, object]], prompt: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -197,38 +198,38 @@ Template = ChatTemplate | TokenizerTemplate
 
 
 def check_template(template: object) -> None:
-    """Refuse a template of the wrong type."""
+    """Check the type of a template."""
     if not isinstance(template, Template | None):
         got = type(template).__name__
         raise InvalidInputError(f"template: got {got}, want a ChatTemplate, a TokenizerTemplate or None")
 
 
 def template_of(tokenizer: object) -> Template:
-    """Return the chat template of a tokenizer; where it has none, plain text, with a warning.
+    """Return the chat template of a tokenizer, or, with a warning, plain text if it has none.
 
     Args:
-        tokenizer: as a SequenceBuilder holds it, or None.
+        tokenizer: tokenizer of a SequenceBuilder, or None.
     """
     own = getattr(tokenizer, "inner", tokenizer)
     if getattr(own, "chat_template", None) is not None and callable(getattr(own, "apply_chat_template", None)):
         return TokenizerTemplate(own)
     message = (
-        "template: got None, and no tokenizer with a chat template: turns are written as plain text, User: and "
-        "Assistant:; want template=ChatTemplate() if that is meant, or a TokenizerTemplate"
+        "template: got None and a tokenizer without a chat template, so turns are written as plain text with User: "
+        "and Assistant:; want template=ChatTemplate() if that is intended, or a TokenizerTemplate"
     )
     warnings.warn(message, UserWarning, stacklevel=5)  # the caller of Preprocess
     return ChatTemplate()
 
 
 def _content(parts: Sequence[object]) -> str | list[dict[str, object]]:
-    """Write the content of a message: text alone as templates of language models take it, else blocks."""
+    """Return the content of a message: a string if it is only text, for templates of text-only models, else blocks."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
 
 
 def _kind(part: object) -> str:
-    """Tell images, videos and audio apart."""
+    """Return whether a part is an "image", a "video" or "audio"."""
     if isinstance(part, BrokenImage):
         return part.kind
     if isinstance(part, Audio):
@@ -237,10 +238,16 @@ def _kind(part: object) -> str:
 
 
 def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Iterator[object]) -> Iterator[Piece]:
-    """Yield runs of texts with an image, a video or audio between each two of a run; runs of these are trained on."""
-    for number, (text, *rest) in enumerate(texts, 1):
+    """Yield the pieces of runs of texts, with the next medium between the texts of a run.
+
+    Args:
+        texts: the runs.
+        trained: numbers, from 1, of the runs that are trained on.
+        media: images, videos and audio in order.
+    """
+    for number, (first, *rest) in enumerate(texts, 1):
         train = number in trained
-        yield Piece(text, train)
-        for more in rest:
+        yield Piece(first, train)
+        for text in rest:
             yield Piece(next(media), train)
-            yield Piece(more, train)
+            yield Piece(text, train)

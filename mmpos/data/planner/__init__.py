@@ -1,1 +1,1 @@
-"""Packs balanced by what they cost: sizes and costs of examples, plans over steps and ranks, and their index files."""
+"""Plan packs of balanced cost: sizes and costs of examples, plans over steps and ranks, and index files of plans."""

@@ -1,10 +1,10 @@
-"""Measure what a model takes for tokens and patches: times of documents of several sizes, and a Cost that fits them."""
+"""Measure the time that a model needs per token and patch: time documents of several sizes, and fit a Cost."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -27,21 +27,21 @@ __all__ = ["Calibration", "ModelStep", "calibrate"]
 
 _TOKENS = (256, 512, 1024, 2048, 4096)
 _PATCHES = (256, 576, 1024, 2304, 4096)
-_TEXT = 32  # tokens beside an image, its markers included
+_TEXT = 32  # tokens in addition to those of an image, markers included
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Times of documents, and the costs that fit them, in seconds.
+    """Measured times of documents and the fitted costs, in seconds.
 
     Args:
         cost: coefficients in seconds.
-        overhead: seconds that every step takes, whatever is in it.
-        residual: largest error of the fit, over the measured time.
+        overhead: seconds that every step takes regardless of its content.
+        residual: largest relative error of the fit.
         tokens: (sizes,) tokens of each document.
-        patches: (sizes,) patches of its image; 0 without one.
+        patches: (sizes,) patches of its image; 0 without an image.
         seconds: (sizes,) median of its times.
-        spread: (sizes,) half of its times lie within this share of the median.
+        spread: (sizes,) interquartile range of its times, divided by the median.
     """
 
     cost: Cost
@@ -53,16 +53,16 @@ class Calibration:
     spread: FloatArray
 
     def write(self, path: str | PathLike[str], **about: str) -> None:
-        """Write a file of JSON that ``Cost.read`` reads.
+        """Write a JSON file that ``Cost.read`` reads.
 
         Args:
             path: path or URL of the file.
-            about: what else it says, such as the model and the device.
+            about: further entries of the file, such as the model and the device.
         """
         content = {
             **about,
             "unit": "seconds",
-            "cost": {each.name: getattr(self.cost, each.name) for each in fields(Cost)},
+            "cost": asdict(self.cost),
             "overhead": self.overhead,
             "residual": self.residual,
             **{name: getattr(self, name).tolist() for name in ("tokens", "patches", "seconds", "spread")},
@@ -79,30 +79,29 @@ def calibrate(
     repeats: int = 7,
     progress: Callable[[int, int], object] | None = None,
 ) -> Calibration:
-    """Time documents of several sizes in turn, and fit a Cost to the medians, with none of its coefficients negative.
+    """Time documents of several sizes in turn, and fit a Cost with nonnegative coefficients to the medians.
 
-    The first round is not counted: caches fill, kernels compile.
+    The first round warms up caches and compiles kernels, and is not counted.
 
     Args:
-        step: trains on a document of so many tokens, with an image of so many patches unless these are 0, and returns
-            when the device has finished. Tokens include those of the image. ``ModelStep`` is one.
-        tokens: sizes of texts; at least three.
-        patches: sizes of images, before they are merged; none for a model of text alone, otherwise at least three.
-        patches_per_token: patches that are merged to one token, the square of spatial_merge_size.
-        repeats: how often each size is timed.
-        progress: called with the steps that are done and their total.
+        step: called with a number of tokens and of patches; trains on one document of this size, without an image if
+            patches is 0, and returns when the device has finished. Tokens include those of the image. ``ModelStep``
+            is such a callable.
+        tokens: sizes of texts in tokens; at least three.
+        patches: sizes of images in patches before merging; empty for a text-only model, otherwise at least three.
+        patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
+        repeats: number of times each size is timed.
+        progress: called with the number of finished steps and their total.
 
     Raises:
-        InvalidInputError: too few sizes, or times that do not grow with tokens.
+        InvalidInputError: there are too few sizes, or times do not grow with tokens.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
-    texts, images = (
-        sorted(set(integers("tokens", tokens, minimum=1))),
-        sorted(set(integers("patches", patches, minimum=1))),
-    )
-    for name, sizes, few in (("tokens", texts, 3), ("patches", images, 3 if images else 0)):
-        if len(sizes) < few:
-            raise InvalidInputError(f"{name}: got {sizes}, want at least {few} different sizes")
+    texts = sorted(set(integers("tokens", tokens, minimum=1)))
+    images = sorted(set(integers("patches", patches, minimum=1)))
+    for name, sizes, fewest in (("tokens", texts, 3), ("patches", images, 3 if images else 0)):
+        if len(sizes) < fewest:
+            raise InvalidInputError(f"{name}: got {sizes}, want at least {fewest} different sizes")
     documents = [(size, 0) for size in texts] + [(_TEXT + -(-size // merged), size) for size in images]
     rounds = integer("repeats", repeats, minimum=1) + 1
     times = np.empty((rounds, len(documents)))
@@ -113,34 +112,34 @@ def calibrate(
             row[i] = perf_counter() - began
             if progress is not None:
                 progress(number * len(documents) + i + 1, times.size)
-    low, middle, high = np.quantile(times[1:], (0.25, 0.5, 0.75), axis=0)
-    if not (middle > 0).all():
-        raise InvalidInputError("step: got a step that takes no time, want one that waits for its device")
-    lengths, sizes_of_images = (np.array(column, np.int64) for column in zip(*documents, strict=True))
+    low, median, high = np.quantile(times[1:], (0.25, 0.5, 0.75), axis=0)
+    if not (median > 0).all():
+        raise InvalidInputError("step: got a step that takes no time, want a step that waits for its device")
+    lengths, image_sizes = (np.array(column, np.int64) for column in zip(*documents, strict=True))
     terms = np.array([_terms(*document) for document in documents])
-    found = fit_terms(terms, middle)
-    if not found[0]:
+    fit = fit_terms(terms, median)
+    if not fit[0]:
         raise InvalidInputError("step: got times that do not grow with tokens, want larger sizes or more repeats")
-    residual = float(np.abs(terms @ found / middle - 1).max())
-    *coefficients, overhead = found.tolist()
-    return Calibration(Cost(*coefficients), overhead, residual, lengths, sizes_of_images, middle, (high - low) / middle)
+    residual = float(np.abs(terms @ fit / median - 1).max())
+    *coefficients, overhead = fit.tolist()
+    return Calibration(Cost(*coefficients), overhead, residual, lengths, image_sizes, median, (high - low) / median)
 
 
 def _terms(tokens: int, patches: int) -> list[float]:
-    """Return the terms of the cost of a document, and 1 for the time of any step."""
+    """Return the terms of the cost of a document, followed by 1 for the overhead of a step."""
     headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
     return [*sum_terms(headers).tolist(), 1.0]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStep:
-    """Step of training of a model of Transformers on one document of random pixels, for ``calibrate``.
+    """Training step of a Transformers model on one document with random pixels, for ``calibrate``.
 
-    Images are as square as their patches allow.
+    Images are as close to square as their number of patches allows.
 
     Args:
-        model: a model with a loss, on its device.
-        settings: of the model, from `mmpos.from_hf_config`.
+        model: a model that computes a loss, on its device.
+        settings: settings of the model, from `mmpos.from_hf_config`.
     """
 
     model: nn.Module
@@ -148,14 +147,15 @@ class ModelStep:
     _batches: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, tokens: int, patches: int) -> None:
-        """Compute the loss and the gradient of a document, and wait for the device."""
+        """Compute the loss and the gradient of a document, then synchronize the device."""
         import torch
 
         device = next(self.model.parameters()).device
         if (tokens, patches) not in self._batches:
-            made = self._batch(tokens, patches)
+            arguments = self._batch(tokens, patches)
             self._batches[tokens, patches] = {
-                name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()
+                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                for name, value in arguments.items()
             }
         self.model(**self._batches[tokens, patches]).loss.backward()
         self.model.zero_grad()
@@ -171,10 +171,10 @@ class ModelStep:
             sequence = SequenceBuilder(scheme=settings.scheme).build(["x" * tokens])
             return ModelCollator(settings)([Example("text", sequence, sequence.input_ids)])
         merged = settings.spatial_merge_size
-        cells = patches // merged**2
-        height = max(side for side in range(1, int(cells**0.5) + 1) if cells % side == 0) if cells else 0
-        if cells * merged**2 != patches:
+        cells, rest = divmod(patches, merged**2)
+        if rest:
             raise InvalidInputError(f"patches: got {patches}, want a multiple of {merged**2}, the patches of a token")
+        height = max(side for side in range(1, int(cells**0.5) + 1) if cells % side == 0)
         side = merged * settings.patch_size
         images: ImageProcessor = settings.image_processor(
             mean=[0.5] * 3, std=[0.5] * 3, min_pixels=1, max_pixels=cells * side**2, max_tokens=None

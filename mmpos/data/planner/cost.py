@@ -1,10 +1,10 @@
-"""What examples cost: their sizes, which are known without pixels, and a model of the time that these take."""
+"""Sizes of examples, which are known without pixels, and a model of their cost."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from itertools import product
 from os import PathLike
 
@@ -22,18 +22,18 @@ __all__ = ["Cost", "Headers"]
 FloatArray = npt.NDArray[np.float64]
 
 _MOST_TOKENS = 2**53
-"""Sums of sizes are exact in float64 up to here."""
+"""Largest sum of sizes that is exact in float64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Headers:
-    """Sizes of examples, from text lengths and the headers of images alone.
+    """Sizes of examples, known from text lengths and image headers alone.
 
     Args:
-        tokens: (examples,) tokens of each, image tokens and markers included; at least 1.
-        labels: (examples,) tokens of each that are trained on; the first of a document is not, since none predicts it.
-        patches: (images,) patches of each image, or frame of a video, before they are merged to tokens.
-        images: (examples,) images of each, in the order of ``patches``; None if there are no images.
+        tokens: (examples,) tokens of each example, image tokens and markers included; at least 1.
+        labels: (examples,) trained tokens of each example, without the first of a document, which nothing predicts.
+        patches: (images,) patches of each image or video frame, before they are merged into tokens.
+        images: (examples,) images of each example, in the order of ``patches``; None if there are no images.
     """
 
     tokens: IntArray
@@ -52,7 +52,7 @@ class Headers:
         first_bad("tokens", tokens, minimum=1)
         total = tokens.sum(dtype=np.float64)
         if total > _MOST_TOKENS:
-            raise InvalidInputError(f"tokens: got {total:g} in all, want at most {_MOST_TOKENS:g}")
+            raise InvalidInputError(f"tokens: got a sum of {total:g}, want at most {_MOST_TOKENS:g}")
         labels = int_array("labels", labels, (tokens.size,))
         first_bad("labels", labels, minimum=0)
         if (labels > tokens).any():
@@ -64,19 +64,19 @@ class Headers:
         first_bad("patches", patches, minimum=1)
         images = np.zeros_like(tokens) if images is None else int_array("images", images, (tokens.size,))
         first_bad("images", images, minimum=0)
-        in_all = int(images.sum(dtype=np.float64))
-        if in_all != patches.size:
-            raise InvalidInputError(f"images: got {in_all} in all, want {patches.size}, one for each of patches")
+        num_images = int(images.sum(dtype=np.float64))
+        if num_images != patches.size:
+            raise InvalidInputError(f"images: got a sum of {num_images}, want {patches.size} as in patches")
         for name, value in (("tokens", tokens), ("labels", labels), ("patches", patches), ("images", images)):
             object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, examples: Sequence[Example], *, patches_per_token: int = 4) -> Headers:
-        """Measure examples; every frame of a video counts as an image.
+        """Compute the sizes of examples; every video frame counts as an image.
 
         Args:
             examples: the examples.
-            patches_per_token: patches that are merged to one token, the square of spatial_merge_size.
+            patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
         """
         merged = integer("patches_per_token", patches_per_token, minimum=1)
         grids = [example.sequence.grid_thw for example in examples]
@@ -92,29 +92,29 @@ class Headers:
         return self.tokens.size
 
     def __getitem__(self, chosen: slice) -> Headers:
-        """Return the headers of a run of examples."""
-        given: object = chosen
-        if not isinstance(given, slice) or given.step not in (None, 1):
-            raise InvalidInputError(f"headers[…]: got {given!r}, want a slice without a step")
+        """Return the headers of consecutive examples."""
+        index: object = chosen
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            raise InvalidInputError(f"headers[…]: got {index!r}, want a slice without a step")
         ends = np.append(0, self.images.cumsum())
         start, stop, _ = chosen.indices(len(self))
-        part = self.patches[ends[start] : ends[max(start, stop)]]
-        return Headers(self.tokens[start:stop], self.labels[start:stop], part, self.images[start:stop])
+        patches = self.patches[ends[start] : ends[max(start, stop)]]
+        return Headers(self.tokens[start:stop], self.labels[start:stop], patches, self.images[start:stop])
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Model of the time of an example: t tokens and images of p patches take the sum of four terms, in any one unit.
+    """Cost of an example with t tokens and images of p patches each, in any unit.
 
     language_linear·t + language_quadratic·t² + Σ (vision_linear·p + vision_quadratic·p²)
 
-    The defaults are the shape of a language model of 7 billion parameters with a vision tower of 0.6 billion, in FLOP.
+    The defaults are the FLOP of a language model with 7 billion parameters and a vision tower with 0.6 billion.
 
     Args:
-        language_linear: per token: weights.
-        language_quadratic: per squared token: attention inside of a document.
-        vision_linear: per patch.
-        vision_quadratic: per squared patch of one image, or frame.
+        language_linear: cost per token: products with weights.
+        language_quadratic: cost per squared number of tokens: attention within a document.
+        vision_linear: cost per patch.
+        vision_quadratic: cost per squared number of patches of an image or frame.
     """
 
     language_linear: float = 1.3e10
@@ -123,44 +123,44 @@ class Cost:
     vision_quadratic: float = 1.64e5
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = finite(f"Cost.{each.name}", getattr(self, each.name), minimum=0)
-            object.__setattr__(self, each.name, value)
+        for term in fields(self):
+            value = finite(f"Cost.{term.name}", getattr(self, term.name), minimum=0)
+            object.__setattr__(self, term.name, value)
         if not self.language_linear:
             raise InvalidInputError("Cost.language_linear: got 0.0, want > 0: every token costs something")
 
     @classmethod
     def from_hf_config(cls, config: object) -> Cost:
-        """Count the FLOP of a forward pass by a Transformers config; that of training is three times as much.
+        """Count the FLOP of a forward pass from a Transformers config; training takes three times as many.
 
-        Causal attention counts half of its square. A vision tower with windows counts its full attention alone.
+        Causal attention counts as half of full attention. Windowed attention layers of a vision tower are not counted.
 
         Args:
-            config: a config object, the mapping of its config.json, or the folder with that.
+            config: a config object, the mapping in a config.json, or the folder that contains it.
 
         Raises:
-            InvalidInputError: a size that is needed is missing.
+            InvalidInputError: a required size is missing.
         """
-        whole = Fields.of(config)
-        thinker = whole.part("thinker_config") or whole
+        root = Fields.of(config)
+        thinker = root.part("thinker_config") or root
         language = thinker.part("text_config") or thinker
         linear, quadratic = _transformer_flops(language, "num_hidden_layers")
         vocabulary = language.integer("vocab_size") or 0
         hidden = language.integer("hidden_size", needed=True, minimum=1)
         vision = thinker.part("vision_config")
-        of_vision = (0.0, 0.0) if vision is None else _transformer_flops(vision, "depth", "num_hidden_layers")
-        return cls(linear + 2.0 * vocabulary * hidden, quadratic / 2, *of_vision)
+        vision_flops = (0.0, 0.0) if vision is None else _transformer_flops(vision, "depth", "num_hidden_layers")
+        return cls(linear + 2.0 * vocabulary * hidden, quadratic / 2, *vision_flops)
 
     @classmethod
     def fit(cls, batches: Sequence[Headers], seconds: npt.ArrayLike) -> Cost:
-        """Fit the coefficients to measured times by least squares; none becomes negative.
+        """Fit nonnegative coefficients to measured times by least squares of relative errors.
 
         Args:
             batches: the examples of each measurement.
-            seconds: (measurements,) what each took.
+            seconds: (measurements,) time of each measurement.
 
         Raises:
-            InvalidInputError: fewer than four measurements, or times from which tokens seem to cost nothing.
+            InvalidInputError: there are fewer than four measurements, or times do not grow with tokens.
         """
         for i, batch in enumerate(batches):
             instance(f"batches[{i}]", batch, Headers, "Headers.of")
@@ -168,8 +168,8 @@ class Cost:
         if times.dtype.kind not in "iuf":
             raise InvalidInputError(f"seconds: got dtype {times.dtype}, want numbers")
         times = times.astype(np.float64)
-        usable = (times > 0) & (times < np.inf)
-        if times.shape != (len(batches),) or len(batches) < 4 or not usable.all():
+        is_valid = (times > 0) & (times < np.inf)
+        if times.shape != (len(batches),) or len(batches) < 4 or not is_valid.all():
             got = f"{times.shape} for {len(batches)} batches"
             raise InvalidInputError(f"seconds: got {got}, want one time above 0 for each of at least four batches")
         terms = np.array([sum_terms(batch) for batch in batches])
@@ -182,18 +182,23 @@ class Cost:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Cost:
-        """Read the coefficients from a file of ``Calibration.write``: the numbers of its object ``cost``.
+        """Read the coefficients in the object ``cost`` of a JSON file from ``Calibration.write``.
+
+        Args:
+            path: path or URL of the file.
 
         Raises:
-            InvalidInputError: the file is no JSON of such numbers.
-            OSError: it cannot be opened.
+            InvalidInputError: the file is not JSON with these coefficients.
+            OSError: the file cannot be read.
         """
         try:
             content = json.loads(store_path("path", path).read_bytes())
         except ValueError as error:
-            raise InvalidInputError(f"{path}: got no JSON ({error}), want a file of mmpos data calibrate") from None
+            raise InvalidInputError(
+                f"{path}: got invalid JSON ({error}), want the output of mmpos data calibrate"
+            ) from None
         cost = content.get("cost") if isinstance(content, dict) else None
-        names = {each.name for each in fields(cls)}
+        names = {term.name for term in fields(cls)}
         if not isinstance(cost, dict) or cost.keys() != names:
             got = sorted(cost) if isinstance(cost, dict) else "no object"
             raise InvalidInputError(f"{path}: cost: got {got}, want {', '.join(sorted(names))}")
@@ -202,8 +207,7 @@ class Cost:
 
     def of(self, headers: Headers) -> FloatArray:
         """Return the (examples,) cost of each example."""
-        coefficients = np.array([getattr(self, each.name) for each in fields(self)])
-        costs: FloatArray = coefficients @ _terms(headers)
+        costs: FloatArray = np.array(astuple(self)) @ _terms(headers)
         return costs
 
 
@@ -211,8 +215,8 @@ def _terms(headers: Headers) -> FloatArray:
     """Return (4, examples): tokens, squared tokens, patches and squared patches of each example."""
     owner = np.arange(len(headers)).repeat(headers.images)
     patches, tokens = headers.patches.astype(np.float64), headers.tokens.astype(np.float64)
-    of_images = [np.bincount(owner, power, len(headers)) for power in (patches, patches**2)]
-    return np.stack([tokens, tokens**2, *of_images])
+    image_terms = [np.bincount(owner, power, len(headers)) for power in (patches, patches**2)]
+    return np.stack([tokens, tokens**2, *image_terms])
 
 
 def sum_terms(headers: Headers) -> FloatArray:
@@ -222,23 +226,23 @@ def sum_terms(headers: Headers) -> FloatArray:
 
 
 def fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Solve least squares of relative errors with coefficients >= 0, by trying all subsets of the terms."""
+    """Minimize squared relative errors over coefficients >= 0 by solving for every subset of the terms."""
     best, least = np.zeros(terms.shape[1]), np.inf
     scale = np.abs(terms).max(axis=0)
-    there = np.flatnonzero(scale)
-    weighted = terms[:, there] / scale[there] / times[:, None]
-    for chosen in product([False, True], repeat=there.size):
+    nonzero = np.flatnonzero(scale)
+    weighted = terms[:, nonzero] / scale[nonzero] / times[:, None]
+    for chosen in product([False, True], repeat=nonzero.size):
         used = np.array(chosen)
-        found = np.linalg.lstsq(weighted[:, used], np.ones(times.size), rcond=None)[0]
-        error = float(np.square(weighted[:, used] @ found - 1).sum())
-        if (found >= 0).all() and error < least:
+        solution = np.linalg.lstsq(weighted[:, used], np.ones(times.size), rcond=None)[0]
+        error = float(np.square(weighted[:, used] @ solution - 1).sum())
+        if (solution >= 0).all() and error < least:
             best, least = np.zeros(terms.shape[1]), error
-            best[there[used]] = found / scale[there[used]]
+            best[nonzero[used]] = solution / scale[nonzero[used]]
     return best
 
 
 def _transformer_flops(fields: Fields, *layers: str) -> tuple[float, float]:
-    """Count the FLOP of a stack of layers, per token and per pair of tokens."""
+    """Count the FLOP of a stack of layers per token and per pair of tokens."""
     depth = fields.integer(*layers, needed=True, minimum=1)
     width = fields.integer("embed_dim", "hidden_size", needed=True, minimum=1)
     heads = fields.integer("num_attention_heads", "num_heads", needed=True, minimum=1)
@@ -251,14 +255,14 @@ def _transformer_flops(fields: Fields, *layers: str) -> tuple[float, float]:
 
 
 def _mlp(fields: Fields, width: int) -> float:
-    """Count the weights of a feed-forward part that a token passes."""
+    """Count the feed-forward weights that are applied to a token."""
     gated = 2 if fields.get("hidden_act") in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu") else 3
     experts = fields.integer("num_experts_per_tok")
     if experts:
         inner = fields.integer("moe_intermediate_size", "intermediate_size", needed=True)
         return float(gated * width * (experts * inner + (fields.integer("shared_expert_intermediate_size") or 0)))
-    of_layer = fields.integer("intermediate_size")
-    if of_layer:
-        return float(gated * width * of_layer)
+    feed_forward = fields.integer("intermediate_size")
+    if feed_forward:
+        return float(gated * width * feed_forward)
     ratio = fields.get("mlp_ratio")
     return 2.0 * width * width * finite(f"{fields.name}.mlp_ratio", 4 if ratio is None else ratio, minimum=0)

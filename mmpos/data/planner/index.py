@@ -1,4 +1,4 @@
-"""Index files of plans: one row for each example of a pack, in the order in which ranks compute them."""
+"""Index files of plans: one row per example of a pack, in the order in which ranks process them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ INDEX_SCHEMA = pa.schema(
         pa.field("offset", pa.int32(), nullable=False),  # first token of the example in its pack
         pa.field("tokens", pa.int32(), nullable=False),
         pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),  # of the example in its shard
+        pa.field("row", pa.int64(), nullable=False),  # index of the example in its shard
         pa.field("weight", pa.float64(), nullable=False),  # factor of the mean loss of the pack
-        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy, where other ranks run their vision towers
+        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy: other ranks run their vision towers
     ]
 )
 
@@ -43,14 +43,14 @@ _GROUP_ROWS = 2**16
 
 
 def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
-    """Read the sizes of ready examples, without their pixels.
+    """Read the sizes of ready examples without their pixels.
 
     Args:
         shards: files of ready sequences.
-        patches_per_token: patches that are merged to one token, the square of spatial_merge_size.
+        patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
 
     Returns:
-        the headers of all examples, and of each the index of its shard and its row there.
+        the headers of all examples, and for each example the index of its shard and its row in the shard.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
     tokens, labels, patches, images = [], [], [], []
@@ -69,12 +69,12 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
         images += [int(grid[:, 0].sum()) for grid in grids]
         counts.append(len(lists))
-    none = np.zeros(0, np.int64)
+    empty = np.zeros(0, np.int64)
     headers = Headers(
-        np.concatenate([none, *tokens]),
-        np.concatenate([none, *labels]),
-        np.concatenate([none, *patches]),
-        images or none,
+        np.concatenate([empty, *tokens]),
+        np.concatenate([empty, *labels]),
+        np.concatenate([empty, *patches]),
+        images or empty,
     )
     shard_of, row = ragged_arange(np.array(counts, np.int64))
     return headers, shard_of, row
@@ -83,17 +83,18 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
 def write_index(
     path: str | os.PathLike[str], plan: TrainingPlan, shards: Sequence[str], shard: object, row: object
 ) -> None:
-    """Write the index of a plan, a Parquet file of ``INDEX_SCHEMA``; it is there when it is whole.
+    """Write the index of a plan atomically to a Parquet file with ``INDEX_SCHEMA``.
 
     Args:
-        path: the file, a path or a URL.
+        path: path or URL of the file.
         plan: the plan.
-        shards: names of the shards.
-        shard: (examples,) index into ``shards`` of each example of the plan's headers.
-        row: (examples,) number of each example in its shard.
+        shards: paths of the shards.
+        shard: (examples,) index into ``shards`` of each example in the headers of the plan.
+        row: (examples,) index of each example in its shard.
 
     Raises:
-        InvalidInputError: other examples than those of the plan, shards that are not there, or packs of 2³¹ tokens.
+        InvalidInputError: shard or row has another length than the headers of the plan, an index is out of range, or a
+            pack has 2³¹ tokens or more.
     """
     count = instance("plan", plan, TrainingPlan, "mmpos.data.plan").members.size
     shard, row = int_array("shard", shard, (count,)), int_array("row", row, (count,))
@@ -130,9 +131,9 @@ class PlannedPack:
     """Pack of a rank in a microbatch of a step.
 
     Args:
-        pack: its examples, in order.
-        weight: factor of the mean loss of the pack.
-        needs_image: whether the model must see a dummy image, since other ranks have one.
+        pack: the examples in order.
+        weight: factor for the mean loss of the pack.
+        needs_image: whether the model must process a dummy image, since another rank has an image.
     """
 
     pack: Pack
@@ -140,35 +141,36 @@ class PlannedPack:
     needs_image: bool
 
     def with_dummy(self, dummy: Example) -> Pack:
-        """Return the pack, where it needs an image with a dummy behind its examples, which is not trained on.
+        """Return the pack with a dummy example appended if it needs an image; the dummy is not trained on.
 
         Args:
-            dummy: an example with a small image; its tokens come on top of ``max_tokens``.
+            dummy: example with a small image; its tokens may exceed ``max_tokens`` of the pack.
 
         Raises:
-            InvalidInputError: it has no image.
+            InvalidInputError: the dummy has no image.
         """
         if not self.needs_image:
             return self.pack
         if not len(dummy.sequence.grid_thw):
-            raise InvalidInputError("dummy: got an example without an image, want one with a small image")
-        blind = replace(dummy, labels=np.full_like(dummy.labels, IGNORE_INDEX))
-        return Pack((*self.pack.examples, blind), self.pack.max_tokens + dummy.num_tokens)
+            raise InvalidInputError("dummy: got an example without an image, want an example with a small image")
+        untrained = replace(dummy, labels=np.full_like(dummy.labels, IGNORE_INDEX))
+        return Pack((*self.pack.examples, untrained), self.pack.max_tokens + dummy.num_tokens)
 
 
 class PlannedPacks:
-    """Packs of one rank by an index: an iterator gives, step by step, the list of its microbatches.
+    """Packs of one rank, read by an index: iteration yields the list of microbatches of each step.
 
-    It reads shards where they are, in any order, and goes on after a restart from ``state_dict``.
+    Shards are read in place and by random access. ``state_dict`` resumes the iteration after a restart.
 
     Args:
-        path: file or URL of ``write_index``, of ready sequences.
+        path: path or URL of the index from ``write_index``.
         rank: the rank.
-        groups: most row groups of a shard in memory; a window of the plan should fit, so that each is read once.
+        groups: maximum number of row groups of a shard in memory; those of a window of the plan should fit, so that
+            each is read once.
 
     Raises:
-        InvalidInputError: here and while it is read: the index or a shard is broken, or has changed since the plan.
-        OSError: a file that cannot be opened; the error names it.
+        InvalidInputError: here or during iteration: the index or a shard is damaged, or has changed since planning.
+        OSError: a file cannot be opened; the error names it.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, *, groups: int = 64) -> None:
@@ -186,18 +188,18 @@ class PlannedPacks:
         return self.num_steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return the step that comes next, with what the index must be to go on by it."""
+        """Return the next step, with the ranks and microbatches that the index must have."""
         return {"step": self._step, "ranks": self.ranks, "microbatches": self.microbatches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state.
+        """Resume from a state.
 
         Raises:
-            InvalidInputError: it is of a plan of other ranks or microbatches, or beyond its end.
+            InvalidInputError: the state is from a plan with other ranks or microbatches, or beyond the last step.
         """
-        given: object = state
-        if not isinstance(given, Mapping):
-            raise InvalidInputError(f"state: got {type(given).__name__}, want a mapping of state_dict")
+        argument: object = state
+        if not isinstance(argument, Mapping):
+            raise InvalidInputError(f"state: got {type(argument).__name__}, want a mapping from state_dict")
         for name in ("ranks", "microbatches"):
             if state.get(name) != getattr(self, name):
                 raise InvalidInputError(f"state.{name}: got {state.get(name)}, want {getattr(self, name)}")
@@ -216,17 +218,17 @@ class PlannedPacks:
                 opened.close()
 
     def _steps(self, file: parquet.ParquetFile) -> Iterator[pa.Table]:
-        """Yield the rows of this rank, step by step, from the next step on."""
+        """Yield the rows of this rank for each step, starting at the next step."""
         held = INDEX_SCHEMA.empty_table()
         for group in range(file.num_row_groups):
             rows = self._group(file, group)
-            last = compute.max(rows["step"]).as_py() or 0  # may go on in the next group
+            last = compute.max(rows["step"]).as_py() or 0  # may continue in the next group
             wanted = compute.and_(
                 compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], self._step)
             )
             held = pa.concat_tables([held, rows.filter(wanted)])
-            ended = self.num_steps if group == file.num_row_groups - 1 else last
-            while self._step < ended:
+            stop = self.num_steps if group == file.num_row_groups - 1 else last
+            while self._step < stop:
                 mine = compute.equal(held["step"], self._step)
                 step, held = held.filter(mine), held.filter(compute.invert(mine))
                 yield step
@@ -238,7 +240,7 @@ class PlannedPacks:
             raise InvalidInputError(f"{self._path}: got {got}, want one or more: the index has changed")
         examples: list[Example] = []
         for row in mine:
-            before = sum(each.num_tokens for each in examples)
+            before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
                 got = f"offset {row['offset']} in step {self._step} and rank {self.rank}"
                 raise InvalidInputError(f"{self._path}: got {got}, want {before}: the index has changed")
@@ -260,7 +262,7 @@ class PlannedPacks:
             return open_parquet(self._path, page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
-                raise  # no file of this name, or none that may be read
+                raise  # the file does not exist or is not readable
             raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
 
     def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
@@ -280,6 +282,6 @@ class PlannedPacks:
             facts = None
         version = facts.get("version") if isinstance(facts, dict) else None
         if not isinstance(facts, dict) or version != _VERSION:
-            got = "a Parquet file of others" if stored is None else f"version {version}"
+            got = "a Parquet file without an index" if stored is None else f"version {version}"
             raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
         return facts

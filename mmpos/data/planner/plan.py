@@ -1,4 +1,4 @@
-"""Plans: examples in packs that fit, and packs over steps, ranks and microbatches so that no rank waits for another."""
+"""Plan packs: assign examples to packs, and packs to steps, ranks and microbatches, so that ranks finish together."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy.typing as npt
 
 from mmpos.data.planner.cost import Cost, FloatArray, Headers
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, counted, finite, first_bad, integer
+from mmpos.support.checks import IntArray, counted, finite, first_bad, instance, integer
 
 __all__ = ["TrainingPlan", "plan"]
 
 WINDOW = 2**16
-"""Examples that are planned together, by default: enough to balance 1,024 ranks, few enough to be read in order."""
+"""Default number of examples planned together: enough to balance 1,024 ranks, few enough to read almost in order."""
 
 _GROWTH = 1.02
-"""How many times more packs are tried where the examples do not fit."""
+"""Factor by which the number of packs grows when the examples do not fit."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingPlan:
     """Assignment of examples to packs, and of packs to steps, ranks and microbatches.
 
-    Pack (step·ranks + rank)·microbatches + microbatch is what a rank computes in a microbatch of a step.
+    A rank processes pack (step·ranks + rank)·microbatches + microbatch in a microbatch of a step.
 
     Args:
-        members: (examples,) index of each example, pack by pack.
-        member_tokens: (examples,) tokens of each of these.
-        pack_offsets: (packs + 1,) where each pack begins in ``members``; no pack is empty.
-        ranks: data-parallel ranks.
-        microbatches: packs of a rank in a step.
-        max_tokens: most tokens in a pack.
-        tokens: (packs,) tokens of each.
-        labels: (packs,) label tokens of each.
-        images: (packs,) images of each.
-        costs: (packs,) cost of each.
+        members: (examples,) indices of the examples, pack by pack.
+        member_tokens: (examples,) tokens of the examples in ``members``.
+        pack_offsets: (packs + 1,) start of each pack in ``members``, then the total; no pack is empty.
+        ranks: number of data-parallel ranks.
+        microbatches: number of packs of a rank in a step.
+        max_tokens: maximum number of tokens in a pack.
+        tokens: (packs,) tokens of each pack.
+        labels: (packs,) label tokens of each pack.
+        images: (packs,) images of each pack.
+        costs: (packs,) cost of each pack.
     """
 
     members: IntArray
@@ -54,36 +54,36 @@ class TrainingPlan:
 
     @property
     def num_packs(self) -> int:
-        """Packs in all steps."""
+        """Number of packs in all steps."""
         return self.tokens.size
 
     @property
     def num_steps(self) -> int:
-        """Steps of the optimizer."""
+        """Number of optimizer steps."""
         return self.num_packs // (self.ranks * self.microbatches)
 
     @property
     def weights(self) -> FloatArray:
-        """(packs,) factor of the mean loss of each pack: with it every label of the plan counts alike.
+        """(packs,) factor for the mean loss of each pack, with which every label of the plan counts equally.
 
-        The loss of a step is the mean over ranks and microbatches of weight times the mean loss of the pack's labels.
-        Weights are 1 on average.
+        The loss of a step is the mean, over ranks and microbatches, of the weight times the mean loss over the labels
+        of the pack. Weights average to 1.
         """
         weights: FloatArray = self.labels.astype(np.float64) * self.num_packs / max(int(self.labels.sum()), 1)
         return weights
 
     @property
     def needs_image(self) -> npt.NDArray[np.bool_]:
-        """(packs,) whether a pack has no image while another rank's has one in the same microbatch of the step.
+        """(packs,) whether a pack has no image while the pack of another rank in the same microbatch has one.
 
-        A model whose vision tower is sharded over ranks must run it everywhere: give these packs a dummy image.
+        If the vision tower is sharded over ranks, all ranks must run it: give these packs a dummy image.
         """
         has = (self.images > 0).reshape(self.num_steps, self.ranks, self.microbatches)
         return np.asarray(has.any(axis=1, keepdims=True) & ~has).ravel()
 
     @property
     def fill(self) -> float:
-        """Tokens over the capacity of all packs."""
+        """Tokens divided by the capacity of all packs."""
         return float(self.tokens.sum()) / (self.max_tokens * self.num_packs)
 
     @property
@@ -92,10 +92,10 @@ class TrainingPlan:
         return self.labels.reshape(self.num_steps, -1).sum(axis=1)
 
     def rank_costs(self, pipeline: int = 1) -> FloatArray:
-        """Return the (steps, ranks) cost of what each rank computes in each step.
+        """Return the (steps, ranks) cost of each rank in each step.
 
         Args:
-            pipeline: stages of a pipeline: a rank then waits stages − 1 times for its slowest microbatch.
+            pipeline: number of pipeline stages; a rank waits stages − 1 times for its slowest microbatch.
         """
         stages = integer("pipeline", pipeline, minimum=1)
         costs = self.costs.reshape(self.num_steps, self.ranks, self.microbatches)
@@ -103,7 +103,7 @@ class TrainingPlan:
         return total
 
     def straggling(self, pipeline: int = 1) -> float:
-        """Return the time of the plan over that of a perfectly even one: all slowest ranks over all means."""
+        """Return the cost of the slowest ranks, summed over steps, divided by the mean costs, summed over steps."""
         costs = self.rank_costs(pipeline)
         return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
 
@@ -112,7 +112,7 @@ class TrainingPlan:
 
         Args:
             rank: the rank.
-            start: first step, to resume.
+            start: index of the first step, to resume.
         """
         rank = integer("rank", rank, minimum=0, maximum=self.ranks - 1)
         for step in range(integer("start", start, minimum=0), self.num_steps):
@@ -141,23 +141,23 @@ def plan(
 ) -> TrainingPlan:
     """Plan packs so that the ranks of a step finish together; the same arguments give the same plan.
 
-    Of each window of examples, the most expensive go first, each round of them to the packs that cost least so far and
-    have room. Packs that cost about the same then share a step; among those within ``tolerance`` of each other, the
-    labels of steps are evened. Steps of a window come in random order. A stream is planned by a call a window.
+    The examples of a window are assigned in rounds, the most expensive first, to the packs with the lowest cost so far
+    that have room. Packs of similar cost share a step; among packs within ``tolerance`` of each other, labels are
+    balanced over steps. The steps of a window are in random order. To plan a stream, call this once per window.
 
     Args:
         headers: sizes of the examples.
-        max_tokens: most tokens in a pack.
-        ranks: data-parallel ranks.
-        microbatches: packs of a rank in a step.
-        cost: what examples cost; None takes ``Cost()``.
-        tolerance: how much more than the cheapest a pack of the same step may cost for the sake of even labels.
-        window: examples that are planned together, in their order; the last ones join the window before them.
-        seed: of the order of steps.
+        max_tokens: maximum number of tokens in a pack.
+        ranks: number of data-parallel ranks.
+        microbatches: number of packs of a rank in a step.
+        cost: cost model; None is ``Cost()``.
+        tolerance: fraction by which a pack may cost more than the cheapest of its step for the sake of even labels.
+        window: number of consecutive examples planned together; a shorter remainder joins the last window.
+        seed: seed of the order of steps.
 
     Raises:
-        InvalidInputError: an example longer than max_tokens, too few examples in a window to give every rank a pack,
-            or costs that are not finite.
+        InvalidInputError: an example is longer than max_tokens, a window has too few examples to give every rank a
+            pack, or costs are not finite.
     """
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     ranks, microbatches = integer("ranks", ranks, minimum=1), integer("microbatches", microbatches, minimum=1)
@@ -170,10 +170,10 @@ def plan(
     pack_of = np.empty(len(headers), np.int64)
     packs = 0
     for start, stop in _windows(len(headers), window):
-        where = slice(start, stop)
-        own = _packed(headers.tokens[where], costs[where], max_tokens, group, whole=stop - start == len(headers))
-        place = _ordered(own, costs[where], headers.labels[where], ranks, microbatches, tolerance, random)
-        pack_of[where] = packs + place[own]
+        part = slice(start, stop)
+        own = _packed(headers.tokens[part], costs[part], max_tokens, group, is_whole=stop - start == len(headers))
+        place = _ordered(own, costs[part], headers.labels[part], ranks, microbatches, tolerance, random)
+        pack_of[part] = packs + place[own]
         packs += place.size
     members = np.argsort(pack_of, kind="stable")
     return TrainingPlan(
@@ -190,33 +190,30 @@ def plan(
     )
 
 
-def _costs(cost: object, headers: object) -> FloatArray:
-    """Return the cost of each example; their sum is finite."""
-    if not isinstance(headers, Headers):
-        raise InvalidInputError(f"headers: got {type(headers).__name__}, want Headers")
-    if not isinstance(cost, Cost):
-        raise InvalidInputError(f"cost: got {type(cost).__name__}, want a Cost")
+def _costs(cost: Cost, headers: Headers) -> FloatArray:
+    """Return the cost of each example, and check that the sum is finite."""
+    instance("headers", headers, Headers, "Headers.of")
     with np.errstate(over="ignore"):
-        costs = cost.of(headers)
+        costs = instance("cost", cost, Cost, "Cost.read").of(headers)
         total = costs.sum()
     if not np.isfinite(total):
-        raise InvalidInputError(f"cost: got examples that cost {total} in all, want a finite number: smaller units")
+        raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one: use smaller units")
     return costs
 
 
 def _sums(pack_of: IntArray, sizes: IntArray) -> IntArray:
-    """Sum the sizes of the examples of each pack."""
-    return np.bincount(pack_of, sizes).astype(np.int64)  # exact: Headers have at most 2**53
+    """Sum the sizes of the examples in each pack."""
+    return np.bincount(pack_of, sizes).astype(np.int64)  # exact, since Headers sum to at most 2**53
 
 
 def _windows(count: int, window: int) -> list[tuple[int, int]]:
-    """Cut examples into windows; what is left of the last joins the one before it."""
+    """Return the (start, stop) of each window; a shorter remainder joins the last window."""
     starts = [*range(0, max(count - window, 0) + 1, window)]
     return list(zip(starts, [*starts[1:], count], strict=True))
 
 
-def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int, *, whole: bool) -> IntArray:
-    """Find the pack of each example: a multiple of ``group`` of them, none of them empty or too full."""
+def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int, *, is_whole: bool) -> IntArray:
+    """Assign each example to a pack; the number of packs is a multiple of ``group``, and no pack is empty."""
     least = -(-int(tokens.sum()) // max_tokens)
     packs = -(-max(least, 1) // group) * group
     while packs <= tokens.size:
@@ -225,14 +222,14 @@ def _packed(tokens: IntArray, costs: FloatArray, max_tokens: int, group: int, *,
             return packed
         packs = -(-max(int(packs * _GROWTH), packs + 1) // group) * group
     raise InvalidInputError(
-        f"headers: got {tokens.size} examples that are planned together, want at least {packs}, "
+        f"headers: got {tokens.size} examples to plan together, want at least {packs}, "
         f"one for each of the {group} packs of a step, or fewer ranks or microbatches"
-        f"{'' if whole else ', or a larger window'}"
+        f"{'' if is_whole else ', or a larger window'}"
     )
 
 
 def _spread(tokens: IntArray, costs: FloatArray, max_tokens: int, packs: int) -> IntArray | None:
-    """Spread examples over packs of even cost; None if some do not fit."""
+    """Distribute examples over packs of even cost; return None if some do not fit."""
     order = np.argsort(-costs, kind="stable")
     pack_of = np.empty(tokens.size, np.int64)
     sums, room = np.zeros(packs), np.full(packs, max_tokens)
@@ -246,8 +243,8 @@ def _spread(tokens: IntArray, costs: FloatArray, max_tokens: int, packs: int) ->
         pack_of[examples] = cheapest
         sums[cheapest] += costs[examples]
         room[cheapest] -= tokens[examples]
-    left = np.concatenate(waiting)
-    for example in left[np.argsort(-tokens[left], kind="stable")].tolist():
+    rest = np.concatenate(waiting)
+    for example in rest[np.argsort(-tokens[rest], kind="stable")].tolist():
         (open_packs,) = np.nonzero(room >= tokens[example])
         if not open_packs.size:
             return None
@@ -262,31 +259,31 @@ def _ordered(
     pack_of: IntArray, costs: FloatArray, labels: IntArray, ranks: int, microbatches: int, tolerance: float,
     random: np.random.Generator,
 ) -> IntArray:  # fmt: skip
-    """Find the place of each pack of a window: its step, rank and microbatch as one number."""
+    """Return the place of each pack of a window: its step, rank and microbatch as one number."""
     group = ranks * microbatches
-    of_packs, of_labels = np.bincount(pack_of, costs), _sums(pack_of, labels)
-    order = np.argsort(of_packs, kind="stable")
-    ascending = of_packs[order]
+    pack_costs, pack_labels = np.bincount(pack_of, costs), _sums(pack_of, labels)
+    order = np.argsort(pack_costs, kind="stable")
+    ascending = pack_costs[order]
     steps, first = [], 0
     while first < order.size:
-        alike = int(ascending.searchsorted(ascending[first] * (1 + tolerance), side="right")) - first
-        stop = first + max(alike // group, 1) * group
-        steps.append(_dealt(order[first:stop], of_labels, (stop - first) // group))
+        similar = int(ascending.searchsorted(ascending[first] * (1 + tolerance), side="right")) - first
+        stop = first + max(similar // group, 1) * group
+        steps.append(_dealt(order[first:stop], pack_labels, (stop - first) // group))
         first = stop
     shuffled = np.concatenate(steps)
     random.shuffle(shuffled)
-    by_rank = np.concatenate([_dealt(packs, of_packs, ranks).ravel() for packs in shuffled])
+    by_rank = np.concatenate([_dealt(packs, pack_costs, ranks).ravel() for packs in shuffled])
     place = np.empty(order.size, np.int64)
     place[by_rank] = np.arange(order.size)
     return place
 
 
 def _dealt(packs: IntArray, sizes: FloatArray | IntArray, hands: int) -> IntArray:
-    """Deal packs out to hands of equally many, (hands, packs of each), with sums of sizes as even as can be."""
+    """Deal packs greedily into hands of equal length with nearly even sums of sizes: (hands, packs per hand)."""
     rounds = packs[np.argsort(-sizes[packs], kind="stable")].reshape(-1, hands)
     dealt, sums = np.empty_like(rounds), np.zeros(hands)
-    for number, each in enumerate(rounds):
+    for number, row in enumerate(rounds):
         smallest = np.argsort(sums, kind="stable")
-        dealt[number, smallest] = each
-        sums[smallest] += sizes[each]
+        dealt[number, smallest] = row
+        sums[smallest] += sizes[row]
     return dealt.T

@@ -1,1 +1,1 @@
-"""Preparation of whole corpora: ready sequences in Parquet files, made by processes or by Ray."""
+"""Preprocess corpora into Parquet files of ready sequences, with local processes or with Ray."""

@@ -1,4 +1,4 @@
-"""Claim of one run on its folder: a file that is created exclusively and beats, on disks and in object stores alike."""
+"""Lock a folder for one run: a claim file, created exclusively and updated by a heartbeat, on disk or in a store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mmpos.errors import InvalidInputError
 __all__ = ["Claim", "claimed"]
 
 _NAME = re.compile(r"\.mmpos-claim-(\d{8})\.json")
-_BEAT = 5.0  # seconds between two beats
-_PATIENCE = 30.0  # seconds without a beat after which a run on another machine is dead
+_BEAT = 5.0  # seconds between heartbeats
+_PATIENCE = 30.0  # seconds without a heartbeat after which a run on another machine counts as dead
 
 
 class _Owner(TypedDict):
-    """Who claims: its machine and process, when it began, and the number of its beats; id is its own."""
+    """Content of a claim file: a random id, the machine and process of the run, its start, and its heartbeats."""
 
     id: str
     machine: str
@@ -37,12 +37,12 @@ class _Owner(TypedDict):
 
 
 class Claim:
-    """Claim of this process on a folder.
+    """Claim that this process holds on a folder.
 
     Args:
         folder: the folder.
-        path: file of the claim.
-        owner: its content.
+        path: path of the claim file.
+        owner: content of the claim file.
     """
 
     def __init__(self, folder: StorePath, path: StorePath, owner: _Owner) -> None:
@@ -52,31 +52,31 @@ class Claim:
         self._beats.start()
 
     def check(self) -> None:
-        """Check that no other run took the folder over, as it does when this one stands still.
+        """Check that no other run has taken over the folder, which happens if this process is suspended.
 
         Raises:
-            InvalidInputError: another run did.
+            InvalidInputError: the claim is lost.
         """
         if self._lost:
             raise InvalidInputError(
-                f"folder: got {str(self._folder)!r}, which another run took over while this one stood still for "
-                f"{_PATIENCE:g} s, or whose claim was removed, want one run at a time"
+                f"folder: got {str(self._folder)!r}, which another run took over while this one was suspended for "
+                f"{_PATIENCE:g} s, or from which the claim file was removed, want one run at a time"
             )
 
     def release(self) -> None:
-        """Give the folder back; a store that fails meanwhile keeps the claim of a run that is then dead."""
+        """Remove the claim; if the store fails, the file stays and later counts as the claim of a dead run."""
         self._ended.set()
         self._beats.join()
-        with suppress(OSError, InvalidInputError):  # which would hide the error of the run
+        with suppress(OSError, InvalidInputError):  # would hide an error of the run
             owner = _owner(self._path)
             if owner is not None and owner["id"] == self._owner["id"]:
                 self._path.remove()
 
     def _beat(self) -> None:
-        # Ctrl-C is for the main thread, which may hold it back.
+        # Ctrl-C must reach the main thread, which may have blocked it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._ended.wait(_BEAT):
-            with suppress(OSError):  # a store that fails now may answer at the next beat
+            with suppress(OSError):  # the store may answer at the next heartbeat
                 claims = self._folder.glob(".mmpos-claim-*.json")
                 if self._path not in claims or any(path > self._path for path in claims):
                     self._lost = True
@@ -87,15 +87,15 @@ class Claim:
 
 @contextmanager
 def claimed(folder: StorePath) -> Iterator[Claim]:
-    """Claim a folder for the time of the block, so that no other run writes to it.
+    """Claim a folder for the duration of the block, so that no other run writes to it.
 
-    The claim of a run that was killed does not hold: on this machine its process is looked for; a run on another
-    machine is watched, and is dead if it does not beat for half a minute.
+    The claim of a dead run is ignored. A run on this machine is dead if its process is gone; a run on another machine
+    is dead if it sends no heartbeat for half a minute.
 
     Raises:
-        InvalidInputError: another run has the folder, in this process or any other.
-        UnsupportedError: the store has no exclusive creation of files.
-        OSError: the file of the claim cannot be made; the error names it.
+        InvalidInputError: another run holds the folder, in this process or any other.
+        UnsupportedError: the store cannot create files exclusively.
+        OSError: the claim file cannot be created; the error names it.
     """
     dead = _dead_claims(folder)
     number = max((_number(path) for path in dead), default=0) + 1
@@ -104,7 +104,7 @@ def claimed(folder: StorePath) -> Iterator[Claim]:
         id=secrets.token_hex(8),
         machine=_machine(),
         process=os.getpid(),
-        born=_born(os.getpid()),
+        born=_start_time(os.getpid()),
         started=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         beat=0,
     )
@@ -115,7 +115,7 @@ def claimed(folder: StorePath) -> Iterator[Claim]:
         for other in folder.glob(".mmpos-claim-*.json"):
             if other in dead:
                 other.remove()
-            elif other != path:  # made since the first look
+            elif other != path:  # created after the first listing
                 raise _refusal(folder, _owner(other))
         yield claim
     finally:
@@ -123,10 +123,10 @@ def claimed(folder: StorePath) -> Iterator[Claim]:
 
 
 def _dead_claims(folder: StorePath) -> set[StorePath]:
-    """Return the claims of runs that are dead.
+    """Return the claims of dead runs.
 
     Raises:
-        InvalidInputError: there is one of a run that lives.
+        InvalidInputError: a running process holds a claim.
     """
     dead = set()
     for path in folder.glob(".mmpos-claim-*.json"):
@@ -139,7 +139,7 @@ def _dead_claims(folder: StorePath) -> set[StorePath]:
 
 def _lives(path: StorePath, owner: _Owner) -> bool:
     if owner["machine"] == _machine():
-        return _born(owner["process"]) == owner["born"]
+        return _start_time(owner["process"]) == owner["born"]
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         time.sleep(_BEAT / 5)
@@ -152,19 +152,19 @@ def _lives(path: StorePath, owner: _Owner) -> bool:
 
 
 def _owner(path: StorePath) -> _Owner | None:
-    """Return whose claim this is; None if it is gone.
+    """Return the content of a claim file; None if the file is gone.
 
     Raises:
-        InvalidInputError: the file is no claim.
+        InvalidInputError: the file is not a claim.
     """
     try:
         owner: _Owner = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InvalidInputError(f"{path}: got no claim of a run, want a file of mmpos; remove it") from error
+        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it") from error
     if not isinstance(owner, dict) or not _Owner.__required_keys__ <= owner.keys():
-        raise InvalidInputError(f"{path}: got no claim of a run, want a file of mmpos; remove it")
+        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it")
     return owner
 
 
@@ -174,14 +174,14 @@ def _number(path: StorePath) -> int:
 
 
 def _machine() -> str:
-    """Return the name of this machine, and of the container in which process numbers count."""
+    """Return the name of this machine and the PID namespace, in which process ids are unique."""
     with suppress(OSError):
         return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
 
 
-def _born(process: int) -> str:
-    """Return when a process of this machine was born, as far as the system says; empty if there is none."""
+def _start_time(process: int) -> str:
+    """Return the start time of a process on this machine; "unknown" if hidden, empty if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     try:
@@ -189,7 +189,7 @@ def _born(process: int) -> str:
     except ProcessLookupError:
         return ""
     except OSError:
-        pass  # a process of another user
+        pass  # the process belongs to another user
     return "unknown"
 
 

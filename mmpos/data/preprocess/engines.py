@@ -1,4 +1,4 @@
-"""Engines that run the work on many shards: processes of this machine, or the actors of Ray Data."""
+"""Engines that process many shards: processes on this machine, or actors of Ray Data."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ from mmpos.support.interrupts import no_interrupts
 __all__ = ["run_local", "run_ray"]
 
 
-_PAUSE = 0.1  # seconds between two messages of a worker
+_PAUSE = 0.1  # seconds between two messages from a worker
 
 
 def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks on this machine, several at a time.
 
     Args:
-        job: the work.
+        job: work on each task.
         tasks: inputs and outputs.
-        workers: processes; one worker is this process. Others are killed if the iterator is closed early or fails, and
-            may leave temporary files.
+        workers: number of processes; a single worker is this process. Worker processes are killed, and may leave
+            temporary files, if the iterator is closed early or fails.
+
+    Yields:
+        The steps of all tasks as they occur.
 
     Raises:
         ChildProcessError: a worker was killed.
@@ -65,8 +68,8 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     running: set[Future[bytes]] = set()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     try:
-        resource_tracker.ensure_running()  # whose start would let interrupts through
-        with no_interrupts():  # which are for this process alone
+        resource_tracker.ensure_running()  # its start inside no_interrupts would let interrupts through
+        with no_interrupts():  # workers inherit the blocked signal: only this process handles Ctrl-C
             running = {pool.submit(_work, work, task) for task in inputs}
             started = set(multiprocessing.active_children()) - others
         while running:
@@ -76,7 +79,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
             for future in done:
                 _raise(future.result())
     except BrokenProcessPool as error:
-        raise ChildProcessError("a worker process was killed (for its memory?), want fewer workers") from error
+        raise ChildProcessError("a worker process was killed, possibly out of memory: use fewer workers") from error
     finally:
         for process in started if running else ():
             process.kill()
@@ -84,21 +87,21 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
 
 
 class _Worker:
-    """What this process tells its parent by, if it is a worker."""
+    """State of a worker process: the queue for messages to its parent."""
 
     steps: ClassVar[SimpleQueue[Step]]
 
 
 def _begin_worker(steps: SimpleQueue[Step]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as there should be threads; before torch is there
-    # Skipped records are counted and written down; many processes on one terminal only disturb.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes already use all cores
+    # Skipped records are counted and written to files; warnings of many processes would clutter the terminal.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _Worker.steps = steps
 
 
 def _work(job: bytes, task: bytes) -> bytes:
-    """Run a task in a worker, which tells of every finished file, and now and then how far it is."""
+    """Run a task in a worker process; send each finished file, and the progress at intervals, to the parent."""
     reported_at = time.monotonic()
     try:
         with closing(_loads(job).run(pickle.loads(task))) as steps:
@@ -112,18 +115,18 @@ def _work(job: bytes, task: bytes) -> bytes:
 
 
 def _die_with_parent() -> None:
-    """End this process with its parent, whatever it is doing."""
+    """Exit this process when its parent exits."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "workers are children"
     parent.join()
     os._exit(1)
 
 
-_loads = cache(pickle.loads)  # the job, whose limit counts over all tasks of a process
+_loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts over all tasks
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be pickled, with its traceback as a note: as words where it must be."""
+    """Return a picklable error with its traceback as a note: the error itself, or else a RuntimeError."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -134,7 +137,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _raise(result: bytes) -> Any:
-    """Return what a worker sends, or raise it if it is an error."""
+    """Unpickle a result of a worker; raise it if it is an exception."""
     value = pickle.loads(result)
     if isinstance(value, Exception):
         raise value
@@ -144,19 +147,19 @@ def _raise(result: bytes) -> Any:
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks as a pipeline of Ray Data.
 
-    It runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on this
-    machine; else in one started for it, which is stopped at the end. RAY_ADDRESS=local always starts one.
+    The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
+    this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts one.
 
-    Tasks of Ray read the shards into rows, one for each part with its records as they are stored, and a pool of actors
-    turns each row into a file. Ray balances the actors, holds readers back while rows wait, and repeats what a machine
-    takes with it when it dies: a file is written as a whole, and a second time it is the same. Inputs and outputs must
-    have the same paths on all machines; relative ones begin at the current folder of this process.
+    Ray tasks read the shards into rows, one for each part with its raw records, and a pool of actors writes each row
+    to a file. Ray balances the actors, throttles readers while rows are queued, and repeats the work of a machine that
+    dies: files are written atomically, and repeated work writes the same bytes. Inputs and outputs must have the same
+    paths on all machines; relative paths are resolved against the current folder of this process.
 
     Args:
-        job: the work.
+        job: work on each part.
         tasks: inputs and outputs.
-        workers: most actors, each with its share of the readers on one processor; where the cluster has fewer, those
-            work that it has room for.
+        workers: maximum number of actors, each sharing one CPU with the readers; in a smaller cluster, as many run as
+            there are CPUs.
 
     Yields:
         The last step of each part and of each task, as they finish.
@@ -166,7 +169,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
         import ray.cloudpickle
         import ray.data
     with _connected(ray):
-        dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also takes readers defined in a script
+        dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also pickles readers defined in a script
         rows = [{"task": dumps(replace(task, folder=_absolute(task.folder)))} for task in tasks]
         dataset = (
             ray.data.from_items(rows, override_num_blocks=len(rows))
@@ -197,13 +200,13 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
             yield _raise(row["step"])
 
 
-_READER_CPUS = 0.25  # share of a processor that a reader takes; an actor has the rest
+_READER_CPUS = 0.25  # fraction of a CPU for a reader; an actor gets the rest
 
 _ROWS = pa.schema([("task", pa.int64()), ("part", pa.int64()), ("records", pa.large_binary())])
 
 
 def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Iterator[pa.Table]:
-    """Read a shard into rows of its parts; the row of an error has that in place of records."""
+    """Read a shard into one row per part; if reading fails, one row holds the error instead of records."""
     _change_folder(folder)
     for row in batch["task"]:
         task = pickle.loads(row.as_buffer())
@@ -220,11 +223,11 @@ def _row(*values: object) -> pa.Table:
 
 
 class PartWriter:
-    """Callable of an actor for ``map_batches``: the row of a part becomes a file, and a row of its last step.
+    """Callable of an actor for ``map_batches``: writes the file of a part and returns its last step as a row.
 
     Args:
-        job: the work on every part.
-        folder: folder of relative paths.
+        job: work on each part.
+        folder: folder against which relative paths are resolved.
     """
 
     def __init__(self, job: ShardJob, folder: str) -> None:
@@ -232,7 +235,7 @@ class PartWriter:
         _change_folder(folder)
 
     def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
-        """Write the part of one row; its error is returned as a value, since Ray would wrap it in its own."""
+        """Write the part of one row; an error is returned as a value, since Ray would wrap a raised one."""
         task, part, records = (rows[name][0] for name in _ROWS.names)
         return {"step": [pickle.dumps(self._step(task.as_py(), part.as_py(), pickle.loads(records.as_buffer())))]}
 
@@ -254,13 +257,13 @@ def _absolute(folder: StorePath) -> StorePath:
 
 
 def _change_folder(folder: str) -> None:
-    with suppress(OSError):  # on another machine it may not be there
+    with suppress(OSError):  # the folder may not exist on another machine
         os.chdir(folder)
 
 
 @contextmanager
 def _connected(ray: ModuleType) -> Iterator[None]:
-    """Connect to a cluster, there or new, for the time of the block, unless this process is connected."""
+    """Connect to an existing or a new cluster for the duration of the block, unless already connected."""
     if ray.is_initialized():
         yield
         return

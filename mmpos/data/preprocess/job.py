@@ -1,4 +1,4 @@
-"""``write_sequences``: many shards into a folder of ready sequences, which a later run completes."""
+"""``write_sequences``: preprocess shards into a folder of ready sequences; a later run completes an earlier one."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Progress:
     """Progress of the job.
 
     Args:
-        shards: in all.
-        done: shards that are finished, those of earlier runs included.
-        reused: those of earlier runs.
-        counts: records of this run, and their results.
+        shards: number of shards.
+        done: number of finished shards, including those of earlier runs.
+        reused: number of shards that earlier runs finished.
+        counts: counts of the records and sequences of this run.
     """
 
     shards: int
@@ -53,13 +53,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Output:
-    """Finished file.
+    """Finished file of ready sequences.
 
     Args:
         source: path or name of its input.
-        path: the file of ready sequences; SequenceShard reads it.
-        counts: its records, and their results.
-        reused: whether an earlier run had made it.
+        path: path of the file; SequenceShard reads it.
+        counts: counts of its records and sequences.
+        reused: whether an earlier run wrote it.
     """
 
     source: str
@@ -69,19 +69,19 @@ class Output:
 
     @property
     def quarantine(self) -> StorePath:
-        """File of the records that were skipped; it exists if there are any."""
+        """File of the skipped records; it exists only if there are any."""
         return quarantine_of(self.path)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Fill rate that packing by first-fit decreasing would reach.
+    """Fill rate of the documents packed by first-fit decreasing.
 
     Args:
-        max_tokens: most tokens in a pack.
-        packs: packs of the documents that fit in one.
-        tokens: tokens in them.
-        longer: documents that do not fit, and would have to be cut.
+        max_tokens: maximum number of tokens in a pack.
+        packs: number of packs of the documents that fit.
+        tokens: number of tokens in these packs.
+        longer: number of documents with more than max_tokens, which would have to be cut.
     """
 
     max_tokens: int
@@ -91,7 +91,7 @@ class Fill:
 
     @property
     def rate(self) -> float:
-        """Tokens over capacity; 0 without packs."""
+        """Tokens divided by capacity; 0 without packs."""
         return self.tokens / (self.packs * self.max_tokens) if self.packs else 0.0
 
 
@@ -100,9 +100,9 @@ class Summary:
     """Results of the job.
 
     Args:
-        outputs: in the order of the inputs and of their records.
-        fill: of all their documents.
-        seconds: duration of this run, without the packing.
+        outputs: finished files in the order of the inputs and of their records.
+        fill: fill rate of all documents of the outputs.
+        seconds: duration of this run, without the packing for ``fill``.
     """
 
     outputs: tuple[Output, ...]
@@ -116,7 +116,7 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of this run over its seconds."""
+        """Tokens that this run wrote per second."""
         tokens = sum(output.counts.tokens for output in self.outputs if not output.reused)
         return tokens / self.seconds if self.seconds else 0.0
 
@@ -124,8 +124,8 @@ class Summary:
 Engine = Literal["local", "ray"]
 
 _PAUSE = 0.1  # seconds between two reports
-_SAVE = 10.0  # seconds between two manifests, at least
-_SAVE_SHARE = 0.05  # of the time of a run, which large manifests may take
+_SAVE = 10.0  # minimum number of seconds between two writes of the manifest
+_SAVE_SHARE = 0.05  # maximum fraction of the time of a run spent on writing the manifest
 
 
 def write_sequences(
@@ -142,59 +142,59 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Preprocess all shards into files of ready sequences: one Parquet file for each part of 64 MiB of its records.
+    """Preprocess shards into Parquet files of ready sequences: one file for each part of 64 MiB of a shard.
 
-    A file is there wholly or not at all, so the same call completes a run that was killed: finished files are not made
-    again, unless their input or the settings changed, which is an error. An input that was touched or copied is the
-    same if its content is; of other inputs only name and number of records are known. Engine, workers and interruptions
-    change no file. sequence_shards opens the folder by its manifest. One run at a time claims a folder, by a file.
+    Files are written atomically, so the same call completes a killed run. Finished files are reused, unless their
+    input or the settings changed, which is an error. A file that was touched or copied counts as unchanged; for inputs
+    other than files, only name and number of records are compared. Engine, workers and interruptions do not affect the
+    files. ``sequence_shards`` opens the folder by its manifest. A claim file in the folder keeps other runs out.
 
     Args:
-        readers: the input; mmpos.data.readers.shards makes them from paths.
-        folder: path or URL of the folder of the files, each named after its input; created if it is missing.
-        preprocess: a Preprocess, or a callable of your own; it must pickle for several workers and for Ray.
-        engine: "local" for processes of this machine; "ray" for the cluster of Ray that is connected, in RAY_ADDRESS or
+        readers: readers of the shards; ``mmpos.data.shards`` makes them from paths.
+        folder: path or URL of the output folder, created if missing; each file is named after its input.
+        preprocess: a Preprocess, or a callable of your own; it must be picklable for several workers and for Ray.
+        engine: "local" uses processes of this machine; "ray" uses the Ray cluster that is connected, in RAY_ADDRESS or
             running here, else one started for the run, as always with RAY_ADDRESS=local.
-        workers: processes of this machine, or most actors of Ray.
-        on_error: "raise" stops at the first record that cannot be used and says where it is; "skip" counts such records
-            and writes them to a file beside the output. A mistake of the set-up always stops.
-        max_skipped: largest share of the first 1,000 records of a worker that may be skipped, 0 to 1; also judged at
-            the end of each part before. Ten may always be skipped.
-        patches: whether pixels are stored.
-        overwrite: whether outputs of other inputs or settings are replaced; without it they are an error.
-        max_tokens: of the packs whose fill rate is in the summary.
+        workers: number of processes on this machine, or maximum number of Ray actors.
+        on_error: "raise" stops at the first unusable record and names it; "skip" counts such records and writes them to
+            a file next to the output. Configuration errors always stop the run.
+        max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until then
+            also checked at the end of each part. Ten records may always be skipped.
+        patches: whether to store pixels.
+        overwrite: whether to replace outputs of other inputs or settings; if False, they raise an error.
+        max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
 
     Raises:
-        InvalidInputError: an argument is wrong, outputs are there of another input or of other settings, another run
-            writes to the folder, or more records were skipped than max_skipped.
-        RecordError, UnsupportedError: a record, or a part for this builder, cannot be used; finished shards stay.
-        OSError: a file cannot be read or written; for one that cannot be written the error names it.
+        InvalidInputError: an argument is wrong, an existing output has another input or other settings, another run
+            writes to the folder, or more records were skipped than max_skipped allows.
+        RecordError, UnsupportedError: a record, or a part for this builder, cannot be used; finished files stay.
+        OSError: a file cannot be read or written; an error of writing names the file.
     """
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     boolean("overwrite", overwrite)
     job = ShardJob(preprocess, on_error, patches, max_skipped)
-    where = store_path("folder", folder)
-    tasks, begin = _tasks(readers, where), time.monotonic()
-    with claimed(where) as claim:
-        manifest = _opened(where, job, tasks, overwrite)
+    output = store_path("folder", folder)
+    tasks, begin = _tasks(readers, output), time.monotonic()
+    with claimed(output) as claim:
+        manifest = _opened(output, job, tasks, overwrite)
         before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
         missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
-        made = _make(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(missing)))
+        lengths = _run(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(missing)))
         if overwrite:
             manifest.remove_strays()
         seconds = time.monotonic() - begin
     outputs = tuple(_outputs(manifest, tasks, before))
-    return Summary(outputs, _fill(outputs, made, max_tokens), seconds)
+    return Summary(outputs, _fill(outputs, lengths, max_tokens), seconds)
 
 
 def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: bool) -> Manifest:
-    """Open the manifest of a folder, with what is finished of the tasks.
+    """Open the manifest of a folder and record the finished parts of the tasks in it.
 
     Raises:
-        InvalidInputError: outputs are there of other inputs or settings, and are not to be overwritten.
+        InvalidInputError: existing outputs have other inputs or settings, and overwrite is False.
     """
     try:
         manifest = Manifest.load(folder) or Manifest(folder, job.settings)
@@ -213,8 +213,8 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
     stale = _split_otherwise(manifest, tasks)
     for path in manifest.files_of(stale):
         if not overwrite:
-            want = "give the same --split-over, or overwrite all"
-            raise InvalidInputError(f"{path}: got the output of the same file, split otherwise; {want}")
+            want = "use the same --split-over, or overwrite all"
+            raise InvalidInputError(f"{path}: got the output of the same file, split differently; {want}")
         path.remove()
         quarantine_of(path).remove()
     for name in stale:
@@ -226,25 +226,25 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
 
 
 def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
-    """Return the shards of a manifest that are of the file of a task, whole or in another number of slices."""
+    """Return the shards of a manifest that are the file of a task, but split into another number of slices."""
     others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
-    alike = {_unsliced(name)[0] for name in others}
-    sizes = dict[str, dict[str | None, object]]()  # of each file, by the number of its slices
+    files = {_unsliced(name)[0] for name in others}
+    sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices
     for task in tasks:
-        whole, slices = _unsliced(task.stem)
-        if whole in alike and slices not in sizes.setdefault(whole, {}):
-            sizes[whole][slices] = task.identity["size"]
+        file, slices = _unsliced(task.stem)
+        if file in files and slices not in sizes.setdefault(file, {}):
+            sizes[file][slices] = task.identity["size"]
     return [name for name in others if _is_split_otherwise(name, manifest.shards[name], sizes)]
 
 
 def _is_split_otherwise(name: str, shard: ShardFiles, sizes: Mapping[str, Mapping[str | None, object]]) -> bool:
-    whole, slices = _unsliced(name)
-    size = shard.source.get("size")  # none where no part was finished
-    return any(other != slices and size in (None, want) for other, want in sizes.get(whole, {}).items())
+    file, slices = _unsliced(name)
+    size = shard.source.get("size")  # None if no part was finished
+    return any(other != slices and size in (None, want) for other, want in sizes.get(file, {}).items())
 
 
 def _unsliced(stem: str) -> tuple[str, str | None]:
-    """Return the name of a file of which this may be a slice, and the number of its slices."""
+    """Return the name of the file that this may be a slice of, and the number of slices or None."""
     match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", stem, re.DOTALL)
     return (match[1], match[2]) if match else (stem, None)
 
@@ -256,12 +256,12 @@ def _outputs(manifest: Manifest, tasks: Sequence[Task], before: Mapping[str, Col
 
 
 class _Progress:
-    """Progress of a run, which is reported now and then.
+    """Progress of a run, reported at intervals.
 
     Args:
-        report: takes it.
-        shards: in all.
-        missing: those that earlier runs have not finished.
+        report: called with the progress; None reports nothing.
+        shards: number of shards.
+        missing: number of shards that earlier runs have not finished.
     """
 
     def __init__(self, report: Callable[[Progress], None] | None, shards: int, missing: int) -> None:
@@ -270,17 +270,17 @@ class _Progress:
         self._reported_at = -_PAUSE
 
     def add(self, step: Step, done: int) -> None:
-        """Add a step of a run that has finished a number of shards."""
+        """Add a step, and report unless a report was just made; ``done`` counts the shards this run has finished."""
         if step.file is not None:
             self._finished += step.counts
             self._running.pop((step.task, step.part), None)
         else:
             self._running[step.task, step.part] = step.counts
         if time.monotonic() - self._reported_at >= _PAUSE and self._reused + done < self._shards:
-            self.tell(done)
+            self.report(done)
 
-    def tell(self, done: int) -> None:
-        """Report the progress of a run that has finished a number of shards."""
+    def report(self, done: int) -> None:
+        """Report the progress; ``done`` counts the shards this run has finished."""
         if self._report is not None:
             counts = reduce(add, self._running.values(), self._finished)
             self._report(Progress(self._shards, self._reused + done, self._reused, counts))
@@ -301,7 +301,8 @@ def _tasks(readers: Sequence[Reader], folder: StorePath) -> list[Task]:
         other = first.get(task.stem) or (first.get(part[1]) if part else None)
         if other is not None:
             raise InvalidInputError(
-                f"readers: got {other!r} and {source!r}, which would both become {str(output)!r}, want different names"
+                f"readers: got {other!r} and {source!r}, both of which would become {str(output)!r}, want different "
+                "names"
             )
         first[task.stem] = source
         if _resolved(output) in inputs:
@@ -321,7 +322,7 @@ def _stem(source: str) -> str:
     return name.removesuffix(suffix) or name
 
 
-def _make(
+def _run(
     engine: Engine,
     job: ShardJob,
     tasks: Sequence[Task],
@@ -330,33 +331,33 @@ def _make(
     claim: Claim,
     progress: _Progress,
 ) -> Counter[int]:
-    """Run the tasks, note what is finished, and remove the temporary files of runs and workers that were killed.
+    """Run the tasks, record finished parts, and remove temporary files of runs and workers that were killed.
 
     Args:
-        engine: see write_sequences, as for the workers.
-        job: the work.
-        tasks: shards of which parts are missing.
+        engine: see write_sequences.
+        job: work on each task.
+        tasks: tasks with missing parts.
         workers: see write_sequences.
-        manifest: of the folder, which is saved now and then and at the end.
-        claim: on the folder.
-        progress: takes every step.
+        manifest: manifest of the folder, saved at intervals and at the end.
+        claim: claim on the folder.
+        progress: receives every step.
 
     Returns:
-        how many documents have each length.
+        number of documents of each length, by length.
     """
-    made = Counter[int]()
+    lengths = Counter[int]()
     numbered = {task.number: task for task in tasks}
     done, save_at = 0, time.monotonic() + _SAVE
     if tasks:
         manifest.save()
         _sweep(manifest)
         try:
-            run = run_local if engine == "local" else run_ray
-            with closing(run(job, tasks, workers)) as steps:
+            run_tasks = run_local if engine == "local" else run_ray
+            with closing(run_tasks(job, tasks, workers)) as steps:
                 for step in steps:
                     claim.check()
                     manifest.add(numbered[step.task], step)
-                    made.update(step.lengths)
+                    lengths.update(step.lengths)
                     done += step.source is not None and manifest.shards[numbered[step.task].stem].complete
                     progress.add(step, done)
                     if (now := time.monotonic()) > save_at:
@@ -367,21 +368,21 @@ def _make(
             claim.check()
             _sweep(manifest)
             manifest.save()
-    progress.tell(done)
-    return made
+    progress.report(done)
+    return lengths
 
 
 def _sweep(manifest: Manifest) -> None:
-    """Remove what killed writers left of the files of a folder on this machine."""
+    """Remove the temporary files that killed writers left in a folder on this machine."""
     if not manifest.folder.is_url:
         for path in leftovers(Path(manifest.folder), manifest.owns):
             path.unlink(missing_ok=True)
 
 
-def _fill(outputs: Sequence[Output], made: Counter[int], max_tokens: int) -> Fill:
-    """Pack the documents of earlier runs, whose files are read, and those that this run made, by their lengths."""
+def _fill(outputs: Sequence[Output], written: Counter[int], max_tokens: int) -> Fill:
+    """Pack all documents by their lengths, which are read from the files of earlier runs and known for this run."""
     reused = [SequenceShard(output.path).lengths for output in outputs if output.reused]
-    lengths: IntArray = np.concatenate([*reused, np.fromiter(made.elements(), np.int64)])
+    lengths: IntArray = np.concatenate([*reused, np.fromiter(written.elements(), np.int64)])
     fitting = lengths[lengths <= max_tokens]
     packs = len(first_fit_decreasing(fitting, max_tokens))
     return Fill(max_tokens, packs, int(fitting.sum()), lengths.size - fitting.size)

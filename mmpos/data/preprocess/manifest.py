@@ -1,4 +1,4 @@
-"""Manifest of a folder of ready sequences: its files, their rows and settings, kept by runs and checked by loaders."""
+"""Manifest of a folder of ready sequences: files, rows and settings, written by each run and checked by loaders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -28,7 +28,7 @@ _VERSION = 1
 _PACKAGES = ("multimodal-positions", "numpy", "pyarrow", "pillow", "torchvision", "tokenizers", "transformers")
 _PART = re.compile(r"(.+)\.part(\d{5,})", re.DOTALL)
 _ENDINGS = (".parquet", ".quarantine.jsonl")
-_THREADS = 16  # that ask for files
+_THREADS = 16  # that inspect files
 
 
 @dataclass
@@ -37,8 +37,8 @@ class ShardFiles:
 
     Args:
         source: facts of the shard.
-        files: those that are finished, by the number of their part.
-        parts: number of all parts, once it is known.
+        files: finished files by part number.
+        parts: number of parts; None until it is known.
     """
 
     source: Facts
@@ -47,19 +47,19 @@ class ShardFiles:
 
     @property
     def complete(self) -> bool:
-        """Whether all parts are there."""
+        """Whether all parts are finished."""
         return len(self.files) == self.parts
 
 
 class Manifest:
-    """Manifest of a folder, in memory until it is saved.
+    """Manifest of a folder; changes stay in memory until it is saved.
 
     Args:
         folder: the folder.
-        settings: with which its files are made.
+        settings: settings that its files are made with.
 
     Attributes:
-        shards: files by the beginning of their names.
+        shards: files of each shard, by the stem of their names.
     """
 
     def __init__(self, folder: StorePath, settings: Mapping[str, object]) -> None:
@@ -71,7 +71,7 @@ class Manifest:
         """Read the manifest of a folder; None if there is none.
 
         Raises:
-            InvalidInputError: the file is no manifest, or one of another version.
+            InvalidInputError: the file is not a manifest, or has another version.
         """
         path = folder / _NAME
         try:
@@ -85,13 +85,15 @@ class Manifest:
                 files = {file.pop("part"): _file(file) for file in shard["files"]}
                 manifest.shards[shard["name"]] = ShardFiles(shard["source"], files, shard["parts"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidInputError(f"{path}: got no manifest ({error!r}), want that of a run") from error
+            raise InvalidInputError(
+                f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
+            ) from error
         if got != _VERSION:
             raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder anew")
         return manifest
 
     def save(self) -> None:
-        """Write the manifest, as a whole; shards are in the order of their names."""
+        """Write the manifest atomically, with the shards sorted by name."""
         shards = [
             {
                 "name": name,
@@ -112,7 +114,7 @@ class Manifest:
         (self.folder / _NAME).write_bytes((json.dumps(content, indent=1) + "\n").encode())
 
     def add(self, task: Task, step: Step) -> None:
-        """Add the finished part, or the number of parts, of a step; other steps change nothing."""
+        """Record the finished part, or the number of parts, that a step reports; ignore all other steps."""
         if step.source is None:
             return
         shard = self.shards.setdefault(task.stem, ShardFiles(step.source))
@@ -123,16 +125,16 @@ class Manifest:
             shard.files[step.part] = step.file
 
     def owns(self, name: str) -> bool:
-        """Tell whether a file of this name is one of the folder's: an output, a quarantine, or the manifest."""
+        """Return whether this is the name of an output, of a quarantine, or of the manifest."""
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         return name == _NAME or (ending is not None and self._part_of(name.removesuffix(ending))[0] in self.shards)
 
     def files_of(self, names: Collection[str]) -> list[StorePath]:
-        """List the outputs of some shards in the folder, whether they are noted or not."""
+        """List the outputs of these shards in the folder, including those not in the manifest."""
         return [path for path in self.folder.glob("*.parquet") if self._part_of(path.stem)[0] in names] if names else []
 
     def remove_strays(self) -> None:
-        """Remove the outputs of these shards that are not listed, which earlier runs made of other inputs."""
+        """Remove outputs of these shards that are not listed: earlier runs made them from other inputs."""
         listed = {file.name for shard in self.shards.values() for file in shard.files.values()}
         for path in self.folder.glob("*.parquet"):
             if path.name not in listed and self.owns(path.name):
@@ -140,23 +142,24 @@ class Manifest:
                 quarantine_of(path).remove()
 
     def resume(self, job: ShardJob, tasks: Sequence[Task]) -> None:
-        """Look for what earlier runs finished of some tasks, in the manifest and in the footers of other files.
+        """Find the parts that earlier runs finished, in the manifest and in the footers of unlisted files.
 
         Raises:
-            InvalidInputError: outputs are there of other inputs or other settings, or files that are no outputs.
+            InvalidInputError: an output was made from another input or with other settings, or a file is not an output.
         """
         for task in tasks:
             self.shards.setdefault(task.stem, ShardFiles({}))
-        there: dict[str, set[int]] = {}
+        parts: dict[str, set[int]] = {}
         for path in self.folder.glob("*.parquet"):
             stem, part = self._part_of(path.stem)
-            there.setdefault(stem, set()).add(part)
+            parts.setdefault(stem, set()).add(part)
         with ThreadPool(min(_THREADS, len(tasks))) as threads:
-            resumed = threads.starmap(self._resumed, [(job, task, there.get(task.stem, set())) for task in tasks])
-        self.shards |= {task.stem: shard for task, shard in zip(tasks, resumed, strict=True)}
+            # In order, so that the error always names the first refused output.
+            resumed = threads.imap(lambda task: self._resumed(job, task, parts.get(task.stem, set())), tasks)
+            self.shards |= {task.stem: shard for task, shard in zip(tasks, list(resumed), strict=True)}
 
     def _part_of(self, stem: str) -> tuple[str, int]:
-        """Return shard and number of the part of a file by the stem of its name."""
+        """Return the stem of the shard and the part number, by the stem of a file name."""
         match = _PART.fullmatch(stem)
         if match and stem not in self.shards and match[1] in self.shards:
             return match[1], int(match[2])
@@ -172,10 +175,10 @@ class Manifest:
             else:
                 facts = SequenceShard(path).facts
                 source, settings = {**facts}, facts["settings"]
-                counts = Counts(*(facts.get(each.name, 0) for each in fields(Counts)))
+                counts = Counts(*(facts.get(count.name, 0) for count in fields(Counts)))
                 file = None
             if other := _other_input(task, source) or differences(settings, job.settings):
-                remedy = "; remove it to make it anew, or overwrite all"
+                remedy = "; remove it to write it again, or overwrite all"
                 raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}{remedy}")
             if file is None:
                 with path.open() as content:
@@ -191,7 +194,10 @@ class Manifest:
 
 
 def _other_input(task: Task, facts: Facts) -> list[str]:
-    """Name what differs between an input and that of an output; content only where the file was touched or copied."""
+    """Name the differences between an input and the recorded input of an output.
+
+    The content is compared only if the file was touched or copied.
+    """
     want = task.identity
     other = [
         f"{name} {facts.get(name)}, want {want[name]}" for name in ("source", "size") if facts.get(name) != want[name]
@@ -200,12 +206,11 @@ def _other_input(task: Task, facts: Facts) -> list[str]:
 
 
 def _stored(file: PartFile) -> dict[str, object]:
-    counts = {each.name: getattr(file.counts, each.name) for each in fields(Counts)}
-    return {"name": file.name, "size": file.size, "sha256": file.sha256, **counts}
+    return {"name": file.name, "size": file.size, "sha256": file.sha256, **asdict(file.counts)}
 
 
 def _file(stored: dict[str, Any]) -> PartFile:
-    counts = Counts(*(stored[each.name] for each in fields(Counts)))
+    counts = Counts(*(stored[count.name] for count in fields(Counts)))
     return PartFile(stored["name"], stored["size"], stored["sha256"], counts)
 
 
@@ -222,37 +227,39 @@ def _versions() -> dict[str, str]:
 def sequence_shards(
     folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
 ) -> list[SequenceShard]:
-    """Open the ready sequences of a folder that ``write_sequences`` or ``mmpos preprocess`` wrote, by its manifest.
+    """Open a folder of ready sequences, written by ``write_sequences`` or ``mmpos preprocess``, by its manifest.
 
-    The folder is listed once; the rows and the settings of a file are checked when it is read.
+    The folder is listed once; rows and settings of a file are checked when the file is read.
 
     Args:
         folder: path or URL.
-        preprocess: the callable with which they must have been made; None takes any.
-        patches: with preprocess: whether pixels must have been stored.
+        preprocess: callable that the sequences must have been made with; None accepts any.
+        patches: whether pixels must have been stored; used only with preprocess.
 
     Returns:
-        The shards in the order of the names of their inputs and of the records in these.
+        the shards in the order of the names of their inputs, and within each in the order of its records.
 
     Raises:
-        InvalidInputError: there is no manifest, the run did not finish, a file is missing, or settings differ.
+        InvalidInputError: the folder has no manifest, the run did not finish, a file is missing, or settings differ.
     """
     where = store_path("folder", folder)
     manifest, path = Manifest.load(where), where / _NAME
     if manifest is None:
-        raise InvalidInputError(f"folder: got {str(where)!r} without {_NAME}, want one that mmpos preprocess wrote")
+        raise InvalidInputError(
+            f"folder: got {str(where)!r} without {_NAME}, want a folder written by mmpos preprocess"
+        )
     if preprocess is not None and (other := differences(manifest.settings, describe_job(preprocess, patches))):
         raise InvalidInputError(f"{path}: settings: got {', and '.join(other)}")
-    there = {file.name for file in where.glob("*.parquet")}
-    found = []
+    names = {file.name for file in where.glob("*.parquet")}
+    opened = []
     for name, shard in sorted(manifest.shards.items()):
         if not shard.complete:
             got = f"{len(shard.files)} of {'an unknown number of' if shard.parts is None else shard.parts} parts"
-            raise InvalidInputError(f"{path}: {name}: got {got}, want all: run mmpos preprocess again to finish it")
+            raise InvalidInputError(f"{path}: {name}: got {got}, want all: run mmpos preprocess again to finish them")
         for part in range(len(shard.files)):
             file = shard.files[part]
-            if file.name not in there:
-                raise InvalidInputError(f"{where / file.name}: got no file, want the one that {path} lists")
+            if file.name not in names:
+                raise InvalidInputError(f"{where / file.name}: got no file, want the one listed in {path}")
             listed = ListedFile(str(path), file.counts.documents, manifest.settings)
-            found.append(SequenceShard(where / file.name, listed=listed))
-    return found
+            opened.append(SequenceShard(where / file.name, listed=listed))
+    return opened

@@ -1,4 +1,4 @@
-"""Settings of a job, described so that two runs can be compared and named where they differ."""
+"""Describe the settings of a job, so that two runs can be compared and their differences named."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 __all__ = ["describe", "differences"]
 
-_MAX_ITEMS = 64  # of a list or a mapping that is described one by one
+_MAX_ITEMS = 64  # longest list or mapping whose items are described one by one
 _DIGEST = "sha256:"
 
 
 def describe(settings: Mapping[str, object]) -> dict[str, object]:
-    """Describe settings by the path of each: equal where the settings are, in every process and on every machine.
+    """Describe settings as a flat mapping from path to value; equal settings give equal mappings on every machine.
 
     >>> from mmpos.schemes import RopeTie
     >>> describe({"scheme": RopeTie(axes=3), "patches": True})
     {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'patches': True}
 
     Args:
-        settings: by name, frozen dataclasses, what they hold, and functions. Functions count by their names, not by
-            what they do; tokenizers by what they would save; other objects by their pickle, which may differ between
-            versions of their package.
+        settings: frozen dataclasses, their fields, and functions, by name. Functions are compared by name only,
+            tokenizers by their saved form, other objects by their pickle, which may differ between versions of their
+            package.
 
     Returns:
-        Numbers and names of classes as they are; of texts and paths, which may be secret, a digest.
+        numbers and names of classes by path; texts and paths, which may be secret, are replaced by a digest.
     """
     return dict(leaf for name, value in settings.items() for leaf in _leaves(name, value))
 
 
 def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[str]:
-    """Name the settings that differ between two descriptions, but none inside of another that differs.
+    """Name the settings that differ between two descriptions; settings nested in a named one are left out.
 
     >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
     ['another b', 'c 2, want 3']
@@ -53,7 +53,7 @@ def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[s
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the settings inside of a value, each after the one that holds it."""
+    """Yield the path and description of a value, then those of the values nested in it."""
     if value is None or isinstance(value, bool | int | float):
         yield path, value
     elif isinstance(value, str | bytes | bytearray | PurePath | Fraction):
@@ -89,8 +89,8 @@ def _class(value: object) -> str:
 
 
 def _saved(value: object) -> bytes:
-    """Return the bytes that an object would save of itself."""
-    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # of tokenizers, and of transformers
+    """Return the saved form of a tokenizer, or the pickle of any other object."""
+    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # the libraries tokenizers and transformers
         save = getattr(tokenizer, "to_str", None)
         if callable(save):
             return str(save()).encode()

@@ -1,11 +1,11 @@
-"""The work on one shard: its records, part by part, through one callable into files with the settings they have."""
+"""Preprocess one shard: pass its records through a callable, and write each part to a file with the settings."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from typing import NamedTuple
 
@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 PART_BYTES = 64 * 2**20
-"""Bytes of the texts and undecoded images of a part; the record that reaches them is its last."""
+"""Bytes of texts and undecoded images after which a part ends; the record that reaches this size is its last."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of records and of what they became.
+    """Counts of records and of the sequences made from them.
 
     Args:
         documents: records that became sequences.
-        tokens: their tokens, patches and markers included.
-        images: their images.
+        tokens: tokens of these sequences, patches and markers included.
+        images: images of these sequences.
         skipped: records in the quarantine.
-        images_dropped: images that were left out of documents, also in the quarantine.
+        images_dropped: images left out of their documents, also in the quarantine.
     """
 
     documents: int = 0
@@ -56,7 +56,7 @@ class Counts:
     images_dropped: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Counts(*(getattr(self, count.name) + getattr(other, count.name) for count in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class PartFile:
     """Finished file of a part of a shard.
 
     Args:
-        name: of the file.
-        size: its bytes.
-        sha256: of its content.
-        counts: its records, and their results.
+        name: name of the file.
+        size: size in bytes.
+        sha256: SHA-256 of the content.
+        counts: counts of its records and sequences.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Step(NamedTuple):
     """Progress of one task.
 
     Args:
-        task: its number.
-        part: the part of its shard that is worked on; in the last step the number of parts.
-        counts: records of the part so far.
-        source: facts of the shard, in the last step of a part and of a task.
-        file: the part when it is finished.
-        lengths: with the file: how many of its documents have each length.
+        task: number of the task.
+        part: number of the current part of the shard; in the last step of the task, the number of parts.
+        counts: counts of the part so far.
+        source: facts of the shard, in the last step of a part and of the task.
+        file: file of the part once it is finished.
+        lengths: number of documents of each length in the file, by length.
     """
 
     task: int
@@ -98,14 +98,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One shard and the files that it becomes.
+    """Shard and the output files made from it.
 
     Args:
-        number: of the task.
-        reader: the shard.
-        folder: where the files are written.
-        stem: beginning of their names.
-        done: parts that are there from an earlier run.
+        number: number of the task.
+        reader: reader of the shard.
+        folder: folder of the outputs.
+        stem: prefix of the names of the outputs.
+        done: numbers of the parts that an earlier run finished.
     """
 
     number: int
@@ -115,23 +115,23 @@ class Task:
     done: frozenset[int] = frozenset()
 
     def output(self, part: int = 0) -> StorePath:
-        """Return the path of the file of a part."""
+        """Return the path of the output of a part."""
         return self.folder / part_name(self.stem, part)
 
     @property
     def identity(self) -> Facts:
-        """Name and size of the input, and when its file changed or which version it has; see StorePath.identity.
+        """Name and size of the input, and the change times or version of its file; see StorePath.identity.
 
-        The size is bytes of a file, and records of anything else, of which no more is known.
+        The size is in bytes for a file, and in records for any other input, of which nothing else is known.
         """
         source = store_path("source", self.reader.source)
-        path = store_path("path", getattr(self.reader, "path", source))  # a slice is of a file with another name
+        path = store_path("path", getattr(self.reader, "path", source))  # the source of a slice is not a file
         if not path.is_file():
             return {"source": source.name, "size": self.reader.count()}
         return {"source": source.name, **path.identity()}
 
     def digest(self) -> str | None:
-        """Read a file of this machine for the SHA-256 of its content; None for anything else, and for slices."""
+        """Compute the SHA-256 of an input file on this machine; None for slices and all other inputs."""
         path = store_path("source", self.reader.source)
         if path.is_url or not path.is_file():
             return None
@@ -140,7 +140,7 @@ class Task:
 
 
 def part_name(stem: str, part: int) -> str:
-    """Return the name of the file of a part.
+    """Return the file name of a part.
 
     >>> part_name("photos-003", 0), part_name("photos-003", 2)
     ('photos-003.parquet', 'photos-003.part00002.parquet')
@@ -149,22 +149,22 @@ def part_name(stem: str, part: int) -> str:
 
 
 def quarantine_of(output: StorePath) -> StorePath:
-    """Return the path of the file of records that did not get into this output."""
+    """Return the path of the file with the records that were skipped for this output."""
     return output.with_name(f"{output.stem}.quarantine.jsonl")
 
 
 def read_parts(task: Task) -> Iterator[tuple[int, Facts, Iterator[tuple[Location, Raw]] | None]]:
-    """Read the parts of a shard that are not done: where they end depends on the records alone.
+    """Read the unfinished parts of a shard; the bounds of parts depend on the records alone.
 
     Args:
-        task: the shard.
+        task: the task of the shard.
 
     Yields:
-        Number of the part, facts of the shard, and its records, which are read as they are taken; at the end the number
-        of parts, and None.
+        The number of a part, facts of the shard, and an iterator that reads the records lazily; at the end the number
+        of parts, the facts and None.
 
     Raises:
-        InvalidInputError: the shard changed meanwhile, before the last record of the last part is given.
+        InvalidInputError: the shard changed during reading; raised before the last part is complete.
     """
     identity = task.identity
     source = {**identity, "sha256": task.digest()}
@@ -176,7 +176,7 @@ def read_parts(task: Task) -> Iterator[tuple[int, Facts, Iterator[tuple[Location
         return before // PART_BYTES
 
     part = -1
-    for part, (_, records) in enumerate(groupby(_settled(task, source), part_of)):
+    for part, (_, records) in enumerate(groupby(_records(task, source), part_of)):
         if part not in task.done:
             yield part, source, records
     if part < 0 and 0 not in task.done:
@@ -185,22 +185,22 @@ def read_parts(task: Task) -> Iterator[tuple[int, Facts, Iterator[tuple[Location
 
 
 def changed(task: Task, source: Facts) -> bool:
-    """Tell whether a shard is another than these facts say; a file that was only touched is the same."""
+    """Return whether a shard differs from recorded facts; a file that was only touched does not."""
     if all(source.get(name) == value for name, value in task.identity.items()):
         return False
     digest = task.digest()
     return digest is None or digest != source.get("sha256")
 
 
-def _settled(task: Task, source: Facts) -> Iterator[tuple[Location, Raw]]:
-    """Yield the records of a shard, and see that it is as it was."""
+def _records(task: Task, source: Facts) -> Iterator[tuple[Location, Raw]]:
+    """Yield the records of a shard, then check that the shard has not changed."""
     yield from task.reader.records()
     if changed(task, source):
-        raise InvalidInputError(f"{task.reader.source}: got a file that changed while it was read, want it at rest")
+        raise InvalidInputError(f"{task.reader.source}: got a file that changed while it was read, want a stable one")
 
 
 def _size(value: object) -> int:
-    """Return the bytes or characters of a record, numbers as eight."""
+    """Return the size of a record in bytes and characters; a number counts as eight."""
     if isinstance(value, bytes | bytearray | str):
         return len(value)
     if isinstance(value, Mapping):
@@ -212,16 +212,16 @@ def _size(value: object) -> int:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Work on every shard; the same for every engine, and picklable if its callable is.
+    """Work done on every shard, independent of the engine; picklable if its callable is.
 
     Args:
-        preprocess: from a record to an example: a Preprocess, or a callable of your own with its arguments and errors.
-        on_error: whether a record that cannot be used stops the job, or is counted and written to a file beside the
-            output.
-        patches: whether pixels are stored; without them images are still decoded, so that content hashes and the
-            records refused are the same.
-        max_skipped: largest share of the first 1,000 records of a process that may be skipped; also judged at the end
-            of each part before.
+        preprocess: makes an example from a record: a Preprocess, or a callable with the same arguments and errors.
+        on_error: "raise" stops the job at an unusable record; "skip" counts the record and writes it to a quarantine
+            file next to the output.
+        patches: whether to store pixels; without them, images are still decoded, so that content hashes and the
+            refused records stay the same.
+        max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; until then also
+            checked at the end of each part.
     """
 
     preprocess: MakeExample
@@ -239,7 +239,7 @@ class ShardJob:
         object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
     def run(self, task: Task) -> Generator[Step, None, None]:
-        """Run a task, record by record; see write for its steps, after which comes one with the number of parts."""
+        """Run a task record by record; yields the steps of ``write``, then one with the number of parts."""
         for part, source, records in read_parts(task):
             if records is None:
                 yield Step(task.number, part, Counts(), source)
@@ -249,21 +249,21 @@ class ShardJob:
     def write(
         self, task: int, part: int, output: StorePath, source: Facts, records: Iterable[tuple[Location, Raw]]
     ) -> Generator[Step, None, None]:
-        """Write a part of a shard; its file exists once the iterator is exhausted, and not before.
+        """Write a part of a shard; its file exists only once the iterator is exhausted.
 
         Args:
             task: number of the task.
             part: number of the part.
-            output: the file.
+            output: path of the file.
             source: facts of the shard.
-            records: of the part.
+            records: records of the part.
 
         Yields:
             A step after each record, and one with the finished file.
 
         Raises:
-            RecordError: a record cannot be used, and on_error is "raise".
-            InvalidInputError: this process skipped more than max_skipped.
+            RecordError: a record is unusable, and on_error is "raise".
+            InvalidInputError: this process skipped more records than max_skipped allows.
         """
         counts, lengths, refused = Counts(), Counter[int](), list[Line]()
         quarantine = Quarantine(self.on_error, refused.append, self.limit)
@@ -279,9 +279,8 @@ class ShardJob:
                     counts += Counts(skipped=1)
                 yield Step(task, part, counts)
             self.limit.end()
-            done = {each.name: getattr(counts, each.name) for each in fields(counts)}
-            writer.facts = {**source, "settings": self.settings, **done}
-            # Before the output has its name: where there is one, its quarantine is whole.
+            writer.facts = {**source, "settings": self.settings, **asdict(counts)}
+            # Written before the output is renamed into place, so that every output has a complete quarantine.
             _write_lines(quarantine_of(output), refused)
         yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts), lengths)
 
@@ -300,12 +299,12 @@ class ShardJob:
 
 
 def describe_job(preprocess: MakeExample, patches: bool) -> dict[str, object]:
-    """Describe the settings on which outputs depend."""
+    """Describe the settings that determine the outputs."""
     return describe({"preprocess": preprocess, "patches": patches, "part_bytes": PART_BYTES})
 
 
 def _write_lines(path: StorePath, lines: Sequence[Line]) -> None:
-    """Write a file of these lines, or remove it if there are none."""
+    """Write the lines to a file, or remove the file if there are none."""
     if not lines:
         path.remove()
         return

@@ -1,4 +1,4 @@
-"""Ready sequences in Parquet files: examples in, one whole file out, and the same examples back."""
+"""Write examples to Parquet files of ready sequences, and read them back unchanged."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 GROUP_BYTES = 32 * 2**20
-"""Size of the arrays of a row group at which the group is closed."""
+"""Bytes of arrays at which a row group is closed."""
 
 GROUP_ROWS = 1024
-"""Most examples in a row group."""
+"""Maximum number of examples in a row group."""
 
-_MAX_VALUE = 2**31 - 1  # bytes that one value of a Parquet column may hold
+_MAX_VALUE = 2**31 - 1  # maximum bytes of one value in a Parquet column
 _PATCHES = ("uint8", "float32")
 _IDS = pa.list_(pa.int64())
 
@@ -59,7 +59,7 @@ SCHEMA = pa.schema(
         pa.field("labels", _IDS, nullable=False),
         pa.field("part_offsets", _IDS, nullable=False),
         pa.field("kind", pa.binary(), nullable=False),  # (segments,) uint8
-        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; this and all below: little-endian
+        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; little-endian, as all arrays below
         pa.field("seconds_per_frame", pa.binary()),  # (2, segments) int64
         pa.field("row_separator", pa.binary()),  # (segments,) bool
         pa.field("extra_tokens", pa.binary()),  # (segments,) int64
@@ -80,17 +80,17 @@ SCHEMA = pa.schema(
 
 
 FORMAT_VERSION = 3
-"""Of the columns; a file of another version is refused."""
+"""Version of the columns; files of other versions are refused."""
 
 _METADATA = b"mmpos"
 
 Number = TypeVar("Number", bound=np.generic)
 
 Facts: TypeAlias = dict[str, Any]
-"""Anything JSON, by name."""
+"""JSON-compatible values by name."""
 
 Row: TypeAlias = dict[str, Any]
-"""Values of an example by column, as pyarrow takes them."""
+"""Values of an example by column, in types that pyarrow accepts."""
 
 
 class _Footer(TypedDict):
@@ -102,16 +102,16 @@ class _Footer(TypedDict):
 class SequenceWriter:
     """Writer of examples to one Parquet file, in row groups of bounded size.
 
-    The file is there, and what was there before it is gone, when the writer is closed without an error.
+    The file is created or replaced atomically when the writer is closed without an error.
 
     Args:
-        path: the file, or its URL.
+        path: path or URL of the file.
 
     Attributes:
-        facts: anything JSON; it goes into the footer, and SequenceShard.facts gives it back.
+        facts: JSON-compatible values for the footer; SequenceShard.facts returns them.
 
     Raises:
-        OSError: here and later: the file cannot be written; the error names it.
+        OSError: here or in a later call: the file cannot be written; the error names it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +121,7 @@ class SequenceWriter:
         self.facts: Facts = {}
         with ExitStack() as stack:
             self._sink = _HashedFile(stack.enter_context(store_path("path", path).write()))
-            # A page of pixels is not worth a dictionary, and a checksum finds a broken disk.
+            # Dictionaries do not help pages of pixels; checksums detect disk corruption.
             self._parquet = parquet.ParquetWriter(
                 self._sink,
                 SCHEMA,
@@ -135,7 +135,7 @@ class SequenceWriter:
 
     @property
     def size(self) -> int:
-        """Bytes written; when the writer is closed, those of the file."""
+        """Number of bytes written; once the writer is closed, the size of the file."""
         return self._sink.size
 
     @property
@@ -147,14 +147,15 @@ class SequenceWriter:
         """Add one example.
 
         Raises:
-            InvalidInputError: it is not one document, or its positions have other axes than those before it.
-            LimitExceededError: its patches do not fit in a Parquet file.
+            InvalidInputError: the example is not a single document, or its positions have other axes than those of
+                earlier examples.
+            LimitExceededError: the patches do not fit in a Parquet file.
         """
         row = to_row(example)
         axes = example.sequence.positions.axes
         if self._axes not in (None, axes):
             raise InvalidInputError(
-                f"{example.key}: positions: got {counted(axes, 'axis')}, want {self._axes} as before it"
+                f"{example.key}: positions: got {counted(axes, 'axis')}, want {self._axes} as in earlier examples"
             )
         self._axes = axes
         self._rows.append(row)
@@ -163,7 +164,7 @@ class SequenceWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write the examples that are left, and the footer with the facts."""
+        """Write the remaining examples, and the footer with the facts."""
         with self._file:
             self._flush()
             footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
@@ -179,7 +180,7 @@ class SequenceWriter:
         if kind is None:
             self.close()
             return
-        with suppress(OSError):  # not worth finishing
+        with suppress(OSError):  # the file is discarded anyway
             self._parquet.close()
         self._file.__exit__(kind, error, trace)
 
@@ -190,10 +191,10 @@ class SequenceWriter:
 
 
 class _HashedFile:
-    """File that counts and hashes what is written to it.
+    """File that counts and hashes the bytes written to it.
 
     Args:
-        file: takes the bytes.
+        file: underlying file.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -211,7 +212,7 @@ class _HashedFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Leave the file open, as its owner closes it."""
+        """Do nothing: the owner closes the underlying file."""
 
     @property
     def closed(self) -> bool:
@@ -220,12 +221,12 @@ class _HashedFile:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """Facts that a manifest has of a file.
+    """Entry of a file in a manifest.
 
     Args:
         manifest: path of the manifest.
-        rows: examples of the file.
-        settings: with which it was made.
+        rows: number of examples in the file.
+        settings: settings that the file was made with.
     """
 
     manifest: str
@@ -233,15 +234,15 @@ class ListedFile:
     settings: Mapping[str, object] = field(repr=False, hash=False)
 
     def check(self, path: object, rows: int, facts: Facts) -> None:
-        """Check the file itself.
+        """Compare the file itself with the entry.
 
         Args:
-            path: of the file.
-            rows: its examples.
-            facts: that its writer stored.
+            path: path of the file.
+            rows: number of examples in the file.
+            facts: facts that its writer stored.
 
         Raises:
-            InvalidInputError: it is not the file that the manifest lists.
+            InvalidInputError: the number of examples or the settings differ.
         """
         if rows != self.rows:
             raise InvalidInputError(f"{path}: rows: got {rows}, want {self.rows} as {self.manifest} says")
@@ -254,9 +255,9 @@ class SequenceShard:
     """Parquet file of ready sequences.
 
     Args:
-        path: the file, or its URL.
-        axes: axes that its positions must have; None takes any.
-        listed: what a manifest says of it, which is checked when it is opened; None takes any file.
+        path: path or URL of the file.
+        axes: number of axes that its positions must have; None accepts any.
+        listed: manifest entry that is compared with the file when it is opened; None skips the comparison.
     """
 
     path: str | os.PathLike[str]
@@ -271,12 +272,12 @@ class SequenceShard:
 
     @property
     def lengths(self) -> IntArray:
-        """(examples,) tokens of each example; nothing else is read."""
+        """(examples,) number of tokens of each example; no other column is read."""
         lengths: IntArray = self.columns(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
         return lengths
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """Read these columns of ``SCHEMA`` of all examples; nothing else is read."""
+        """Read these columns of ``SCHEMA`` for all examples, and no others."""
         with self._open() as file:
             self._footer(file)
             return file.read(list(names))
@@ -293,13 +294,13 @@ class SequenceShard:
             return int(file.metadata.num_rows)
 
     def examples(self, start: int = 0) -> Iterator[Example]:
-        """Read the examples in the order in which they were written; one row group is in memory at a time.
+        """Read the examples in the order in which they were written, with one row group in memory at a time.
 
         Args:
-            start: the first to give; row groups before it are not read.
+            start: index of the first example; row groups before it are not read.
 
         Raises:
-            InvalidInputError: no file of ready sequences, one of another version or of other axes, or a broken one.
+            InvalidInputError: the file does not hold ready sequences, has another version or other axes, or is damaged.
         """
         for _, example in self._rows(start, 1):
             if isinstance(example, RecordError):
@@ -307,12 +308,12 @@ class SequenceShard:
             yield example
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read the examples as records, of which ``get_example`` makes examples again in a loader."""
+        """Read the examples as records, which ``get_example`` unwraps in a loader."""
         for index, example in self._rows(start, step):
             yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
     def rows(self, groups: int) -> SequenceRows:
-        """Open the file to read examples in any order; see SequenceRows."""
+        """Open the file for random access, with at most this many row groups in memory; see SequenceRows."""
         file = self._open()
         return SequenceRows(self, file, self._footer(file)["axes"], groups)
 
@@ -331,14 +332,14 @@ class SequenceShard:
                 first = stop
 
     def group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
-        """Read a row group, or return why it cannot be read."""
+        """Read a row group; return the error if it cannot be read."""
         try:
             return file.read_row_group(group, SCHEMA.names)
         except (OSError, pa.ArrowException) as error:
             return error
 
     def example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
-        """Make an example of row i of a row group, or return why it cannot be made."""
+        """Make an example from row i of a row group; return the error if that fails."""
         if isinstance(rows, Exception):
             return broken(here, rows)
         try:
@@ -355,12 +356,12 @@ class SequenceShard:
     def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         if stored is None:
-            raise InvalidInputError(f"{self.path}: got a Parquet file of others, want ready sequences of mmpos")
+            raise InvalidInputError(f"{self.path}: got a Parquet file without metadata of mmpos, want ready sequences")
         footer: _Footer = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
-                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them anew"
+                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them again"
             )
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
@@ -370,17 +371,17 @@ class SequenceShard:
 
 
 class SequenceRows:
-    """Examples of a SequenceShard in any order; the row groups that were read last stay in memory.
+    """Random access to the examples of a SequenceShard; the row groups used last stay in memory.
 
     Args:
         shard: the shard.
         file: its open file.
-        axes: axes of its positions.
-        groups: most row groups in memory.
+        axes: number of axes of its positions.
+        groups: maximum number of row groups in memory.
     """
 
     def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, axes: int, groups: int) -> None:
-        self._shard, self._file, self._axes, self._most = shard, file, axes, groups
+        self._shard, self._file, self._axes, self._capacity = shard, file, axes, groups
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._groups = OrderedDict[int, pa.Table | Exception]()
@@ -392,14 +393,14 @@ class SequenceRows:
         """Read an example.
 
         Raises:
-            InvalidInputError: there is no such row.
-            RecordError: it cannot be read.
+            InvalidInputError: the row does not exist.
+            RecordError: the example cannot be read.
         """
         row = integer("row", row, minimum=0, maximum=len(self) - 1)
         group = int(self._ends.searchsorted(row, side="right"))
         if group not in self._groups:
             self._groups[group] = self._shard.group(self._file, group)
-            while len(self._groups) > self._most:
+            while len(self._groups) > self._capacity:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(group)
         first = int(self._ends[group]) - self._file.metadata.row_group(group).num_rows
@@ -415,19 +416,20 @@ class SequenceRows:
 
 
 def get_example(record: Record, location: Location) -> Example:
-    """Return the example of a record of a SequenceShard; stands where a Preprocess does for other shards."""
+    """Return the example in a record of a SequenceShard; used in place of a Preprocess."""
     example = record.get("example")
     if not isinstance(example, Example):
-        raise RecordError(f"{location}: got a raw record, want one of a SequenceShard, which opens ready sequences")
+        raise RecordError(f"{location}: got a raw record, want a record of a SequenceShard")
     return example
 
 
 def to_row(example: Example) -> Row:
-    """Turn an example into a row of the file.
+    """Convert an example to a row of the file.
 
     Raises:
-        InvalidInputError: it is not one document, its key is no Unicode, or its patches are of another type.
-        LimitExceededError: its patches do not fit in one value of a Parquet file.
+        InvalidInputError: the example is not a single document, its key is not valid Unicode, or its patches are
+            neither uint8 nor float32.
+        LimitExceededError: the patches do not fit in one value of a Parquet file.
     """
     sequence = example.sequence
     segments, positions, patches = sequence.segments, sequence.positions, sequence.patches
@@ -468,11 +470,11 @@ def to_row(example: Example) -> Row:
 
 
 def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
-    """Turn a row into an example with arrays of its own; every table is checked.
+    """Convert a row to an example with its own arrays; every table is checked.
 
     Args:
-        row: a pyarrow scalar for every column.
-        axes: of its positions.
+        row: pyarrow scalar of each column.
+        axes: number of axes of the positions.
     """
     kind = _array(row["kind"], np.uint8, (-1,))
     segments = SegmentTable(
@@ -485,7 +487,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
     )
     input_ids = _numbers(row["input_ids"])
     if row["num_tokens"].as_py() != input_ids.size:
-        raise InvalidInputError(f"num_tokens: got {row['num_tokens']}, want {input_ids.size}, those of input_ids")
+        raise InvalidInputError(f"num_tokens: got {row['num_tokens']}, want {input_ids.size}, the size of input_ids")
     image_spans = _array(row["image_spans"], np.int64, (-1, 2))
     _check_spans(image_spans, row["image_margins"].as_py(), input_ids.size)
     positions = PositionTable.from_arrays(
@@ -517,7 +519,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
 
 
 def _check_spans(spans: npt.NDArray[np.int64], margins: list[int], num_tokens: int) -> None:
-    """Check that images with their markers follow one another inside of a document."""
+    """Check that images with their markers do not overlap and lie within the document."""
     before, after = margins
     bounds = np.concatenate([[0], (spans + np.array([-before, after])).ravel(), [num_tokens]])
     if min(margins) < 0 or (np.diff(bounds) < 0).any():
@@ -530,7 +532,7 @@ def _bytes(array: npt.NDArray[np.generic]) -> bytes:
 
 
 def _array(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> npt.NDArray[Number]:
-    """Copy an array out of a value, so that it is writable and keeps no row group in memory."""
+    """Copy an array out of a value, so that it is writable and does not keep the row group in memory."""
     stored = np.frombuffer(value.as_buffer(), np.dtype(dtype).newbyteorder("<"))
     return stored.astype(dtype).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Readers of shards: tar files of webdataset, Parquet, JSON lines, Lance, and datasets of Hugging Face."""
+"""Readers of shards: WebDataset tar files, Parquet, JSON lines, Lance, and datasets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] =
     ".tar.gz": TarReader,
     ".tgz": TarReader,
 }
-"""The reader of each kind of file."""
+"""Reader class by file name suffix."""
 
 _LANCE = ".lance"
 
-_REQUESTS = 16  # files that a store is asked for at the same time
+_REQUESTS = 16  # concurrent requests to a store
 
 
 def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Reader]:
-    """Open a reader for each file, in the order given; the files of a pattern are sorted by name.
+    """Open a reader for each file in the given order; files that match a pattern are sorted by name.
 
     Args:
-        paths: one or several paths, URLs, or patterns of either with ``*``, ``?``, ``[…]`` or ``**``; a file that has
-            such a name is that file. A folder whose name ends in .lance is a dataset, with a reader for each of its
-            fragments.
+        paths: one or several paths, URLs, or patterns of either with ``*``, ``?``, ``[…]`` or ``**``; the name of an
+            existing file is not treated as a pattern. A folder whose name ends in .lance is a dataset with one reader
+            per fragment.
 
     Raises:
-        InvalidInputError: a file is not there or comes twice, a pattern finds none, no reader has the suffix, or a
-            URL holds credentials.
+        InvalidInputError: a file does not exist or is listed twice, a pattern matches nothing, no reader supports the
+            suffix, or a URL holds credentials.
         OSError: a store does not answer; the error names the URL.
     """
     entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -66,12 +66,12 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
         for i, files in enumerate(threads.imap(_files, patterns)):
             if not files:
                 got = repr(str(patterns[i]))
-                raise InvalidInputError(f"paths[{i}]: got {got}, want a file, or a pattern that finds files")
+                raise InvalidInputError(f"paths[{i}]: got {got}, want a file, or a pattern that matches files")
             for name in map(str, files):
                 if name in readers:
                     raise InvalidInputError(f"paths[{i}]: got {name!r} again, want each file once")
                 readers[name] = _readers(f"paths[{i}]", name)
-    return [reader for several in readers.values() for reader in several]
+    return [reader for of_file in readers.values() for reader in of_file]
 
 
 def _files(pattern: StorePath) -> list[StorePath]:
@@ -86,4 +86,4 @@ def _readers(name: str, path: str) -> list[Reader]:
     for suffix, reader in SUFFIXES.items():
         if StorePath(path).name.endswith(suffix):
             return [reader(path)]
-    raise InvalidInputError(f"{name}: got {path!r}, want a name that ends in one of {', '.join((*SUFFIXES, _LANCE))}")
+    raise InvalidInputError(f"{name}: got {path!r}, want a name ending in one of {', '.join((*SUFFIXES, _LANCE))}")

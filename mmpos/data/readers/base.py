@@ -1,4 +1,4 @@
-"""The protocol of readers, and helpers that all readers share."""
+"""Protocol of readers, and helpers shared by all readers."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from mmpos.support.checks import integer
 __all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
-"""A record as its shard has it, images undecoded; or, in its place, the error that hides it."""
+"""Raw record with undecoded images, or the error in place of a record that cannot be read."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reader of one shard. It holds no open file, so that it pickles; every call of ``records`` reads anew."""
+    """Reader of one shard. It is picklable, since it holds no open file; each call of ``records`` opens the shard."""
 
     @property
     def source(self) -> str:
         """Path or name of the shard."""
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read the records start, start + step, … in the order of the shard, which is always the same.
+        """Read the records start, start + step, … in the fixed order of the shard.
 
-        A record that cannot be read is a RecordError in its place, never raised, so that what can go on after it
-        goes on. Where the rest of the shard is lost, the first record lost is the last one given.
+        A record that cannot be read is yielded as a RecordError rather than raised, so that reading can continue. If
+        the rest of the shard is lost, the first lost record is the last one yielded.
 
         Args:
-            start: number of the first record; those before it are skipped without looking into them.
-            step: distance to the next one.
+            start: index of the first record; records before it are skipped without parsing.
+            step: difference between the indices of consecutive records.
         """
 
     def count(self) -> int | None:
-        """Return the number of records where it is known without reading them, else None."""
+        """Return the number of records if it is known without reading them, else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Beginning of a record in a file.
+    """Start of a record in a file.
 
     Args:
-        index: its number.
-        offset: its first byte.
+        index: index of the record.
+        offset: byte offset of the record.
     """
 
     index: int
@@ -55,10 +55,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class FileReader(ABC):
-    """Base of the readers of one file.
+    """Base class of readers of one file.
 
     Args:
-        path: the file, a path or a URL.
+        path: path or URL of the file.
     """
 
     path: str
@@ -77,7 +77,7 @@ class FileReader(ABC):
         return StorePath(self.path)
 
     def count(self) -> int | None:
-        """Return None, since records are counted by reading them."""
+        """Return None, since counting the records would require reading them."""
         return None
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
@@ -86,14 +86,14 @@ class FileReader(ABC):
 
     @abstractmethod
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read records, the first of which is not before a mark of this file."""
+        """Read the records start, start + step, …, beginning at a mark at or before the first of them."""
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind every ``size`` bytes, where that can be found without reading records."""
+        """Yield a mark of the first record after every ``size`` bytes, if it can be found without parsing records."""
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Yield the error that hides a record and all after it, if that record is chosen."""
+        """Yield the error in place of a record and all later ones, if that record is among those to read."""
         here = Location(self.path, index)
         record = broken(here, error, rest=True)
         if is_chosen(index, start, step):
@@ -101,25 +101,25 @@ class FileReader(ABC):
 
 
 def stride(start: int, step: int) -> tuple[int, int]:
-    """Check the arguments of ``records``."""
+    """Check the arguments ``start`` and ``step`` of ``records``."""
     return integer("start", start, minimum=0), integer("step", step, minimum=1)
 
 
 def is_chosen(index: int, start: int, step: int) -> bool:
-    """Whether a record is one of start, start + step, …"""
+    """Return whether an index is in the sequence start, start + step, … of a reader."""
     return index >= start and (index - start) % step == 0
 
 
 def broken(location: Location, error: BaseException, rest: bool = False) -> RecordError:
-    """Make the error that stands in the place of a record that cannot be read.
+    """Make the error that takes the place of a record that cannot be read.
 
     Args:
-        location: its shard and number.
-        error: the cause. One of the operating system or a store (no such file, no permission) is raised: no fault of
-            the record.
-        rest: whether all after it is also lost.
+        location: shard and index of the record.
+        error: cause. An error of the operating system or a store, such as a missing file or permission, is raised
+            instead, since the record is not at fault.
+        rest: whether all later records are lost as well.
     """
     if isinstance(error, OSError) and error.errno is not None:
         raise error
-    lost = "; what follows it is lost" if rest else ""
-    return RecordError(f"{location}: got {error or type(error).__name__}, want a record that can be read{lost}")
+    lost = "; all later records are lost" if rest else ""
+    return RecordError(f"{location}: got {error or type(error).__name__}, want a readable record{lost}")

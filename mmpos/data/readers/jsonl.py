@@ -1,4 +1,4 @@
-"""JSON lines: files of one object per line, plain or compressed."""
+"""Reader of JSON lines: files with one object per line, plain or compressed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mmpos.support.extras import needed_for
 __all__ = ["JsonlReader"]
 
 _COMPRESSED = (".gz", ".zst")
-_BLOCK = 2**20  # bytes in which lines are counted
+_BLOCK = 2**20  # bytes read at once to count lines
 
 
 @dataclass(frozen=True)
 class JsonlReader(FileReader):
-    """Reader of JSON lines. The number of a record is that of its line, from 0; empty lines are skipped.
+    """Reader of JSON lines. The index of a record is its line number from 0; empty lines are skipped.
 
     Args:
-        path: the file, a path or a URL; names that end in .gz or .zst are decompressed.
+        path: path or URL of the file; files ending in .gz or .zst are decompressed.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read records; a broken line is an error and reading goes on, a broken compression ends the shard."""
+        """Read records; reading continues after an invalid line, and ends at corrupt compressed data."""
         index = begin.index
         try:
             with self.file.open() as packed, _unpacked(self.file.name, packed) as file:
@@ -43,7 +43,7 @@ class JsonlReader(FileReader):
             yield from self.lost(error, index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first line behind every ``size`` bytes of a file that is not compressed; all lines are counted."""
+        """Yield a mark of the first line after every ``size`` bytes of an uncompressed file; counts all lines."""
         if self.file.name.endswith(_COMPRESSED):
             return
         with self.file.open() as file:
@@ -59,7 +59,7 @@ class JsonlReader(FileReader):
 
 def _unpacked(name: str, packed: io.BufferedReader) -> io.BufferedReader | gzip.GzipFile:
     if name.endswith(_COMPRESSED) and not packed.peek(1):
-        raise EOFError("an empty file")  # which decompressors take for nothing compressed
+        raise EOFError("an empty file")  # decompressors would return no data without an error
     if name.endswith(".gz"):
         return gzip.open(packed)
     if name.endswith(".zst"):

@@ -1,4 +1,4 @@
-"""Slices of files: neighbouring records that a worker reads while others read those before and after."""
+"""Slices of files: ranges of consecutive records, read by different workers in parallel."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["SliceReader", "split_shards"]
 
 @dataclass(frozen=True)
 class SliceReader:
-    """Reader of neighbouring records of a file, with the numbers that they have in the whole.
+    """Reader of a range of consecutive records of a file; records keep their indices in the whole file.
 
     Args:
-        reader: of the whole file.
-        number: of the slice, from 0.
-        slices: of the file.
-        begin: its first record.
-        stop: number of the record behind its last one; None for all to the end.
+        reader: reader of the whole file.
+        number: number of the slice, from 0.
+        slices: number of slices of the file.
+        begin: mark of the first record.
+        stop: one past the index of the last record; None reads to the end of the file.
     """
 
     reader: FileReader
@@ -34,7 +34,7 @@ class SliceReader:
 
     @property
     def source(self) -> str:
-        """Path of the file, with the number of the slice in its name."""
+        """Path of the file, with the number of the slice added to its name."""
         folder, name = os.path.split(self.reader.path)
         suffix = "".join(PurePath(name).suffixes[-1:])
         return os.path.join(folder, f"{name.removesuffix(suffix)}-{self.number:05}-of-{self.slices:05}{suffix}")
@@ -45,7 +45,7 @@ class SliceReader:
         return self.reader.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read the records start, start + step, … of the file that lie in the slice."""
+        """Read those of the records start, start + step, … of the file that are in the slice."""
         start, step = stride(start, step)
         before = max(self.begin.index - start, 0)
         for location, raw in self.reader.records_from(self.begin, start + -(-before // step) * step, step):
@@ -54,26 +54,26 @@ class SliceReader:
             yield location, raw
 
     def count(self) -> int | None:
-        """Return the number of records; of JSON lines, of lines."""
+        """Return the number of records, or of lines for JSON lines; None for the last slice."""
         return None if self.stop is None else self.stop - self.begin.index
 
 
 def split_shards(readers: Iterable[Reader], slice_bytes: int) -> list[Reader]:
-    """Split large files into slices, which together give the records of the file in its order.
+    """Split large files into slices that together yield the records of the file in order.
 
-    Files of this machine are split: JSON lines and tar files that are not compressed, and Parquet files. Of a file of
-    JSON lines all lines are counted, of a tar file the headers are read, and of a Parquet file the footer.
+    Only files on this machine are split: uncompressed JSON lines and tar files, and Parquet files. To find the slices,
+    all lines of a JSON lines file are counted, all headers of a tar file are read, or the footer of a Parquet file.
 
     Args:
-        readers: of whole shards.
-        slice_bytes: of a slice, which ends behind the record that reaches them; a smaller file is left whole.
+        readers: readers of whole shards.
+        slice_bytes: size of a slice, which ends after the record that reaches it; smaller files are not split.
     """
     slice_bytes = integer("slice_bytes", slice_bytes, minimum=1)
     return [part for reader in readers for part in _slices(reader, slice_bytes)]
 
 
 def _slices(reader: Reader, slice_bytes: int) -> list[Reader]:
-    if not isinstance(reader, FileReader) or not os.path.isfile(reader.path):  # an object of a store is no file
+    if not isinstance(reader, FileReader) or not os.path.isfile(reader.path):  # also False for URLs
         return [reader]
     large = os.path.getsize(reader.path) > slice_bytes
     marks = [Mark(0, 0), *(reader.marks(slice_bytes) if large else ())]

@@ -1,4 +1,4 @@
-"""Tables: Parquet files, Lance datasets and those of the library ``datasets``, with images as they are stored."""
+"""Readers of tables: Parquet files, Lance datasets, and datasets of Hugging Face, with images left undecoded."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetReader", "LanceReader", "ParquetReader", "dataset_shards", "lance_readers", "row"]
 
-_BATCH_ROWS = 16  # that are decoded at once
+_BATCH_ROWS = 16  # rows decoded at once
 _LANCE_BUFFER = 2**26  # bytes that Lance reads ahead
 
 
 @dataclass(frozen=True)
 class ParquetReader(FileReader):
-    """Reader of a Parquet file; a record is a row as Python has it, with bytes as bytes.
+    """Reader of a Parquet file; a record is a row converted to Python objects.
 
-    Row groups before the start are not read. Of a row group, a few rows and the pages that hold them are in memory.
-    Where a page is broken, the rows from it to the end of the row group are errors, each in its place.
+    Row groups before the start are not read. Only a few rows of a row group, and the pages that hold them, are in
+    memory. If a page is damaged, each row from there to the end of the row group is an error.
 
     Args:
-        path: the file, a path or a URL.
+        path: path or URL of the file.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
@@ -58,21 +58,21 @@ class ParquetReader(FileReader):
                 first = stop
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first row of the row group behind every ``size`` bytes."""
+        """Yield a mark of the first row of the row group after every ``size`` bytes."""
         pa = _arrow()
         index = offset = 0
-        behind = size
+        next_offset = size
         with suppress(OSError, pa.ArrowException), self._open() as file:
             for number in range(file.num_row_groups):
-                if offset >= behind:
+                if offset >= next_offset:
                     yield Mark(index, offset)
-                    behind = offset + size
+                    next_offset = offset + size
                 group = file.metadata.row_group(number)
                 index += group.num_rows
                 offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
     def count(self) -> int | None:
-        """Return the number of rows, from the footer; None if the footer cannot be read."""
+        """Return the number of rows from the footer; None if the footer cannot be read."""
         pa = _arrow()
         try:
             with self._open() as file:
@@ -84,28 +84,28 @@ class ParquetReader(FileReader):
         """Read a column of all rows.
 
         Raises:
-            InvalidInputError: there is none of this name.
+            InvalidInputError: the file has no column of this name.
         """
         with self._open() as file:
             _check_column(name, file.schema_arrow.names, self.path)
             return file.read([name])[name]
 
     def _open(self) -> ParquetFile:
-        # Buffered columns instead of whole ones keep memory flat; a checksum, where there is one, is worth its time.
+        # Buffered reads keep memory use constant; checksums, where present, are cheap enough to verify.
         return open_parquet(self.file, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
 
 
 @dataclass(frozen=True)
 class LanceReader:
-    """Reader of a fragment of a Lance dataset; a record is a row as Python has it. Rows that were deleted are no rows.
+    """Reader of a fragment of a Lance dataset; a record is a row converted to Python objects. Deleted rows are skipped.
 
-    Where a row cannot be read, it and those after it are errors, each in its place. Lance has threads of its own, so
-    that workers must be spawned and not forked.
+    If a row cannot be read, it and all later rows are errors. Lance starts threads, so workers must be spawned, not
+    forked.
 
     Args:
-        path: the folder of the dataset, a path or a URL that Lance opens.
+        path: folder of the dataset, a path or a URL that Lance opens.
         fragment: number of the fragment.
-        version: of the dataset.
+        version: version of the dataset.
     """
 
     path: str
@@ -114,7 +114,7 @@ class LanceReader:
 
     @property
     def source(self) -> str:
-        """Path of the dataset with the number of the fragment."""
+        """Path of the dataset, with the number of the fragment appended."""
         return f"{self.path}-{self.fragment:05}"
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
@@ -129,14 +129,14 @@ class LanceReader:
                 yield Location(self.source, index), row(table, index, self.source)
 
     def count(self) -> int:
-        """Return the number of rows, without those that were deleted."""
+        """Return the number of rows, without deleted ones."""
         return int(self._open().count_rows())
 
     def column(self, name: str) -> pyarrow.ChunkedArray:
-        """Read a column of all rows, as that of a Parquet file.
+        """Read a column of all rows.
 
         Raises:
-            InvalidInputError: there is none of this name.
+            InvalidInputError: the dataset has no column of this name.
         """
         fragment = self._open()
         _check_column(name, fragment.schema.names, self.source)
@@ -145,12 +145,12 @@ class LanceReader:
     def _open(self) -> LanceFragment:
         fragment = _open_lance(self.path, self.version).get_fragment(self.fragment)
         if fragment is None:
-            raise InvalidInputError(f"fragment: got {self.fragment}, want one of {self.path}")
+            raise InvalidInputError(f"fragment: got {self.fragment}, want a fragment of {self.path}")
         return fragment
 
 
 def lance_readers(path: str) -> list[LanceReader]:
-    """Open a reader for each fragment of the newest version of a Lance dataset, in their order."""
+    """Open a reader for each fragment of the latest version of a Lance dataset, in order."""
     dataset = _open_lance(path)
     return [LanceReader(path, fragment.fragment_id, dataset.version) for fragment in dataset.get_fragments()]
 
@@ -159,14 +159,14 @@ def _open_lance(path: str, version: int | None = None) -> LanceDataset:
     """Open a Lance dataset.
 
     Raises:
-        InvalidInputError: there is none, or it has no such version any more.
+        InvalidInputError: the dataset or its version does not exist.
     """
     with needed_for("Lance datasets", extra="lance"):
         import lance
     try:
         return lance.dataset(path, version)
     except ValueError as error:
-        want = "a Lance dataset" if version is None else f"a Lance dataset with its version {version}"
+        want = "a Lance dataset" if version is None else f"a Lance dataset with version {version}"
         raise InvalidInputError(f"{path}: got {str(error).partition(', /')[0]}, want {want}") from error
 
 
@@ -178,7 +178,7 @@ def _check_column(name: str, columns: Sequence[str], source: str) -> None:
 def _numbered(
     batches: Iterator[pyarrow.RecordBatch], first: int, stop: int
 ) -> Iterator[tuple[int, pyarrow.RecordBatch | Exception]]:
-    """Yield the number of each row from first to stop, with a table of that row or the error that hides it."""
+    """Yield the index of each row from first to stop, with a table of that row or the error in its place."""
     pa = _arrow()
     index = first
     try:
@@ -186,14 +186,14 @@ def _numbered(
             for i in range(batch.num_rows):
                 yield index + i, batch.slice(i, 1)
             index += batch.num_rows
-        wrong: Exception = ValueError(f"{index - first} rows in a row group of {stop - first}")
+        fault: Exception = ValueError(f"{index - first} rows in a row group of {stop - first}")
     except (OSError, pa.ArrowException) as error:
-        wrong = error
-    yield from ((lost, wrong) for lost in range(index, stop))
+        fault = error
+    yield from ((lost, fault) for lost in range(index, stop))
 
 
 def row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, source: str) -> Raw:
-    """Return the record in a table of one row, or the error that hides it."""
+    """Return the record in a table of one row, or the error in its place."""
     here = Location(source, index)
     if isinstance(table, Exception):
         return broken(here, table)
@@ -215,8 +215,8 @@ class DatasetReader:
     """Reader of a Dataset or an IterableDataset as one shard; images stay structs of bytes and path.
 
     Args:
-        dataset: the object; errors of its own code (a map function, a download) are raised as they are.
-        source: its name in messages.
+        dataset: the dataset; errors of its own code, such as a map function or a download, are raised unchanged.
+        source: name of the dataset in messages.
     """
 
     dataset: Dataset | IterableDataset = field(repr=False)
@@ -227,9 +227,9 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; a Dataset reads the rows that are wanted, an IterableDataset also those before them."""
+        """Read records; a Dataset reads only these rows, an IterableDataset also the rows before and between them."""
         start, step = stride(start, step)
-        arrow = self.dataset.with_format("arrow")  # the stored columns: nothing is decoded
+        arrow = self.dataset.with_format("arrow")  # images stay undecoded
         if hasattr(arrow, "__len__"):
             for first in range(start, len(arrow), step * _BATCH_ROWS):
                 wanted = range(first, min(first + step * _BATCH_ROWS, len(arrow)), step)
@@ -237,7 +237,7 @@ class DatasetReader:
                 for i, index in enumerate(wanted):
                     yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)
             return
-        # iter, and not a for loop, in which a worker of a DataLoader would get a share of its own.
+        # Not a for loop, which in a worker of a DataLoader would yield only a share of the rows.
         index = start
         for rows in arrow.skip(start).iter(_BATCH_ROWS):
             for i in range(rows.num_rows):
@@ -257,8 +257,8 @@ def dataset_shards(
 
     Args:
         dataset: a Dataset or an IterableDataset.
-        num_shards: number of shards; None keeps those of an IterableDataset, and is 1 for a Dataset.
-        name: name in messages.
+        num_shards: number of shards; None is 1 for a Dataset, and the number of its own shards for an IterableDataset.
+        name: name of the dataset in messages.
     """
     whole = DatasetReader(dataset, name)
     if num_shards is None:

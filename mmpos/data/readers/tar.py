@@ -1,4 +1,4 @@
-"""Tar shards in the manner of webdataset: neighbours whose names differ only in their extensions are one record."""
+"""Reader of WebDataset tar files: adjacent members whose names differ only in the extension form one record."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ _Member = tuple[str, str, tarfile.TarInfo]
 
 @dataclass(frozen=True)
 class TarReader(FileReader):
-    """Reader of a tar file of records in the manner of webdataset, compressed or not.
+    """Reader of a WebDataset tar file, compressed or not.
 
-    A record has ``__key__``, ``__url__`` and the bytes of each file under its extension in lower case, as webdataset
-    would give it. An archive that is cut or damaged does not pass for a short one: it ends in two blocks of zeros, with
-    nothing but zeros behind them, and in the checksum of its compression. If it does not, the record that was being
-    read is an error, or the one after the last, with its byte in the unpacked archive, and the shard ends
-    there; an archive behind another in one file is also such an error. What no reader can see is an archive whose
-    bytes are zeros from a record to the end.
+    A record has ``__key__``, ``__url__`` and the bytes of each member under its extension in lower case, as in
+    WebDataset. A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by
+    zeros, and a compressed one in a valid checksum. Otherwise the current record, or the one after the last, is an
+    error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives are also
+    such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
 
-    Files of records that are skipped are not read, unless the archive is compressed.
+    Members of skipped records are not read, unless the archive is compressed.
 
     Args:
-        path: the file, a path or a URL.
+        path: path or URL of the file.
     """
 
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
@@ -64,26 +63,26 @@ class TarReader(FileReader):
                 yield from self.lost(archive.placed(error), index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield the first record behind every ``size`` bytes of an uncompressed archive, before any damage."""
+        """Yield a mark of the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
         with self.file.open() as packed, suppress(*_BROKEN):
-            archive, behind = _Archive(packed), size
+            archive, next_offset = _Archive(packed), size
             if archive.is_packed:
                 return
             for index, (_, members) in enumerate(groupby(archive.members(), key=itemgetter(0))):
                 _, _, member = next(members)
-                if archive.has_global_headers:  # which every record behind them needs
+                if archive.has_global_headers:  # they apply to all later records
                     return
-                if member.offset >= behind:
+                if member.offset >= next_offset:
                     yield Mark(index, member.offset)
-                    behind = member.offset + size
+                    next_offset = member.offset + size
 
 
 class _Archive:
-    """Archive that is read alike whatever is wanted of it, so that all readers see the same damage.
+    """Archive that checks itself in the same way for every choice of records, so that all readers find the same damage.
 
     Args:
-        packed: its file.
-        offset: byte of the header that is read first, in an archive that is not compressed.
+        packed: file of the archive.
+        offset: byte offset of the first header to read; 0 if the archive is compressed.
     """
 
     _tar: tarfile.TarFile
@@ -99,23 +98,23 @@ class _Archive:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is compressed."""
+        """Whether the archive is compressed."""
         return self._size is None
 
     @property
     def has_global_headers(self) -> bool:
-        """Whether a header for all members behind it was read."""
+        """Whether a header that applies to all later members was read."""
         return bool(self._tar.pax_headers)
 
     def members(self) -> Iterator[_Member]:
-        """Yield key, extension and member of each file that belongs to a record."""
+        """Yield key, extension and header of each member that belongs to a record."""
         with needed_for("tar shards", extra="data"):
             from webdataset.tariterators import base_plus_ext
         try:
             with tarfile.open(fileobj=self._file, mode="r:", tarinfo=_StrictInfo) as tar:
                 self._tar = tar
                 while (member := tar.next()) is not None:
-                    tar.members = []  # type: ignore[attr-defined]  # which it keeps for random access
+                    tar.members = []  # type: ignore[attr-defined]  # kept by tarfile for random access
                     if member.isreg() and not _META.match(member.name):
                         key, extension = base_plus_ext(member.name)
                         if key is not None:
@@ -125,28 +124,28 @@ class _Archive:
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
 
     def record(self, record: dict[str, object], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
-        """Return the record with the contents of its members; contents that are not wanted may be left out."""
-        wrong = None
+        """Return the record with the contents of its members, which may be left out unless wanted."""
+        fault = None
         for _, extension, member in members:
             if self._size is not None and self._tar.offset > self._size:
                 raise _DamageError(f"the end of the file at byte {self._size}, inside {member.name}")
             if extension in record:
-                wrong = RecordError(f"{here}: {extension}: got two files, want one")
+                fault = RecordError(f"{here}: {extension}: got two files, want one")
             if wanted or self._size is None:
                 content = self._tar.extractfile(member)
-                assert content is not None, "only regular files come here"
+                assert content is not None, "members() yields only regular files"
                 record[extension] = content.read()
-        return wrong or record
+        return fault or record
 
     def check_rest(self) -> None:
-        """Check that only zeros follow, and let the compression check itself."""
+        """Check that only zeros follow; reading to the end also verifies the checksum of the compression."""
         while rest := self._file.read(2**20):
             if rest.count(0) < len(rest):
                 at = self._file.tell() - len(rest.lstrip(b"\0"))
-                raise _DamageError(f"data at byte {at}, behind the end of the archive")
+                raise _DamageError(f"data at byte {at}, after the end of the archive")
 
     def placed(self, error: Exception) -> Exception:
-        """Add the byte to an error of the archive; an error of the operating system stays as it is."""
+        """Add the byte offset to an error of the archive; errors of the operating system are returned unchanged."""
         if isinstance(error, _DamageError) or (isinstance(error, OSError) and error.errno is not None):
             return error
         at = self._file.tell()
@@ -154,15 +153,15 @@ class _Archive:
 
 
 class _DamageError(tarfile.ReadError):
-    """Damage of an archive, with its byte."""
+    """Damage of an archive, with its byte offset."""
 
 
 class _ZerosError(tarfile.HeaderError):
-    """Block of zeros in the place of a header."""
+    """Block of zeros in place of a header."""
 
 
 class _StrictInfo(tarfile.TarInfo):
-    """Member with an intact header; tarfile takes a broken header in the middle for the end of the archive."""
+    """Member that requires an intact header; tarfile takes a damaged header for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
@@ -173,15 +172,15 @@ class _StrictInfo(tarfile.TarInfo):
             member = super().fromtarfile(tar)
         except _ZerosError:
             raise _ZerosError(f"one block of zeros at byte {at}") from None
-        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two of maps of files with holes
+        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two from maps of sparse files
             raise _DamageError(f"no header at byte {at} ({error})") from error
-        if member.size < 0:  # said by an extended header; the next one would lie before this one
+        if member.size < 0:  # from an extended header: the next member would start before this one
             raise _DamageError(f"no header at byte {at} (a size of {member.size})")
         return member
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Parse a header, which may be too short."""
+        """Parse a header; a truncated block is an error."""
         if buf == bytes(tarfile.BLOCKSIZE):
             raise _ZerosError("zeros")
         if len(buf) < tarfile.BLOCKSIZE:

@@ -218,7 +218,7 @@ class Request:
         named: whether the client named the version.
         parameters: values by name.
         inputs: input tensors by name.
-        outputs: names of the requested outputs, each with its range of shared memory if it goes there; None is all.
+        outputs: requested outputs by name, each with its range of shared memory or None; None requests all outputs.
         shared_bytes: bytes of inputs in shared memory.
     """
 
@@ -234,7 +234,7 @@ class Request:
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """Return the array of an input; or None for an omitted input."""
+        """Return the array of an input, or None for an omitted input."""
         return self.inputs[name].array() if name in self.inputs else None
 
 
@@ -308,34 +308,34 @@ class _Named(Protocol):
 
 
 def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list[Spec]:
-    """Return the specification of each tensor of a message; each name is known, and comes once."""
+    """Return the specification of each tensor of a message; refuse unknown and repeated names."""
     if len(tensors) > len(specs):
         raise InvalidInputError(f"{where}: got {len(tensors)} tensors, want at most {len(specs)}")
-    left = {spec.name: spec for spec in specs}
-    known, matched = list(left), list[Spec]()
+    unused = {spec.name: spec for spec in specs}
+    known, matched = list(unused), list[Spec]()
     for i, tensor in enumerate(tensors):
         if tensor.name not in known:
             raise InvalidInputError(f"{where}[{i}].name: got {tensor.name[:100]!r}, want one of {', '.join(known)}")
-        if tensor.name not in left:
+        if tensor.name not in unused:
             raise InvalidInputError(f"{where}[{i}].name: got {tensor.name!r} again, want it once")
-        matched.append(left.pop(tensor.name))
+        matched.append(unused.pop(tensor.name))
     return matched
 
 
 Outputs = Mapping[str, Callable[[], Array]]
-"""Functions that make the outputs of a model; uint16 are the bits of BF16."""
+"""Functions that compute the outputs of a model; arrays of uint16 hold the bits of BF16."""
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:
-    """Make the requested outputs and fill a message with them.
+    """Compute the requested outputs and fill a message with them.
 
-    Outputs in shared memory come last: some clients locate raw bytes by counting all outputs, others by counting those
-    outside shared memory; in this order both get the same result.
+    Outputs in shared memory come last: some clients locate raw bytes by counting all outputs, others by counting only
+    outputs outside shared memory; in this order both get the same result.
 
     Args:
         message: message to fill.
         request: names the requested outputs, and their ranges of shared memory.
-        outputs: functions that make the outputs.
+        outputs: functions that compute the outputs.
 
     Raises:
         UnsupportedError: a requested output does not exist.
@@ -347,7 +347,7 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outp
             raise UnsupportedError(
                 f"outputs[{i}].name: got {name!r}, want one of {', '.join(outputs)} for this request"
             )
-    held: list[tuple[str, _Range, Array]] = []
+    in_regions: list[tuple[str, _Range, Array]] = []
     for name, shared in sorted(wanted.items(), key=lambda item: item[1] is not None):
         array = outputs[name]()
         datatype = _NAMES[array.dtype.name]
@@ -361,6 +361,6 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outp
         tensor.parameters[_REGION].string_param = shared.name
         tensor.parameters[_SIZE].int64_param = array.nbytes
         tensor.parameters[_OFFSET].int64_param = shared.offset
-        held.append((name, shared, array))
-    for name, shared, array in held:  # after all outputs are known to fit
+        in_regions.append((name, shared, array))
+    for name, shared, array in in_regions:  # after all outputs are known to fit
         shared.region.write(name, shared.offset, array.reshape(-1).view(np.uint8).data)

@@ -98,7 +98,7 @@ class OpenInference:
     def _model_metadata(self, message: pb.ModelMetadataRequest, answer: pb.ModelMetadataResponse, call: Call) -> None:
         model, profile = self._find(message.name, message.version)
         answer.name, answer.platform = model.name, _PLATFORM
-        answer.versions.extend(each.name for each in self._profiles)
+        answer.versions.extend(known.name for known in self._profiles)
         for tensors, specs in zip(
             (answer.inputs, answer.outputs), self._tensors[model.name, profile.name], strict=True
         ):
@@ -269,8 +269,8 @@ class _Statistics:
                 times.seconds[_DURATIONS[stage]] += seconds
 
     def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
-        """Fill a message with statistics; an empty model or version stands for all."""
+        """Fill a message with statistics; an empty model or version selects all."""
         with self._lock:
-            for (name, of), times in self._times.items():
-                if model in ("", name) and version in ("", of):
-                    times.put(message.model_stats.add(name=name, version=of))
+            for (name, profile), times in self._times.items():
+                if model in ("", name) and version in ("", profile):
+                    times.put(message.model_stats.add(name=name, version=profile))

@@ -38,7 +38,7 @@ def scheme_of_profile(profile: Profile) -> Scheme:
 
 
 def _position_specs(profile: Profile) -> list[Spec]:
-    """Return the outputs with positions for a request without a scheme."""
+    """Return the specifications of the position outputs of a request without its own scheme."""
     scheme = scheme_of_profile(profile)
     return [
         Spec("position_ids", ("FP64" if scheme.fractional else "INT32",), (scheme.axes, -1)),
@@ -51,7 +51,7 @@ def _position_specs(profile: Profile) -> list[Spec]:
 
 
 def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
-    """Check the bytes of the requested outputs against the limit, before they are made."""
+    """Check the bytes of the requested outputs against the limit, before they are computed."""
     if request.wants("position_ids"):
         check_reply(positions, Dense(), limits, call)
     if request.wants("table") or request.wants("table_documents"):
@@ -122,7 +122,7 @@ class Positions:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return position_ids, next positions, the table, and the rest."""
+        """Return position_ids, next_positions, deltas, cu_seqlens and the table."""
         return _position_specs(profile)
 
     def infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
@@ -156,11 +156,11 @@ class Positions:
         assert lengths is not None
         check("documents", lengths.size, self._limits)
         check("images", 0 if offsets is None else offsets.size, self._limits)
-        none = lengths[:0]
+        empty = lengths[:0]
         return Spans(
             lengths,
-            none if offsets is None else offsets,
-            none.reshape(0, 3) if grid_thw is None else grid_thw,
+            empty if offsets is None else offsets,
+            empty.reshape(0, 3) if grid_thw is None else grid_thw,
             documents,
         )
 
@@ -234,8 +234,8 @@ class Sequences:
         def write(documents: list[PendingDocument]) -> None:
             sequences = [_built(f"documents[{d}]", document) for d, document in enumerate(documents)]
             check("tokens", sum(sequence.input_ids.size for sequence in sequences), self._limits)
-            nothing = place(SegmentTable.from_documents([]), builder.scheme)
-            positions = PositionTable.concatenate([sequence.positions for sequence in sequences] or [nothing])
+            empty = place(SegmentTable.from_documents([]), builder.scheme)
+            positions = PositionTable.concatenate([sequence.positions for sequence in sequences] or [empty])
             call.checkpoint()
             check_outputs(positions, request, call, self._limits)
             put_response(answer, request, _sequence_outputs(sequences, positions, _images(request.profile)))
@@ -257,8 +257,8 @@ class Sequences:
         check("documents", counts.size, self._limits)
         check("images", kinds.count(b"image"), self._limits)
         if counts.min(initial=0) < 0 or sum(counts.tolist()) != count:
-            some = str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
-            raise InvalidInputError(f"parts_per_document: got {some}, want a sum of {count}, the number of parts")
+            shown = str(counts[:10].tolist()) + ("…" if counts.size > 10 else "")
+            raise InvalidInputError(f"parts_per_document: got {shown}, want a sum of {count}, the number of parts")
         ends = counts.cumsum().tolist()
         return [
             PendingDocument(

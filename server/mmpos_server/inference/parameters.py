@@ -115,7 +115,7 @@ def views_of(text: str) -> list[View]:
 
 def _message(name: str, value: object, message: M) -> M:
     try:
-        return json_format.ParseDict(value, message)  # type: ignore[arg-type]  # refuses what is no object
+        return json_format.ParseDict(value, message)  # type: ignore[arg-type]  # refuses values that are not objects
     except (json_format.ParseError, AttributeError, TypeError, RecursionError) as error:
         kind = type(message).__name__
         raise InvalidInputError(f"{name}: got {str(value)[:100]}, want message {kind} as JSON ({error})") from None

@@ -18,7 +18,7 @@ from mmpos_server.inference.models import always, scheme_of_profile
 from mmpos_server.inference.parameters import Kind, loaded
 from mmpos_server.limits import check, check_answer
 from mmpos_server.position_service import is_small
-from mmpos_server.rotary_service import RotaryService, check_head_dim, demand_torch, has_torch
+from mmpos_server.rotary_service import RotaryService, check_head_dim, has_torch, require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ class Rotate:
             call.run("rotary", self._infer, request, answer, call)
 
     def _infer(self, request: Request, answer: pb.ModelInferResponse, call: Call) -> None:
-        demand_torch()
+        require_torch()
         with call.stage("read"):
             values = request.parameters
             layout = values.get("layout")
@@ -91,7 +91,7 @@ class Rotate:
             check_answer(sum(t.numel() * t.element_size() for t in (q, k) if t is not None), self._limits, call)
             positions = self._positions(request, q, layout)
         conjugate = values.get("conjugate", False)
-        q, k = self._service.turn(q, k, positions, rotary, call, layout=layout, conjugate=conjugate)
+        q, k = self._service.rotate_tensors(q, k, positions, rotary, call, layout=layout, conjugate=conjugate)
         with call.stage("write"):
             tensors = {"q": q} if k is None else {"q": q, "k": k}
             put_response(answer, request, {name: always(_array(tensor)) for name, tensor in tensors.items()})

@@ -1,8 +1,8 @@
-"""Fingerprints of positions, by which a trainer sees that it has those of the rollout.
+"""Fingerprints of positions, with which a trainer verifies that it uses the positions of the rollout.
 
 The ids of a document have one canonical form, however they are stored: the ids of the first token, then the steps from
-each token to the next, where equal steps in a row are written once, with their number. It gives the ids back, so that
-documents have the same form exactly if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
+each token to the next, run-length encoded. The ids can be recovered from the form, so two documents have the same form
+exactly if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, Array, IntArray, counted,
 __all__ = ["ExactIds", "fingerprint", "read_ids"]
 
 _VERSION = "mmpos2"
-"""Beginning of every fingerprint; its number changes with the canonical form."""
+"""Prefix of every fingerprint; its number changes with the canonical form."""
 
 _PERSON = _VERSION.encode()
 
@@ -38,11 +38,11 @@ def fingerprint(
     cu_seqlens: npt.ArrayLike | None = None,
     denominators: npt.ArrayLike | None = None,
 ) -> list[str]:
-    """Compute a fingerprint of the positions of every document.
+    """Compute a fingerprint of each document's positions.
 
-    Fingerprints are equal if the documents have as many tokens, as many axes and equal ids, and different otherwise.
-    Padding, its side, packing, the order of documents, dtype, and how a table cuts a document into segments do not
-    count.
+    Two fingerprints are equal if the documents have the same number of tokens, the same number of axes and equal ids,
+    and differ otherwise. Padding and its side, packing, the order of documents, dtype, and how a table divides a
+    document into segments do not matter.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, SegmentTable, Text
@@ -54,22 +54,23 @@ def fingerprint(
     True
 
     Args:
-        position_ids: a table; or ids on the host, of numpy or torch: (axes, batch, length), (axes, tokens) packed or of
-            one document, or (tokens,) of one axis; with an attention_mask of its shape also (batch, length) of one
-            axis. Integers, or floats, each of which stands for the first convergent of its continued fraction that is
-            that number in float64: n/d itself, where d² is below 2**52 / |n/d|. Leave out a text row, which is no axis.
-        attention_mask: (batch, length), or (tokens,) of packed ids, of 0 and 1; tokens under a 0 are left out, whatever
-            stands there.
-        cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total; None takes
-            each row of a batch, or all tokens, for one document.
-        denominators: what integer ids are numerators over, as ``PositionTable.rationals`` has them: one for all, or
-            of the shape of ids without axes.
+        position_ids: a table; or ids on the host, from numpy or torch: (axes, batch, length), (axes, tokens) for packed
+            documents or a single one, or (tokens,) for one axis; (batch, length) for one axis is accepted with an
+            attention_mask of the same shape. Integers or floats; a float is read as the first convergent of its
+            continued fraction that equals it in float64, which is n/d itself if d² is below 2**52 / |n/d|. Leave out a
+            text row, which is not an axis.
+        attention_mask: (batch, length), or (tokens,) for packed ids, of 0 and 1; the ids of tokens masked by 0 are
+            ignored.
+        cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total; with None
+            each row of a batch, or the whole of packed ids, is one document.
+        denominators: denominators of integer ids, as returned by ``PositionTable.rationals``: one for all ids, or an
+            array of the shape of position_ids without axes.
 
     Returns:
         "mmpos2:" and 32 hexadecimal digits for each document; the number is the version of the canonical form.
 
     Raises:
-        InvalidInputError: arguments that do not fit each other; ids that are no numbers, are beyond int32, or have no
+        InvalidInputError: the shapes of the arguments do not match; ids are not numbers, are outside int32, or have no
             denominator below 2**31.
     """
     core, alone = native.core, attention_mask is None and cu_seqlens is None and denominators is None
@@ -82,7 +83,7 @@ def fingerprint(
 
 @dataclass(frozen=True, eq=False)
 class ExactIds:
-    """Exact ids of the tokens of packed documents, padding left out.
+    """Exact ids of the tokens of packed documents, without padding.
 
     Args:
         numerators: (axes, tokens) int64, or int32 without denominators.
@@ -95,7 +96,7 @@ class ExactIds:
     lengths: IntArray
 
     def fingerprints(self) -> list[str]:
-        """Compute the fingerprint of every document, as ``fingerprint`` returns it."""
+        """Compute the fingerprint of each document, as ``fingerprint`` does."""
         stops = self.lengths.cumsum()
         start, steps = self._steps((stops - self.lengths)[self.lengths > 0])
         runs = np.concatenate([[start[1:] - start[:-1]], steps])
@@ -103,19 +104,19 @@ class ExactIds:
         return [_hash(_form(len(self.numerators), runs[:, begin:end])) for begin, end in pairwise(edges)]
 
     def _steps(self, first: IntArray) -> tuple[IntArray, Array]:
-        """Find the tokens whose step differs from the one before it, and the first two tokens of documents.
+        """Find where runs of equal steps begin; a run also begins at the first and the second token of a document.
 
         Args:
             first: first tokens of documents; their step is their id.
 
         Returns:
-            (runs + 1,) those tokens, and the number of all; and (axes, runs) their steps, modulo 2**32. With
-            denominators (3 · axes, runs): steps rounded down, then numerators and denominators of the rest, in lowest
-            terms.
+            (runs + 1,) first token of each run, then the number of tokens; and (axes, runs) steps, modulo 2**32. With
+            denominators, the steps are (3 · axes, runs): steps rounded down, then numerators and denominators of the
+            remainders, in lowest terms.
         """
         new = np.zeros(self.numerators.shape[1] + 1, np.bool_)
         new[first] = new[first + 1] = new[-1] = True
-        for row in self.numerators:  # one by one: small arrays are made in memory that is at hand
+        for row in self.numerators:  # row by row, since numpy allocates small arrays faster
             steps = row[1:] - row[:-1]
             new[2:-1] |= steps[1:] != steps[:-1]
         for row in () if self.denominators is None else self.denominators:
@@ -137,19 +138,19 @@ class ExactIds:
 
 
 def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -> IntArray:
-    """Subtract fractions: (3 · axes, n) whole numbers modulo 2**32, then numerators and denominators of the rest."""
-    whole, rest = np.divmod(a, over_a)
-    whole_b, rest_b = np.divmod(b, over_b)
+    """Return (3 · axes, n) differences of fractions: integer parts modulo 2**32, then remainders as fractions."""
+    integers, rest = np.divmod(a, over_a)
+    integers_b, rest_b = np.divmod(b, over_b)
     same = over_a == over_b
     over = np.where(same, over_a, over_a * over_b)  # below 2**62
     rest = np.where(same, rest - rest_b, rest * over_b - rest_b * over_a)
     carry, rest = np.divmod(rest, over)
     common = np.gcd(rest, over)
-    return np.concatenate([(whole - whole_b + carry).astype(np.int32), rest // common, over // common])
+    return np.concatenate([(integers - integers_b + carry).astype(np.int32), rest // common, over // common])
 
 
 def _form(axes: int, runs: Array) -> bytes:
-    """Write the (1 + steps, runs) counts and steps of a document, whose rests go where all are 0."""
+    """Serialize the (1 + steps, runs) counts and steps of a document, without remainders if all are 0."""
     fractional = len(runs) > 1 + axes and bool(runs[1 + axes : 1 + 2 * axes].any())
     form = runs.astype("<i8") if fractional else runs[: 1 + axes].astype("<i4")
     return bytes([axes, fractional]) + form.tobytes()
@@ -165,10 +166,12 @@ def read_ids(
     cu_seqlens: npt.ArrayLike | None = None,
     denominators: npt.ArrayLike | None = None,
 ) -> ExactIds:
-    """Read exact ids from any of the shapes, with the arguments and errors of ``fingerprint``."""
+    """Read exact ids of any accepted shape, with the arguments and errors of ``fingerprint``."""
     if isinstance(position_ids, PositionTable):
-        if any(each is not None for each in (attention_mask, cu_seqlens, denominators)):
-            raise InvalidInputError("position_ids: got a PositionTable with other arguments, want it alone")
+        others = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "denominators": denominators}
+        for name, argument in others.items():
+            if argument is not None:
+                raise InvalidInputError(f"{name} cannot be combined with a PositionTable")
         return _table_ids(position_ids)
     array = _host_array("position_ids", position_ids)
     if array.dtype.kind not in "iuf" or not 1 <= array.ndim <= 3:
@@ -183,7 +186,7 @@ def read_ids(
     shape = array.shape[1:]
     rows = shape[0] if len(shape) == 2 else 1
     if mask is not None and (mask.size != array[0].size or len(np.atleast_2d(mask)) != rows):
-        raise InvalidInputError(f"attention_mask: got shape {mask.shape}, want {shape}, as position_ids")
+        raise InvalidInputError(f"attention_mask: got shape {mask.shape}, want {shape}, the shape of position_ids")
     edges = np.arange(rows + 1) * shape[-1] if cu_seqlens is None else _edges(cu_seqlens, rows, shape[-1])
     over = None if denominators is None else _denominators(denominators, array, mask)
     array, columns = array.reshape(len(array), -1), np.arange(edges[-1])
@@ -217,15 +220,14 @@ def _table_ids(positions: PositionTable) -> ExactIds:
 
 
 def _host_array(name: str, value: Any) -> Array:
-    """Convert to numpy without a gradient; refuse a tensor that would be copied from a device, or may be rounded."""
+    """Convert to numpy without gradients; refuse a tensor on a device, or of a dtype that may have rounded ids."""
     if hasattr(value, "detach"):
         if value.device.type != "cpu":
-            got = f"a tensor on {value.device}"
-            raise InvalidInputError(f"{name}: got {got}, want one on the host, as its .cpu() is")
+            raise InvalidInputError(f"{name}: got a tensor on {value.device}, want a tensor on the CPU: call .cpu()")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype.startswith(("bfloat16", "float8")):
             got = f"{dtype}, which rounds integers{' above 256' if dtype == 'bfloat16' else ''}"
-            want = "int32, int64, float32 or float64 that was never cast to it"
+            want = f"int32, int64, float32 or float64 that was never cast to {dtype}"
             raise InvalidInputError(f"{name}: got {got}, want {want}")
         value = value.detach()
     return host_array(name, value)
@@ -234,26 +236,26 @@ def _host_array(name: str, value: Any) -> Array:
 def _mask(attention_mask: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     flags = _host_array("attention_mask", attention_mask)
     mask = flags if flags.dtype == np.bool_ else np.asarray(flags == 1)
-    sound = flags.dtype.kind in "biuf" and 1 <= flags.ndim <= 2
-    if not sound or np.count_nonzero(flags) != np.count_nonzero(mask):
-        raise InvalidInputError("attention_mask: got other than 0 and 1, (batch, length) or (tokens,), want these")
+    valid = flags.dtype.kind in "biuf" and 1 <= flags.ndim <= 2
+    if not valid or np.count_nonzero(flags) != np.count_nonzero(mask):
+        raise InvalidInputError("attention_mask must hold only 0 and 1, in the shape (batch, length) or (tokens,)")
     return mask
 
 
 def _edges(cu_seqlens: npt.ArrayLike, rows: int, length: int) -> IntArray:
-    """(documents + 1,) first column of every packed document, then the total."""
+    """Return the (documents + 1,) first column of each packed document, then the total."""
     edges = int_array("cu_seqlens", _host_array("cu_seqlens", cu_seqlens), (None,))
     if rows > 1:
-        raise InvalidInputError(f"cu_seqlens: got one for a batch of {rows} rows, want packed ids, or no cu_seqlens")
+        raise InvalidInputError(f"cu_seqlens requires packed position_ids, got a batch of {rows} rows")
     if not edges.size or edges[0] or (edges[1:] < edges[:-1]).any() or edges[-1] != length:
         raise InvalidInputError(f"cu_seqlens: got {shown(edges)}, want ascending integers from 0 to {length}")
     return edges
 
 
 def _denominators(denominators: npt.ArrayLike, array: Array, mask: npt.NDArray[np.bool_] | None) -> IntArray:
-    """(columns,) denominators of integer ids, which may be anything where there is no token."""
+    """Return the (columns,) denominators of integer ids; masked columns are not checked."""
     if array.dtype.kind == "f":
-        raise InvalidInputError(f"denominators: got some for ids of {array.dtype}, want integer numerators, or none")
+        raise InvalidInputError(f"denominators requires integer position_ids, got {array.dtype}")
     over = _host_array("denominators", denominators)
     over = int_array("denominators", over, array.shape[1:] if over.ndim else ())
     over = np.broadcast_to(over, array.shape[1:]).reshape(-1)
@@ -263,7 +265,8 @@ def _denominators(denominators: npt.ArrayLike, array: Array, mask: npt.NDArray[n
 
 def _within_int32(numerators: Array, over: IntArray, columns: IntArray) -> IntArray:
     if numerators.dtype == np.uint64:
-        numerators = np.minimum(numerators, np.uint64(np.iinfo(np.int64).max))  # no id either, and does not wrap around
+        # This maximum is outside int32 as well, and does not wrap around in int64.
+        numerators = np.minimum(numerators, np.uint64(np.iinfo(np.int64).max))
     ids = numerators.astype(np.int64, copy=False)
     beyond = (ids < INT32_MIN * over) | (ids > INT32_MAX * over)
     if beyond.any():
@@ -274,10 +277,10 @@ def _within_int32(numerators: Array, over: IntArray, columns: IntArray) -> IntAr
 
 
 def _fractions(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
-    """Give numerators and denominators of floats: one denominator for all, where there is one."""
+    """Return numerators and denominators of floats, with one denominator for all if possible."""
     low, high = float(values.min()), float(values.max())
-    if not (low >= INT32_MIN and high <= INT32_MAX):  # nan is neither
-        raise InvalidInputError("position_ids: got numbers that are not finite or beyond int32, want position ids")
+    if not (low >= INT32_MIN and high <= INT32_MAX):  # true for NaN as well
+        raise InvalidInputError("position_ids must be finite and within int32")
     over, numerators = 1, np.rint(values)
     while not (fits := numerators / over == values).all():
         over = lcm(over, int(_convergents(values.reshape(-1)[[fits.argmin()]])[1][0]))
@@ -288,13 +291,13 @@ def _fractions(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
 
 
 def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
-    """Give numerators and denominators: of every float the first convergent of its continued fraction that is it.
+    """Return numerators and denominators: the first convergent of each float's continued fraction that equals it.
 
-    A fraction n/d with d² below 2**52 / |n/d| comes back as it was.
+    A fraction n/d with d² below 2**52 / |n/d| is recovered exactly.
     """
     whole = np.floor(values)
     rest = values - whole
-    # Convergents p/q of what is left after the whole number, until the quotient is the float.
+    # Compute convergents p/q of the fractional part until whole + p/q equals the float.
     p, q, p_before, q_before = np.zeros_like(rest), np.ones_like(rest), np.ones_like(rest), np.zeros_like(rest)
     inexact = rest > 0
     while inexact.any():

@@ -1,6 +1,6 @@
-"""The command line: every command calls one thing that the library does."""
+"""The command line: every command calls one function of the library."""
 
-from mmpos.cli import analysis, conformance, explore, planning, preprocess, probe, remote  # their commands join the app
+from mmpos.cli import analysis, conformance, explore, planning, preprocess, probe, remote  # they add their commands
 from mmpos.cli.commands import app
 
 __all__ = ["analysis", "app", "conformance", "explore", "planning", "preprocess", "probe", "remote"]

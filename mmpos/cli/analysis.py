@@ -1,4 +1,4 @@
-"""The commands that study ids, schemes and encodings: check, compare and plot."""
+"""The commands that analyse ids, schemes and encodings: check, compare and plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_words
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_of
 from mmpos.cli.options import (
     DEFAULT,
     Axes,
@@ -50,25 +50,26 @@ HTML = typer.Option("--html", metavar="FILE.html", help="Write a report to send 
 @app.command(
     help="Compare ids in a file with a scheme: the first difference, and the mistake that explains it.\n\n"
     f"{SPECS}\n\n{JSON_FILE}\n\n"
-    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save; "
-    "(4, batch, length) for three axes has Transformers' text row first. "
+    "Ids are (axes, tokens) packed, (axes, batch, length) padded, or either without axes, saved with numpy.save. "
+    "For three axes, (4, batch, length) begins with Transformers' text row. "
     f"Exit codes: 0 equal, {DIFFERENT} different."
 )
 def check(
     ids: Annotated[Path, typer.Argument(metavar="IDS.npy|-", help="The ids of one batch.", show_default=False)],
     documents: Annotated[
-        list[str], typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of them; once for each.")
+        list[str], typer.Option("--spec", metavar="SPEC|FILE|-", help="A document, or a file of documents; repeatable.")
     ],
     scheme: SchemeName = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="config.json|-", help="A model's config, for its scheme.", show_default=False)
+        Path | None,
+        typer.Option(metavar="config.json|-", help="A model's config, to use its scheme.", show_default=False),
     ] = None,
     start: Annotated[
-        int | None, typer.Option(help="Id of each document's first token: 0, or the model's.", show_default=False)
+        int | None, typer.Option(help="Id of each document's first token.", show_default="0, or the model's first id")
     ] = None,
     axes: Axes = None,
-    padding: Annotated[Side, typer.Option(help="Where a padded batch has its padding.")] = "right",
-    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
+    padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
+    tolerance: Annotated[float, typer.Option(help="Largest allowed distance of an id from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
@@ -77,9 +78,9 @@ def check(
 
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
-    how, first = _scheme_and_start(specs, scheme, axes, config)
+    chosen, first = _scheme_and_start(specs, scheme, axes, config)
     start = first if start is None else start
-    diagnosis = diagnose(read_array(ids), segments, how, start, side=padding, tolerance=tolerance)
+    diagnosis = diagnose(read_array(ids), segments, chosen, start, side=padding, tolerance=tolerance)
     if report_to is not None:
         title = f"{ids.name} compared with {diagnosis.scheme}"
         report.save_html("--html", report_to, page(title, diagnosis._repr_html_()))
@@ -89,25 +90,25 @@ def check(
 
 
 def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:
-    """Make the scheme that is named, or that of a model, and the id of each document's first token."""
+    """Return the named scheme, or that of a model, and the id of each document's first token."""
     if config is None:
-        name, axes = scheme_words(specs, name, axes)
+        name, axes = scheme_of(specs, name, axes)
         return make_scheme(DEFAULT if name is None else name, axes), 0
     if name is not None or axes is not None:
-        raise InvalidInputError("--config: got one with --scheme or --axes, want it alone")
+        raise InvalidInputError("--config cannot be combined with --scheme or --axes")
     model = model_of(config)
     return model.scheme, model.start
 
 
 def model_of(config: Path) -> ModelSettings:
-    """Make the settings of a config.json, of a folder with one, or of standard input."""
+    """Read the settings of a model from a config.json, a folder with one, or standard input."""
     from mmpos.integrations.models import from_hf_config
 
     return from_hf_config(read_config(config))
 
 
 def read_array(path: Path) -> npt.NDArray[np.generic]:
-    """Read the array of a file, or of standard input."""
+    """Read an array from a file or from standard input."""
     if path == Path(STDIN):
         with NamedTemporaryFile() as file:
             file.write(read_input())
@@ -117,14 +118,14 @@ def read_array(path: Path) -> npt.NDArray[np.generic]:
 
 
 def _mapped(path: Path, name: str) -> npt.NDArray[np.generic]:
-    """Map the array of a file, so that a header that promises more than the file has costs nothing."""
+    """Memory-map the array of a file, so that a header with a false size allocates nothing."""
     try:
         with path.open("rb") as file:
             beginning = file.read(6)
         if beginning == b"\x93NUMPY":
             array: npt.NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
             return array
-        got = "an archive (.npz, or of torch.save)" if beginning[:2] == b"PK" else "no .npy file"
+        got = "an archive (.npz or torch.save)" if beginning[:2] == b"PK" else "no .npy file"
     except OSError as error:
         got = error.strerror or str(error)
     except (ValueError, TypeError, EOFError, OverflowError, SyntaxError, TokenError) as error:
@@ -133,13 +134,13 @@ def _mapped(path: Path, name: str) -> npt.NDArray[np.generic]:
 
 
 def _json(diagnosis: Diagnosis) -> str:
-    """Write the fields of a diagnosis, one per line; what is no number in JSON, fractions and infinity, as text."""
+    """Format the fields of a diagnosis as JSON, one per line, with fractions and infinities as text."""
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
-    found = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
-    for name in ("unknown_tokens", "wrong", "owner"):  # of keys alone, and one for each token
-        del found[name]
-    return report.json_lines(found)
+    values = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
+    for name in ("unknown_tokens", "wrong", "owner"):  # the first concerns keys, the others have a value per token
+        del values[name]
+    return report.json_lines(values)
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:
@@ -149,22 +150,25 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
 
 
 @app.command(
-    help="Measure which scheme and which encoding has which property: ✓ yes, ✗ no, – does not apply.\n\n"
-    f"NAME is a scheme, one of {', '.join(SCHEMES)}, also with parameters (v2pe,stride=16), or package.module:Class of "
-    "your own; or an encoding, such as rope-2d or alibi: without NAME, all are measured."
+    help="Measure the properties of schemes and encodings: ✓ holds, ✗ does not hold, – does not apply.\n\n"
+    f"NAME is a scheme, one of {', '.join(SCHEMES)}, with or without parameters (v2pe,stride=16), or your own "
+    "package.module:Class; or an encoding, such as rope-2d or alibi. Without NAME, all are measured."
 )
 def compare(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Only these.", show_default=False, autocompletion=_complete),
+        typer.Argument(
+            metavar="[NAME...]", help="Schemes and encodings.", show_default="all", autocompletion=_complete
+        ),
     ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Also the smallest counterexample of every ✗.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, counterexamples included.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Also print the smallest counterexample of every ✗.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with counterexamples.")] = False,
 ) -> None:
-    """Measure which scheme and which encoding has which property."""
+    """Measure the properties of schemes and encodings."""
     matrices = _measured(names or [])
     if as_json:
-        typer.echo(json.dumps({f"{each.subject}s": each.to_dict() for each in matrices}, ensure_ascii=False, indent=1))
+        values = {f"{matrix.subject}s": matrix.to_dict() for matrix in matrices}
+        typer.echo(json.dumps(values, ensure_ascii=False, indent=1))
         return
     out = console()
     for i, matrix in enumerate(matrices):
@@ -173,39 +177,37 @@ def compare(
         out.out(matrix.to_text(out.width), highlight=False)
         if why:
             out.print()
-            for name, each, reason in matrix.reasons:
-                out.print(f"{name}, {each.title}: {reason}", soft_wrap=True)
+            for name, column, reason in matrix.reasons:
+                out.print(f"{name}, {column.title}: {reason}", soft_wrap=True)
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the matrices of what is named, or of everything."""
+    """Measure the named schemes and encodings, or all."""
     from mmpos.analysis.compare import measure, measure_encodings
     from mmpos.analysis.compare.schemes import every_scheme
     from mmpos.encodings import ENCODINGS
 
-    made = [make_scheme(name) for name in names if "," in name or ":" in name]
+    with_parameters = [make_scheme(name) for name in names if "," in name or ":" in name]
     for name in names:
         if name not in SCHEMES and name not in ENCODINGS and "," not in name and ":" not in name:
             known = (*SCHEMES, *ENCODINGS)
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
     schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names]
     measured = {scheme.name for scheme in schemes}
-    # Of models that generate, only where they are named.
-    schemes += [SCHEMES[name]() for name in names if name in SCHEMES and name not in measured] + made
+    # Schemes of models that generate images are measured only by name.
+    schemes += [SCHEMES[name]() for name in names if name in SCHEMES and name not in measured] + with_parameters
     encodings = [name for name in ENCODINGS if not names or name in names]
     return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 
 
-plot = group("plot", "Draw ids, attention, errors of phases, or growth, as .png, .svg or .pdf.")
+plot = group("plot", "Draw ids, attention, phase errors or growth, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
-    typer.Option(
-        "--output", "-o", metavar="FILE|-", help="Where to, .png, .svg or .pdf; - writes a .png to standard output."
-    ),
+    typer.Option("--output", "-o", metavar="FILE|-", help="A .png, .svg or .pdf; - writes a .png to standard output."),
 ]
-SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Give several to compare them. ")]
-HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two to a pair.")]
+SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Repeat to compare several. ")]
+HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two per pair.")]
 Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
 
 
@@ -217,7 +219,7 @@ def _complete_allocation(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RotationFlags:
-    """The options that say how q and k are turned."""
+    """The options of the rotation of q and k."""
 
     head_dim: HeadDim = 128
     theta: Theta = 10000.0
@@ -225,7 +227,7 @@ class RotationFlags:
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Which axis drives a pair, such as interleaved, split, axial or sections; several to compare.",
+            help="How pairs are assigned to axes, such as interleaved, split, axial or sections; repeat to compare.",
             show_default="interleaved",
             autocompletion=_complete_allocation,
         ),
@@ -236,7 +238,7 @@ class RotationFlags:
     ] = None
 
     def rotaries(self, axes: int) -> list[Rotary]:
-        """Make the rotation of each allocation."""
+        """Return the rotation of each allocation."""
         from mmpos.rotary import Rotary
 
         section = None if self.mrope_section is None else _section(self.mrope_section)
@@ -252,21 +254,21 @@ def ids(
     start: Start = 0,
     axes: Axes = None,
     own_scale: Annotated[
-        bool, typer.Option("--own-scale", help="Every scheme on a scale of its own, not all on one.")
+        bool, typer.Option("--own-scale", help="Use a separate scale for each scheme, not one for all.")
     ] = False,
 ) -> None:
     """Draw the plane of ids."""
     from mmpos.analysis.plot import plot_positions
 
     placed = _placed(documents, scheme, start, axes)
-    tables = [each.positions for each in placed]
-    drawn = tables[0] if len(tables) == 1 else tables
+    tables = [placement.positions for placement in placed]
+    positions = tables[0] if len(tables) == 1 else tables
     segments = placed[0].segments
-    _write(output, lambda path: plot_positions(drawn, path, segments=segments, same_scale=not own_scale))
+    _write(output, lambda path: plot_positions(positions, path, segments=segments, same_scale=not own_scale))
 
 
 @plot.command(
-    help="Draw what one patch sees by its position alone: the mean cosine between its phases and those of every "
+    help="Draw the attention of one patch by position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
 @flat
@@ -277,17 +279,17 @@ def attention(
     scheme: SchemeNames = None,
     axes: Axes = None,
     token: Annotated[
-        int | None, typer.Option(help="The patch, as a token from 0.", show_default="the middle of the first image")
+        int | None, typer.Option(help="Index of the patch.", show_default="the middle of the first image")
     ] = None,
     rotation: RotationFlags,
 ) -> None:
-    """Draw what one patch sees by its position alone."""
+    """Draw the attention of one patch by position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
 
     several = len(rotation.allocation or ()) > 1
     kernels = [
         attention_kernel(table, rotary, token, label=None if several else table.scheme)
-        for table in (each.positions for each in _placed([document], scheme, 0, axes))
+        for table in (placement.positions for placement in _placed([document], scheme, 0, axes))
         for rotary in rotation.rotaries(table.axes)
     ]
     _write(output, lambda path: plot_attention(kernels, path))
@@ -295,7 +297,7 @@ def attention(
 
 @plot.command()
 def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
-    """Draw how far phases are from the truth, over ids: float32 angles, those of Transformers, and integer turns."""
+    """Draw phase errors by id: of float32 angles, of Transformers, and of integer turns."""
     from mmpos.analysis.plot import plot_phase_error
     from mmpos.rotary import Rotary
 
@@ -307,18 +309,18 @@ def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> No
 def growth(
     output: Output,
     scheme: Annotated[
-        list[str] | None, scheme_option("all with a next position", "Give several to compare them. ")
+        list[str] | None, scheme_option("all with a next position", "Repeat to compare several. ")
     ] = None,
 ) -> None:
-    """Draw how many ids an image consumes, over its patches: squares, and strips of one row."""
+    """Draw how many ids an image consumes by its number of patches, for squares and strips of one row."""
     from mmpos.analysis.plot import plot_growth
 
-    schemes = [make_scheme(words) for words in scheme] if scheme else None
+    schemes = [make_scheme(name) for name in scheme] if scheme else None
     _write(output, lambda path: plot_growth(schemes, path))
 
 
 def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
-    """Draw into a file and print its name, or write the picture to standard output."""
+    """Draw into a file and print its name, or write a .png to standard output."""
     if output == Path(STDIN):
         write_output(draw(None).png())
     else:
@@ -327,14 +329,14 @@ def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
 
 
 def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:
-    """Place the documents under every scheme."""
+    """Place the documents by every scheme."""
     specs = read_specs(documents)
-    asked: list[str | None] = [*schemes] if schemes else [None]
-    return [place_specs(specs, words, start, axes) for words in asked]
+    names: list[str | None] = [*schemes] if schemes else [None]
+    return [place_specs(specs, name, start, axes) for name in names]
 
 
-def _section(words: str) -> list[int]:
+def _section(text: str) -> list[int]:
     try:
-        return [int(word) for word in words.split(",")]
+        return [int(word) for word in text.split(",")]
     except ValueError:
-        raise InvalidInputError(f"--mrope-section: got {words!r}, want numbers such as 16,24,24") from None
+        raise InvalidInputError(f"--mrope-section: got {text!r}, want numbers such as 16,24,24") from None

@@ -1,4 +1,4 @@
-"""Models with random weights for ``mmpos data calibrate``, whole or with few layers."""
+"""Calibration of models with random weights for ``mmpos data calibrate``, with all layers or a few."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _DEPTHS = ("depth", "num_hidden_layers")
 
 
 def measure(folder: Path, layers: int | None = None, **options: Any) -> Calibration:
-    """Measure the model of a folder.
+    """Measure the costs of a model.
 
     Args:
-        folder: with a config.json.
-        layers: None measures the whole model; otherwise it is measured with this many layers and with twice as many,
-            and extrapolated to all.
+        folder: folder with a config.json.
+        layers: number of layers to measure: costs are measured with this number and with twice this number of layers,
+            and extrapolated to all. None measures the complete model.
         options: device, dtype, and arguments of ``calibrate``.
 
     Raises:
-        InvalidInputError: layers of the model differ from one another, so that some cannot stand for all.
+        InvalidInputError: the layers of the model differ, so that costs cannot be extrapolated.
     """
     config = _config(folder)
     if layers is None:
         return _measured(config, **options)
     depths = [depth for *_, depth in _parts(config)]
-    few, more = (_measured(_shortened(folder, number), **options) for number in (layers, 2 * layers))
-    return extrapolate(few, more, *(depth / layers - 1 for depth in (depths[0], depths[-1])))
+    few, twice = (_measured(_shortened(folder, number), **options) for number in (layers, 2 * layers))
+    return extrapolate(few, twice, *(depth / layers - 1 for depth in (depths[0], depths[-1])))
 
 
-def extrapolate(few: Calibration, more: Calibration, language: float, vision: float) -> Calibration:
-    """Extrapolate from few layers and twice as many to all: costs are affine in the number of layers.
+def extrapolate(few: Calibration, twice: Calibration, language: float, vision: float) -> Calibration:
+    """Extrapolate costs, which are affine in the number of layers, to all layers.
 
-    The overhead, which no part has to itself, grows as that of the language model does.
+    The overhead, which the parts of the model share, is extrapolated with the scale of the language model.
 
     Args:
-        few: with some layers.
-        more: with twice as many; its times stay in the result.
-        language: how many times the difference of the two separates few from all layers of the language model.
-        vision: the same of the vision tower.
+        few: calibration with a few layers.
+        twice: calibration with twice this number of layers; the result has its times.
+        language: scale of the language model: (all layers − few layers) / few layers.
+        vision: the same scale of the vision tower.
     """
-    found = {}
-    for each in fields(Cost):
-        scale = vision if each.name.startswith("vision") else language
-        found[each.name] = _line(getattr(few.cost, each.name), getattr(more.cost, each.name), scale)
-    overhead, residual = _line(few.overhead, more.overhead, language), max(few.residual, more.residual)
-    return replace(more, cost=Cost(**found), overhead=overhead, residual=residual)
+    costs = {}
+    for field in fields(Cost):
+        scale = vision if field.name.startswith("vision") else language
+        costs[field.name] = _extrapolated(getattr(few.cost, field.name), getattr(twice.cost, field.name), scale)
+    overhead, residual = _extrapolated(few.overhead, twice.overhead, language), max(few.residual, twice.residual)
+    return replace(twice, cost=Cost(**costs), overhead=overhead, residual=residual)
 
 
-def _line(first: float, second: float, scale: float) -> float:
+def _extrapolated(first: float, second: float, scale: float) -> float:
     return max(first + (second - first) * scale, 0.0)
 
 
@@ -70,10 +70,10 @@ def _config(folder: Path) -> Any:
 
 
 def _parts(config: Any) -> list[tuple[Any, str, int]]:
-    """Return the configs that have layers, the language model first, with the name and number of these."""
+    """Return the configs of the language model and of the vision tower, with the depth field and depth of each."""
     configs = [config.get_text_config(), *filter(None, [getattr(config, "vision_config", None)])]
-    named = [(part, next(name for name in _DEPTHS if hasattr(part, name))) for part in configs]
-    return [(part, name, getattr(part, name)) for part, name in named]
+    depth_fields = [(part, next(name for name in _DEPTHS if hasattr(part, name))) for part in configs]
+    return [(part, name, getattr(part, name)) for part, name in depth_fields]
 
 
 def _shortened(folder: Path, layers: int) -> Any:
@@ -82,7 +82,7 @@ def _shortened(folder: Path, layers: int) -> Any:
         for indexed in ("fullatt_block_indexes", "deepstack_visual_indexes", "layer_types", "mlp_only_layers"):
             listed = getattr(part, indexed, None)
             if listed and not (len(listed) == depth and len(set(listed)) == 1):
-                raise InvalidInputError(f"--layers: got a config with {indexed}, want none: its layers differ")
+                raise InvalidInputError(f"--layers requires equal layers, got a config with {indexed}")
             if listed:
                 setattr(part, indexed, listed[:1] * layers)
         setattr(part, name, layers)
@@ -98,7 +98,7 @@ def _measured(config: Any, *, device: str, dtype: str, **options: Any) -> Calibr
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise InvalidInputError(f"--dtype: got {dtype!r}, want float32, bfloat16 or float16")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InvalidInputError(f"--device: got {device!r} without a GPU that torch sees, want cpu")
+        raise InvalidInputError(f"--device: got {device!r}, but torch finds no GPU: pass cpu")
     settings = from_hf_config(config)
     auto: Any = AutoModelForImageTextToText if getattr(config, "vision_config", None) else AutoModelForCausalLM
     if settings.vision_scheme is None:

@@ -1,4 +1,4 @@
-"""The program, and its commands that place documents and describe what is installed."""
+"""The program, and its commands that place documents and describe the installation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -25,7 +24,6 @@ from mmpos.support.extras import needed_for
 from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 
 if TYPE_CHECKING:
-    from mmpos.images import ImageProcessor
     from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
 _ORDER = (
@@ -48,11 +46,11 @@ _ORDER = (
 )
 
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
-"""Commands of packages that know this one: the module of each, and the extra that it needs."""
+"""Commands of other packages, which replace the placeholders below: their modules, and the extras they require."""
 
 
 class _Group(TyperGroup):
-    """The commands in the order in which one meets them; those of other packages are imported when asked for."""
+    """A group that lists commands in the order of ``_ORDER``, and imports commands of other packages on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
@@ -65,7 +63,7 @@ class _Group(TyperGroup):
                 with needed_for(f"mmpos {name}", extra=extra):
                     command = typer.main.get_command(import_module(module).app)
             except ImportError:
-                if not ctx.resilient_parsing:  # a shell that completes a line wants no error in it
+                if not ctx.resilient_parsing:  # shell completion must not print errors
                     raise
         return name, command, rest
 
@@ -82,12 +80,11 @@ app = typer.Typer(
 SPECS = (
     "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
     "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
-    "marker, its patches and a marker; - reads one of all these from standard input, specs one a line."
+    "marker, its patches and a marker; - reads specs (one per line), JSON or an image from standard input."
 )
 JSON_FILE = (
-    'A .json file holds {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}; a video is '
-    '{"grid": [4, 2, 3], "seconds_per_frame": 0.5}. Its "scheme", if there is one, is that of its documents, unless '
-    "--scheme is given."
+    'A .json file contains {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}; a video is '
+    '{"grid": [4, 2, 3], "seconds_per_frame": 0.5}. The file may name a "scheme", which --scheme overrides.'
 )
 
 Documents = Annotated[
@@ -96,17 +93,17 @@ Documents = Annotated[
 Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
 
 
-def group(name: str, words: str) -> typer.Typer:
-    """Add a group of commands to the program, which alone prints its help."""
-    made = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
+def group(name: str, summary: str) -> typer.Typer:
+    """Add a group of commands to the program; without a command, it prints its help."""
+    commands = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
 
-    @made.callback(help=words)
+    @commands.callback(help=summary)
     def root(context: typer.Context) -> None:
         if context.invoked_subcommand is None:
             typer.echo(context.get_help())
 
-    app.add_typer(made)
-    return made
+    app.add_typer(commands)
+    return commands
 
 
 @app.callback(invoke_without_command=True)
@@ -114,7 +111,7 @@ def root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
 ) -> None:
-    """Position ids for text with images and video, exact and by many schemes.
+    """Compute exact position ids for text with images and video, in many schemes.
 
     Begin with [bold]mmpos demo[/bold], then try [bold]mmpos positions 3,2x3,2[/bold].
     """
@@ -127,11 +124,11 @@ def root(
 @app.command()
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, .png, .svg or .pdf.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File of the plot: .png, .svg or .pdf.")
     ] = Path("mmpos-demo.png"),
     scheme: SchemeName = None,
 ) -> None:
-    """Two photographs in a sentence: the sequence, its ids, and a picture of them."""
+    """Show a sentence with two photographs: the sequence, its ids, and a plot of them."""
     from mmpos.analysis.plot import plot_positions
     from mmpos.images import ImageProcessor
     from mmpos.sequence.builder import SequenceBuilder
@@ -147,7 +144,7 @@ def demo(
     sequence = builder.build(["A photo of a coffee: ", coffee, " and one of a cat: ", cat, "."])
 
     placed = sequence.positions
-    plot_positions(placed, output, pictures=list(_pixels(sequence, processor)))
+    plot_positions(placed, output, pictures=[processor.pixels(photo) for photo in (coffee, cat)])
 
     texts, kinds = list(_texts(builder, sequence)), sequence.segments.kind
     names = [text.strip() if kind == GRID else repr(text) for text, kind in zip(texts, kinds, strict=True)]
@@ -159,8 +156,8 @@ def demo(
     out.print()
     if placed.resumable.all():
         (following,), (delta,) = placed.next_positions.tolist(), placed.deltas.tolist()
-        _line(out, "Next", f"position {following} on every axis: there the answer begins")
-        _line(out, "Delta", f"{delta}: while decoding, a token's id is its index plus this")
+        _line(out, "Next", f"position {following} on every axis, where the answer begins")
+        _line(out, "Delta", f"{delta}, which decoding adds to the index of a token")
     _line(out, "Picture", str(output))
 
 
@@ -170,14 +167,14 @@ def positions(
     scheme: SchemeName = None,
     start: Start = 0,
     axes: Axes = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all ids.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all ids.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="FILE.npy|-",
-            help="Write (axes, tokens) ids there, too, by numpy.save; - writes them alone, to standard output.",
+            help="Also save (axes, tokens) ids with numpy.save; - writes only them, to standard output.",
         ),
     ] = None,
 ) -> None:
@@ -185,7 +182,7 @@ def positions(
     placed = place_specs(read_specs(documents), scheme, start, axes)
     if output == Path(STDIN):
         if json:
-            raise InvalidInputError("--output: got - beside --json, want one of them on standard output")
+            raise InvalidInputError("--output cannot be combined with --json when it is -, standard output")
         write_output(report.npy(placed.positions))
         return
     if output is not None:
@@ -196,15 +193,15 @@ def positions(
         report.print_positions(console(), placed.segments, placed.positions)
 
 
-@app.command(help=f"Say in one sentence why a token has its position.\n\n{SPECS}")
+@app.command(help=f"Explain in one sentence why a token has its position.\n\n{SPECS}")
 def explain(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE|-", help="Documents.", show_default=False)],
-    token: Annotated[int, typer.Argument(metavar="TOKEN", help="The token, counted from 0.", show_default=False)],
+    token: Annotated[int, typer.Argument(metavar="TOKEN", help="Index of the token, from 0.", show_default=False)],
     scheme: SchemeName = None,
     start: Start = 0,
     axes: Axes = None,
 ) -> None:
-    """Say in one sentence why a token has its position."""
+    """Explain in one sentence why a token has its position."""
     placed = place_specs(read_specs([document]), scheme, start, axes)
     typer.echo(placed.positions.explain(token, placed.segments))
 
@@ -222,7 +219,7 @@ def schemes(
         typer.Option(help="The type of layer, for a config with a rotation for each.", show_default=False),
     ] = None,
 ) -> None:
-    """List the schemes, and the ids that an image of 24×24 patches consumes in each."""
+    """List the schemes, and the number of ids that an image of 24×24 patches consumes in each."""
     if config is None:
         report.show(console(), report.schemes_table())
         return
@@ -233,18 +230,18 @@ def schemes(
 
 @app.command()
 def info() -> None:
-    """Print versions, and whether the extension in C was built."""
+    """Print versions, and whether the C extension is built."""
     installation.print_info()
 
 
 @app.command()
 def serve() -> None:
-    """Serve positions, sequences and rotations over gRPC."""  # the app runs the command of mmpos_server in its place
+    """Serve positions, sequences and rotations over gRPC."""
 
 
 @app.command()
 def bench() -> None:
-    """Measure on this machine: equality first, then ratios to what memory can do."""  # likewise, of mmpos_bench
+    """Run the benchmarks on this machine: equality first, then times relative to memory bandwidth."""
 
 
 def _complete_command(incomplete: str) -> list[str]:
@@ -257,19 +254,19 @@ def show_help(
         list[str] | None, typer.Argument(metavar="[COMMAND...]", autocompletion=_complete_command)
     ] = None,
 ) -> object:
-    """Show what a command does, as its --help does."""
+    """Show the help of a command, as with --help."""
     return app(args=[*(command or ()), "--help"], prog_name="mmpos", standalone_mode=False)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Documents of a command line in a scheme.
+    """Documents of a command line, placed by a scheme.
 
     Args:
-        documents: as they were named.
-        segments: their segments.
-        positions: where the scheme places them.
-        scheme: the words that name the scheme.
+        documents: the documents.
+        segments: the segments of the documents.
+        positions: the placed table.
+        scheme: the scheme in the syntax of ``--scheme``.
     """
 
     documents: list[Document]
@@ -279,15 +276,15 @@ class Placed:
 
 
 def place_specs(specs: Specs, scheme: str | None, start: int, axes: int | None) -> Placed:
-    """Place documents in the scheme of an option, else of their files, else rope-tie."""
+    """Place documents by the scheme of an option, else of their files, else rope-tie."""
     segments = SegmentTable.from_documents(specs.documents)
-    words, axes = scheme_words(specs, scheme, axes)
-    words = DEFAULT if words is None else words
-    return Placed(specs.documents, segments, place(segments, make_scheme(words, axes), start), words)
+    name, axes = scheme_of(specs, scheme, axes)
+    name = DEFAULT if name is None else name
+    return Placed(specs.documents, segments, place(segments, make_scheme(name, axes), start), name)
 
 
-def scheme_words(specs: Specs, scheme: str | None, axes: int | None) -> tuple[str | None, int | None]:
-    """Choose the scheme and axes that options name; where they name no scheme, those of the files."""
+def scheme_of(specs: Specs, scheme: str | None, axes: int | None) -> tuple[str | None, int | None]:
+    """Return the scheme and axes of the options, or those of the files if no option names a scheme."""
     if scheme is not None or specs.scheme is None:
         return scheme, axes
     return specs.scheme, specs.axes if axes is None else axes
@@ -299,7 +296,7 @@ def _line(out: Console, name: str, text: str) -> None:
 
 
 def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[str]:
-    """Yield each segment in words."""
+    """Yield the text or a description of each segment."""
     stops = np.cumsum(sequence.segments.lengths)
     for s, stop in enumerate(stops.tolist()):
         _, height, width = sequence.segments.extents[:, s].tolist()
@@ -307,15 +304,3 @@ def _texts(builder: SequenceBuilder, sequence: InterleavedSequence) -> Iterator[
             yield f" {height}×{width} patches "
         else:
             yield builder.tokenizer.decode(sequence.input_ids[stop - width : stop].tolist())
-
-
-def _pixels(sequence: InterleavedSequence, processor: ImageProcessor) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield each image, (height, width, 3), as the model sees it, put together from its patches."""
-    patches: npt.NDArray[Any] = np.zeros(0) if sequence.patches is None else sequence.patches
-    side, merge = processor.patch_size, processor.spatial_merge_size
-    done = 0
-    for _, height, width in sequence.grid_thw.tolist():
-        rows, columns = height * merge, width * merge
-        image = patches[done : done + rows * columns].reshape(rows, columns, side, side, 3)
-        done += rows * columns
-        yield image.swapaxes(1, 2).reshape(rows * side, columns * side, 3)

@@ -1,4 +1,4 @@
-"""Documents and schemes as a command line names them: ``3,2x3,2`` or a file; ``v2pe,stride=16`` or a class."""
+"""Documents and schemes on the command line: ``3,2x3,2`` or a file; ``v2pe,stride=16`` or a class."""
 
 from __future__ import annotations
 
@@ -30,28 +30,31 @@ DEFAULT = "rope-tie"
 
 
 def flat(command: Callable[..., T]) -> Callable[..., T]:
-    """Give a command the fields of each dataclass among its parameters as options of their own."""
+    """Turn the fields of each dataclass parameter of a command into options."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {p.name: p.annotation for p in parameters if is_dataclass(p.annotation)}
 
     @wraps(command)
-    def run(**given: Any) -> T:
-        made = {
-            name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
+    def run(**options: Any) -> T:
+        grouped = {
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
         }
-        return command(**given, **made)
+        return command(**options, **grouped)
 
     flattened: list[inspect.Parameter] = []
-    for each in parameters:
-        own = inspect.signature(groups[each.name], eval_str=True).parameters.values() if each.name in groups else [each]
-        flattened += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    run.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {each.name: each.annotation for each in flattened}
+    for parameter in parameters:
+        own = [parameter]
+        if parameter.name in groups:
+            own = list(inspect.signature(groups[parameter.name], eval_str=True).parameters.values())
+        flattened += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own]
+    run.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]  # typer reads the signature
+    run.__annotations__ = {option.name: option.annotation for option in flattened}
     return run
 
 
 def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
-    """List the names that begin so, each with the first line of its documentation."""
+    """List the schemes that complete a name, each with the first line of its documentation."""
     return [
         (name, (scheme.__doc__ or "").partition("\n")[0])
         for name, scheme in SCHEMES.items()
@@ -59,13 +62,13 @@ def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
-def scheme_option(default: str, also: str = "") -> Any:
-    """Make the option that names a scheme, with words for its default, and what else is to be said."""
+def scheme_option(default: str, prefix: str = "") -> Any:
+    """Return the option that names a scheme, with its default in words and a prefix of its help."""
     return typer.Option(
         "--scheme",
         "-s",
         metavar="NAME[,PARAMETER=VALUE...]",
-        help=f"{also}One of {', '.join(SCHEMES)}, or package.module:Class of your own.",
+        help=f"{prefix}One of {', '.join(SCHEMES)}, or your own package.module:Class.",
         show_default=default,
         autocompletion=complete_scheme,
     )
@@ -78,31 +81,31 @@ Axes = Annotated[
 ]
 
 
-def make_scheme(words: str, axes: int | None = None) -> Scheme:
-    """Make the scheme that ``rope-tie``, ``v2pe,stride=16``, ``my.module:MyScheme,width=3`` and the like name.
+def make_scheme(name: str, axes: int | None = None) -> Scheme:
+    """Build the scheme of a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
 
     Args:
-        words: a name, or a module and its class or object, then parameters; or the label of a scheme, as
-            ``v2pe(stride=16)``, which a shell wants in quotes.
-        axes: replaces the scheme's own where it has a choice.
+        name: a name, or a module and its class or object, then parameters; or the label of a scheme, such as
+            ``v2pe(stride=16)``, which a shell requires in quotes.
+        axes: number of axes, for a scheme that has a choice.
 
     Raises:
-        InvalidInputError: naming what came and what was wanted.
+        InvalidInputError: the name or its parameters are invalid.
     """
-    if words.endswith(")"):
-        words = words[:-1].replace("(", ",", 1)
-    head, *assignments = (word.strip() for word in words.split(","))
+    if name.endswith(")"):
+        name = name[:-1].replace("(", ",", 1)
+    head, *assignments = (word.strip() for word in name.split(","))
     parameters = dict(map(_parameter, assignments))
-    scheme = _made(_own(head) if ":" in head else _known(head), head, parameters)
+    scheme = _build(_own(head) if ":" in head else _known(head), head, parameters)
     if axes in (None, scheme.axes):
         return scheme
     if "axes" not in _names(scheme):
         raise InvalidInputError(f"--axes: got {axes}, want {scheme.axes} for scheme {scheme.name!r}")
-    return _made(scheme, head, {"axes": axes})
+    return _build(scheme, head, {"axes": axes})
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Name the one that is most like a mistyped one, as a remark in brackets; nothing if none is."""
+    """Return a remark with the name most similar to a mistyped one, or an empty string."""
     from difflib import get_close_matches
 
     likely = get_close_matches(word, names, n=1)
@@ -111,52 +114,52 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 def _known(name: str) -> type[Scheme]:
     if name in NOT_AFFINE:
-        get_scheme(name)  # which says why there is none
+        get_scheme(name)  # raises an error with the reason
     if name not in SCHEMES:
         raise InvalidInputError(
             f"--scheme: got {name!r}{did_you_mean(name, SCHEMES)}, want one of {', '.join(SCHEMES)}, "
-            "or package.module:Class of your own"
+            "or your own package.module:Class"
         )
     return SCHEMES[name]
 
 
-def _own(words: str) -> object:
-    """Import the class or object of a module, which may lie in the current folder, as for ``python -m``."""
-    module, _, name = words.partition(":")
+def _own(path: str) -> object:
+    """Import the class or object of a module, which may be in the current folder, as with ``python -m``."""
+    module, _, name = path.partition(":")
     try:
         if (here := os.getcwd()) not in sys.path:
             sys.path.insert(0, here)
         return getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever the module does as it is imported
-        raise _refused(words, error) from error
+    except (Exception, SystemExit) as error:  # the import of a module may raise anything
+        raise _refused(path, error) from error
 
 
-def _made(scheme: object, words: str, parameters: dict[str, object]) -> Scheme:
-    """Make an object of a scheme's class, or one with other parameters of an object."""
+def _build(scheme: object, head: str, parameters: dict[str, object]) -> Scheme:
+    """Build a scheme from a class, or from an object with parameters replaced."""
     known = _names(scheme)
     for name in parameters.keys() - set(known):
-        raise InvalidInputError(f"--scheme: got {name!r} of {words!r}, want {' or '.join(known) or 'no parameter'}")
+        raise InvalidInputError(f"--scheme: got {name!r} of {head!r}, want {' or '.join(known) or 'no parameter'}")
     try:
         if isinstance(scheme, Scheme):
-            made: object = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
+            built: object = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
         else:
-            made = scheme(**parameters) if callable(scheme) else scheme
+            built = scheme(**parameters) if callable(scheme) else scheme
     except MmposError:
         raise
-    except Exception as error:  # whatever a class of the caller's own does
-        raise _refused(words, error) from error
-    if not isinstance(made, Scheme):
-        raise InvalidInputError(f"--scheme: got {words!r}, which is {type(made).__name__}, want a Scheme")
-    return made
+    except Exception as error:  # a class of the user may raise anything
+        raise _refused(head, error) from error
+    if not isinstance(built, Scheme):
+        raise InvalidInputError(f"--scheme: got {head!r}, which is {type(built).__name__}, want a Scheme")
+    return built
 
 
 def _names(scheme: object) -> list[str]:
     return [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
 
 
-def _refused(words: str, error: BaseException) -> InvalidInputError:
+def _refused(head: str, error: BaseException) -> InvalidInputError:
     got = f"{type(error).__name__}: {error}"
-    return InvalidInputError(f"--scheme: got {words!r} ({got}), want package.module:Class of a Scheme that is made so")
+    return InvalidInputError(f"--scheme: got {head!r} ({got}), want the package.module:Class of a valid Scheme")
 
 
 def _parameter(assignment: str) -> tuple[str, object]:
@@ -181,12 +184,12 @@ _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
 
 @dataclass(frozen=True)
 class Specs:
-    """Documents, and how they are to be placed if their files say so.
+    """Documents, with the scheme and axes of their files.
 
     Args:
-        documents: in the order of the arguments.
-        scheme: the value of "scheme" in a JSON file.
-        axes: the value of "axes" beside it.
+        documents: the documents, in the order of the arguments.
+        scheme: the value of "scheme" in a JSON file; None if no file has it.
+        axes: the value of "axes" in the same file.
     """
 
     documents: list[Document]
@@ -195,31 +198,31 @@ class Specs:
 
 
 def read_specs(arguments: Sequence[str]) -> Specs:
-    """Read the documents that command-line arguments name, in order, and the scheme that JSON files name.
+    """Read the documents of command-line arguments, in order, and the scheme of JSON files.
 
     >>> read_specs(["3,2x3"]).documents
     [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
 
     Args:
-        arguments: each a spec (one document), a .json file (its documents), an image file (one document: a marker,
-            the patches that a default ImageProcessor makes of it, a marker), or "-", which reads one of them from
-            standard input; specs are there one a line.
+        arguments: each is a spec (one document), a .json file (several documents), an image file (one document: a
+            marker, the patches of a default ImageProcessor, a marker), or "-", which reads one of these from standard
+            input, with one spec per line.
 
     Raises:
-        InvalidInputError: naming the argument, what came and what was wanted; or files that name different schemes.
+        InvalidInputError: an argument is invalid, or files name different schemes.
     """
-    read = [_read(argument) for argument in arguments]
-    named = {
-        (specs.scheme, specs.axes): argument for specs, argument in zip(read, arguments, strict=True) if specs.scheme
+    parsed = [_read(argument) for argument in arguments]
+    schemes = {
+        (specs.scheme, specs.axes): argument for specs, argument in zip(parsed, arguments, strict=True) if specs.scheme
     }
-    if len(named) > 1:
-        schemes = ", ".join(f"{scheme!r} in {argument}" for (scheme, _), argument in named.items())
-        raise InvalidInputError(f"scheme: got {schemes}, want one for all documents")
-    return Specs([document for specs in read for document in specs.documents], *next(iter(named), (None, None)))
+    if len(schemes) > 1:
+        got = ", ".join(f"{scheme!r} in {argument}" for (scheme, _), argument in schemes.items())
+        raise InvalidInputError(f"scheme: got {got}, want one for all documents")
+    return Specs([document for specs in parsed for document in specs.documents], *next(iter(schemes), (None, None)))
 
 
 def read_config(config: Path) -> object:
-    """Read a config.json or standard input; a folder stays one."""
+    """Read a config.json or standard input; return the path of a folder unchanged."""
     if config.is_dir():
         return config
     try:
@@ -227,7 +230,7 @@ def read_config(config: Path) -> object:
     except OSError as error:
         got = error.strerror or str(error)
     except (ValueError, RecursionError) as error:
-        got = f"no valid JSON ({error})"
+        got = f"invalid JSON ({error})"
     raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
 
 
@@ -240,7 +243,7 @@ def _read(argument: str) -> Specs:
     if argument == STDIN:
         return _input()
     suffix = Path(argument).suffix.lower()
-    # What looks like a spec is one, however long: the file system refuses long names.
+    # Recognize a spec before asking the file system, which refuses long names.
     if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
         return Specs([read_spec(argument)])
     if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
@@ -249,7 +252,7 @@ def _read(argument: str) -> Specs:
             f".json {' '.join(IMAGE_SUFFIXES)}"
         )
     if not Path(argument).is_file():
-        raise InvalidInputError(f"{argument}: got no such file, want a readable file")
+        raise InvalidInputError(f"{argument}: no such file")
     if suffix != ".json":
         return Specs([_image(argument, Path(argument))])
     try:
@@ -259,7 +262,7 @@ def _read(argument: str) -> Specs:
 
 
 def _input() -> Specs:
-    """Read standard input: JSON and lines of specs are text, and an image is not."""
+    """Read specs, JSON or an image from standard input; an image is not valid UTF-8."""
     name, data = "standard input", read_input()
     try:
         text = data.decode()
@@ -269,7 +272,7 @@ def _input() -> Specs:
         return _json(name, data)
     specs = [read_spec(line.strip()) for line in text.splitlines() if line.strip()]
     if not specs:
-        raise InvalidInputError(f"{name}: got nothing, want specs, one a line, a JSON file or an image")
+        raise InvalidInputError(f"{name}: got nothing, want specs (one per line), a JSON file or an image")
     return Specs(specs)
 
 
@@ -277,7 +280,7 @@ def read_spec(argument: str) -> Document:
     """Read a spec such as ``3,2x3,2``.
 
     Raises:
-        InvalidInputError: naming the part that is neither text nor a grid.
+        InvalidInputError: a part is neither text nor a grid.
     """
     document: Document = []
     for i, piece in enumerate(argument.split(",")):
@@ -297,24 +300,24 @@ def _json(path: str, data: bytes) -> Specs:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{path}: got no valid JSON ({error}), want {_WANT_FILE}") from None
+        raise InvalidInputError(f"{path}: got invalid JSON ({error}), want {_WANT_FILE}") from None
     documents = content.get("documents") if isinstance(content, dict) else None
     if not isinstance(documents, list):
         got = "no list of documents" if isinstance(content, dict) else f"a JSON {type(content).__name__}"
         raise InvalidInputError(f"{path}: got {got}, want {_WANT_FILE}")
-    read = []
+    segments = []
     for d, parts in enumerate(documents):
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
-        read.append([read_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
+        segments.append([read_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
     scheme, axes = content.get("scheme"), content.get("axes")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
-    return Specs(read, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
+    return Specs(segments, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
 
 
 def read_part(name: str, part: Any) -> Segment:
-    """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; the name is that of errors."""
+    """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; errors begin with the name."""
     names: dict[str, Any] = part if isinstance(part, dict) else {}
     match names:
         case {"text": length, **rest} if not rest:
@@ -364,6 +367,6 @@ def _part_to_json(part: Segment) -> dict[str, object]:
 
 
 def _named(name: str, make: Callable[P, T], *values: P.args, **options: P.kwargs) -> T:
-    """Call make, with the argument named before any error."""
+    """Call a function, and prefix its errors with the name of the argument."""
     with naming(name):
         return make(*values, **options)

@@ -1,4 +1,4 @@
-"""The command that makes ready sequences of a corpus, with a bar on a terminal and lines elsewhere."""
+"""The command that builds ready sequences from a corpus, with a progress bar on a terminal and lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_sche
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import counted, naming
 from mmpos.support.extras import needed_for
-from mmpos.support.program import INTERRUPTED, console
+from mmpos.support.program import INTERRUPTED
 
 if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
 
-_PAUSE = 5.0  # seconds between two lines
-_COUNTED = 16  # shards that are asked for their numbers of records
+_PAUSE = 5.0  # seconds between two progress lines
+_COUNTED = 16  # number of shards whose records are counted
 
 
 _OPTION = "NAME=VALUE"
@@ -39,7 +39,7 @@ _OPTION = "NAME=VALUE"
 
 @dataclass(frozen=True)
 class RecordFlags:
-    """The options that say how records are read."""
+    """The options for reading records."""
 
     format_name: Annotated[
         str,
@@ -47,21 +47,20 @@ class RecordFlags:
             "--format",
             "-f",
             metavar="NAME",
-            help=f"Of the records: {', '.join(FORMATS)}.",
+            help=f"Format of the records: {', '.join(FORMATS)}.",
             show_default=False,
             autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
     ]
     format_option: Annotated[
-        list[str] | None, typer.Option(metavar=_OPTION, help="Of the format, such as caption=alt.", show_default=False)
+        list[str] | None, typer.Option(metavar=_OPTION, help="For the format, such as caption=alt.", show_default=False)
     ] = None
     images_from: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Where paths of images begin.", show_default="no paths are read"),
+        Path | None, typer.Option(metavar="FOLDER", help="Base of image paths.", show_default="no paths are read")
     ] = None
 
     def preprocess(self, builder: SequenceBuilder) -> Preprocess:
-        """Make the callable that reads a record and builds its sequence."""
+        """Return the callable that reads a record and builds its sequence."""
         from mmpos.data.examples import Preprocess
         from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
         from mmpos.data.formats.images import Images
@@ -81,19 +80,19 @@ class RecordFlags:
 
 @dataclass(frozen=True)
 class SequenceFlags:
-    """The options that say how sequences are built."""
+    """The options for building sequences."""
 
     config: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Of a model of Transformers: its tokenizer, chat template, images, markers and scheme.",
+            help="Folder of a Transformers model: use its tokenizer, chat template, image settings, markers, scheme.",
             show_default=False,
         ),
     ] = None
     image_option: Annotated[
         list[str] | None,
-        typer.Option(metavar=_OPTION, help="Of the patches, such as patch_size=16.", show_default=False),
+        typer.Option(metavar=_OPTION, help="Option of the image processor, such as patch_size=16.", show_default=False),
     ] = None
     tokenizer: Annotated[
         str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
@@ -102,14 +101,15 @@ class SequenceFlags:
         list[str] | None,
         typer.Option(
             metavar=_OPTION,
-            help="Of images, such as begin=<|vision_start|>, or begin= for none; begin, end, patch, row and last_row.",
+            help="Marker token of images: begin, end, patch, row or last_row, such as begin=<|vision_start|>, or "
+            "begin= for none.",
             show_default="[IMG], [/IMG], [PATCH] and no row",
         ),
     ] = None
     scheme: SchemeName = None
 
     def builder(self) -> SequenceBuilder:
-        """Make the builder."""
+        """Return the sequence builder of these options."""
         from mmpos.images import ImageProcessor
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
@@ -117,7 +117,7 @@ class SequenceFlags:
         if self.config is not None:
             for option in ("tokenizer", "marker", "scheme"):
                 if getattr(self, option):
-                    raise InvalidInputError(f"--config: got --{option} beside it, want one of them")
+                    raise InvalidInputError(f"--config cannot be combined with --{option}")
             return self._model_builder(self.config, backend)
         images = _assigned("--image-option", ImageProcessor(backend), self.image_option)
         markers = _assigned("--marker", Markers(), self.marker)
@@ -125,7 +125,7 @@ class SequenceFlags:
         return SequenceBuilder(_tokenizer(self.tokenizer or "bytes"), images=images, scheme=scheme, markers=markers)
 
     def _model_builder(self, folder: Path, backend: str) -> SequenceBuilder:
-        """Make the builder of a model, from its folder."""
+        """Return the sequence builder of the model in a folder."""
         from mmpos.integrations.models import from_hf_config
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
@@ -134,12 +134,12 @@ class SequenceFlags:
         with naming("--config"):
             model = from_hf_config(folder)
             if model.start:
-                got = f"{model.model_type!r}, whose documents begin at {model.start}"
-                raise UnsupportedError(f"got {got}, want a model whose documents begin at 0")
+                got = f"{model.model_type!r} with first id {model.start}"
+                raise UnsupportedError(f"got {got}, want a model with first id 0")
             tokenizer = _model_tokenizer(folder)
             if model.placeholders.image is None:
                 if self.image_option:
-                    raise InvalidInputError("got --image-option beside a model of text alone, want none")
+                    raise InvalidInputError("got a text-only model with --image-option, want a model with images")
                 no_token = Markers(None, None, len(tokenizer))
                 return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
             images, markers = model.image_processor(backend=backend), model.markers
@@ -149,39 +149,39 @@ class SequenceFlags:
 
 @dataclass(frozen=True)
 class WorkFlags:
-    """The options that say how the work is done, and what to do about broken records."""
+    """The options for the execution and for broken records."""
 
-    no_patches: Annotated[bool, typer.Option("--no-patches", help="Leave out the pixels.")] = False
-    on_error: Annotated[Literal["raise", "skip"], typer.Option(help="What to do about a broken record.")] = "raise"
+    no_patches: Annotated[bool, typer.Option("--no-patches", help="Do not write pixels.")] = False
+    on_error: Annotated[Literal["raise", "skip"], typer.Option(help="Action for a broken record.")] = "raise"
     max_skipped: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="Largest share of the first 1,000 records of a worker that may be skipped; ten always may.",
+            help="Largest fraction of a worker's first 1,000 records that may be skipped; ten records always may.",
         ),
     ] = 0.1
     on_image_error: Annotated[
         Literal["drop", "skip-document", "raise"] | None,
-        typer.Option(help="What to do about a broken image.", show_default="as about any broken record"),
+        typer.Option(help="Action for a broken image.", show_default="the same as for a broken record"),
     ] = None
     engine: Annotated[
         Literal["local", "ray"],
         typer.Option(
-            help="Processes of this machine, or Ray: the cluster of RAY_ADDRESS, one that runs here, or a new one, as "
-            "always with RAY_ADDRESS=local."
+            help="Processes on this machine, or Ray: the cluster of RAY_ADDRESS, else a running local one, else a new "
+            "one; RAY_ADDRESS=local always starts a new one."
         ),
     ] = "local"
-    workers: Annotated[int, typer.Option(min=1, help="Shards that are worked on at the same time.")] = 1
+    workers: Annotated[int, typer.Option(min=1, help="Number of shards that are processed in parallel.")] = 1
     split_over: Annotated[
         int,
         typer.Option(
-            metavar="MIB", min=1, help="Larger .tar, .jsonl and .parquet files are split, for several workers."
+            metavar="MIB", min=1, help="Split .tar, .jsonl and .parquet files above this size, for several workers."
         ),
     ] = 1024
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of a pack, for the fill rate.")] = 8192
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there, also of other settings.")] = (
-        False
-    )
+    max_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of a pack, for the fill rate.")] = 8192
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing files, even those with other settings.")
+    ] = False
 
 
 @app.command()
@@ -192,24 +192,24 @@ def preprocess(
         typer.Argument(metavar="INPUT...", help="Shards: .tar .parquet .jsonl, or patterns.", show_default=False),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FOLDER", help="Where to: a folder or a URL.", show_default=False)
+        str, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder or URL.", show_default=False)
     ],
     records: RecordFlags,
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Make ready sequences of a corpus: a Parquet file of each 64 MiB of every shard, and a manifest of them.
+    """Build ready sequences from a corpus: a Parquet file for each 64 MiB of every shard, and a manifest.
 
-    A run that was stopped leaves whole files only, and the same command goes on from there.
-    With [bold]--on-error skip[/bold], records that cannot be used go to FOLDER/*.quarantine.jsonl; with
-    [bold]--on-image-error drop[/bold], images do, and their records stay.
+    A run that is stopped leaves only complete files, and the same command resumes it.
+    With [bold]--on-error skip[/bold], unusable records are listed in FOLDER/*.quarantine.jsonl; with
+    [bold]--on-image-error drop[/bold], unusable images are listed, and their records are kept.
     """
     try:
         from mmpos.data import write_sequences
 
         readers = _readers(inputs, records.format_name, work.split_over)
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
-        logging.getLogger("mmpos").addHandler(logging.NullHandler())  # skipped records are in the summary and in a file
+        logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the summary and a file list skipped records
         with report.progress_bar("shards", total=len(readers)) as bar:
             summary = write_sequences(
                 readers,
@@ -225,7 +225,7 @@ def preprocess(
                 report=ShownProgress(readers, bar),
             )
     except KeyboardInterrupt:
-        typer.echo("mmpos: stopped; the same command goes on from here", err=True)
+        typer.echo("mmpos: stopped; run the same command to resume", err=True)
         raise typer.Exit(INTERRUPTED) from None
     _print(summary, output)
 
@@ -241,7 +241,7 @@ def _tokenizer(name: str) -> Any:
         raise InvalidInputError(f"--tokenizer: got {name!r}, want bytes or the path of a tokenizer.json")
     try:
         return Tokenizer.from_file(name)
-    except Exception as error:  # the library raises bare Exception over a broken file
+    except Exception as error:  # the library raises Exception for a broken file
         raise InvalidInputError(f"--tokenizer: got {name!r}, want a tokenizer.json ({error})") from None
 
 
@@ -253,7 +253,7 @@ def _model_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of many types, and in many words, over files that are missing or broken
+    except Exception as error:  # missing or broken files raise many types
         got = f"{type(error).__name__} ({str(error).strip()[:200]})"
         raise InvalidInputError(f"{folder / 'tokenizer.json'}: got {got}, want the tokenizer of the model") from error
     for name in ("chat_template.json", "processor_config.json"):
@@ -263,7 +263,7 @@ def _model_tokenizer(folder: Path) -> Any:
 
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
-    """Replace the settings with the values of an option that may come several times: name=value, or name.name=value."""
+    """Apply the values of a repeatable option, name=value or name.name=value, to settings."""
     for assignment in assignments or ():
         path, equals, value = assignment.partition("=")
         if not equals:
@@ -273,8 +273,8 @@ def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> An
 
 
 def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
-    # Images come from --images-from.
-    known = {each.name: each.type for each in fields(target) if each.init and each.name != "images"}
+    # --images-from sets images.
+    known = {field.name: field.type for field in fields(target) if field.init and field.name != "images"}
     head, *rest = path
     if head not in known:
         raise InvalidInputError(f"{name}: got {head!r}, want one of {', '.join(known)}")
@@ -282,12 +282,12 @@ def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
         return replace(target, **{head: _value(name, known[head], value)})
     inner = getattr(target, head)
     if not is_dataclass(inner):
-        raise InvalidInputError(f"{name}: got {rest[0]!r} of {head!r}, want a name without it")
+        raise InvalidInputError(f"{name}: got {rest[0]!r} of {head!r}, which has no fields: want {head}=VALUE")
     return replace(target, **{head: _replaced(name, inner, rest, value)})
 
 
 def _value(name: str, kind: object, value: str) -> object:
-    """Read the value in JSON; text needs no quotes, but may have them for line breaks and the like."""
+    """Read a value as JSON; text may omit the quotes unless it has escapes such as line breaks."""
     if kind == "str" and not value.startswith('"'):
         return value
     if kind in ("str | int", "str | int | None") and not value.isdigit():
@@ -299,7 +299,7 @@ def _value(name: str, kind: object, value: str) -> object:
 
 
 def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequence[Reader]:
-    """Open the inputs: rows of Curator joined to samples, other large files split."""
+    """Open the inputs; join rows of Curator into samples, and split large files of other formats."""
     from mmpos.data import SampleReader, shards, split_shards
 
     if format_name == "curator":
@@ -308,11 +308,12 @@ def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequen
 
 
 class ShownProgress:
-    """Progress on stderr: a bar, or a line now and then and one at the end, with the rate and the time left.
+    """Progress on stderr with the rate and the time left: a bar, or a line every few seconds and at the end.
 
     Args:
-        readers: of the shards. Where most of a few know their number of records, the time left follows from records.
-        bar: is drawn; None writes lines.
+        readers: readers of the shards. If most of a few of them know their number of records, the time left is
+            estimated from records, else from shards.
+        bar: function that updates the bar; None writes lines.
     """
 
     def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
@@ -320,11 +321,11 @@ class ShownProgress:
         known = [count for count in counts if count is not None]
         self._records = sum(known) / len(known) * len(readers) if 2 * len(known) > len(counts) else 0.0
         self._bar = bar
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
         self._begun: float | None = None
 
     def __call__(self, progress: Progress) -> None:
-        """Say how far the work is."""
+        """Show the progress."""
         now = time.monotonic()
         records = progress.counts.documents + progress.counts.skipped
         if self._begun is None and records:  # workers have started
@@ -333,13 +334,13 @@ class ShownProgress:
         if self._bar is not None:
             done = progress.reused + self._share(progress) * (progress.shards - progress.reused)
             self._bar(done, progress.shards, f"{counted(records, 'record', ',')}{speed}")
-        elif progress.done == progress.shards or now - self._said > _PAUSE:
+        elif progress.done == progress.shards or now - self._last_line > _PAUSE:
             more = speed if progress.done < progress.shards else ""
             typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}{more}", err=True)
-            self._said = now
+            self._last_line = now
 
     def _share(self, progress: Progress) -> float:
-        """Compute which share of the work of this run is done."""
+        """Estimate the completed fraction of the work of this run."""
         if self._records and not progress.reused:
             return min((progress.counts.documents + progress.counts.skipped) / self._records, 1.0)
         left = progress.shards - progress.reused
@@ -375,16 +376,14 @@ def _print(summary: Summary, folder: str) -> None:
     if fill.longer:
         rate += f"; {counted(fill.longer, 'longer document', ',')} left out"
     speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
-    table = report.new_table("", "")
-    table.show_header = False
-    for name, said in (
-        ("files", files),
-        ("documents", f"{counts.documents:,}"),
-        ("tokens", f"{counts.tokens:,}"),
-        ("images", f"{counts.images:,}"),
-        ("skipped", skipped),
-        ("fill rate", rate),
-        ("speed", speed),
-    ):
-        table.add_row(name, said)
-    report.show(console(), table)
+    report.show_values(
+        {
+            "files": files,
+            "documents": f"{counts.documents:,}",
+            "tokens": f"{counts.tokens:,}",
+            "images": f"{counts.images:,}",
+            "skipped": skipped,
+            "fill rate": rate,
+            "speed": speed,
+        }
+    )

@@ -1,4 +1,4 @@
-"""The commands that ask an engine which positions it rotates by."""
+"""The commands that find out by which positions an engine rotates keys."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from mmpos.analysis.probe import Meant, Reading, Verdict
     from mmpos.integrations.models.settings import ModelSettings
 
-probe = group("probe", "Find the positions that an engine really rotates by, from the keys in its cache.")
+probe = group("probe", "Find the positions by which an engine actually rotates, from the keys in its cache.")
 
 
 @probe.command()
 def checkpoint(
     config: Annotated[
         Path,
-        typer.Option(metavar="config.json|FOLDER", help="The model; files beside it are used.", show_default=False),
+        typer.Option(metavar="config.json|FOLDER", help="The model; files next to it are copied.", show_default=False),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write.", show_default=False)
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write.", show_default=False)
     ],
 ) -> None:
-    """Write a small checkpoint of an architecture, in which keys differ by their rotation alone.
+    """Write a small checkpoint of an architecture, in which keys differ only by their rotation.
 
-    Any engine that loads checkpoints can be asked with it, by ordinary requests: every token, and every patch of an
-    image, has one hidden state in every layer.
+    Any engine that loads checkpoints can be probed with it, by ordinary requests: all tokens and image patches have
+    the same hidden state in every layer.
     """
     from mmpos.analysis.probe import write_checkpoint
 
@@ -58,14 +58,14 @@ BESIDE = ("position_ids", "lengths", "reference")
 
 
 @probe.command(
-    help="Read the positions that keys were turned by, and compare them with those that were meant.\n\n"
-    "A dump has (tokens, kv_heads, head_dim) floats, or with a batch axis before, of tokens with one hidden state: one "
-    "array of numpy.save, or any number by numpy.savez, one for each layer. Beside them it may have position_ids that "
-    "were meant, (axes, tokens) without padding or (axes, batch, length) with it; lengths, (batch,) tokens of each row "
-    "that count, the first ones; and reference, "
-    "(kv_heads, head_dim) a key that was not turned; else that of the layer is read from reference.npz beside "
-    f"config.json, where a probe checkpoint has it.\n\n{SPECS}\n\n"
-    f"Exit codes: 0 as meant, {DIFFERENT} other positions, another rotation, or nothing compared."
+    help="Read the positions by which keys were rotated, and compare them with the intended ones.\n\n"
+    "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim) or (batch, tokens, "
+    "kv_heads, head_dim), as one array of numpy.save, or one array per layer of numpy.savez. It may also contain "
+    "position_ids, the intended ids, (axes, tokens) without padding or (axes, batch, length) with padding; lengths, "
+    "(batch,) the number of tokens of each row before its padding; and reference, a (kv_heads, head_dim) unrotated "
+    "key. Without it, the reference of each layer is read from reference.npz next to config.json, which a probe "
+    f"checkpoint contains.\n\n{SPECS}\n\n"
+    f"Exit codes: 0 as intended; {DIFFERENT} other positions, another rotation, or nothing compared."
 )
 def run(
     keys: Annotated[Path, typer.Argument(metavar="KEYS.npz|.npy", help="The dump.", show_default=False)],
@@ -73,27 +73,27 @@ def run(
         Path, typer.Option(metavar="config.json|FOLDER", help="The model, for its rotation.", show_default=False)
     ],
     ids: Annotated[
-        Path | None, typer.Option(metavar="IDS.npy", help="The ids that the engine was given.", show_default=False)
+        Path | None, typer.Option(metavar="IDS.npy", help="The ids passed to the engine.", show_default=False)
     ] = None,
     documents: Annotated[
         list[str] | None,
         typer.Option("--spec", metavar="SPEC|FILE", help="The documents, for the model's scheme.", show_default=False),
     ] = None,
     start: Annotated[
-        int | None, typer.Option(help="Id of each document's first token.", show_default="the model's")
+        int | None, typer.Option(help="Id of each document's first token.", show_default="the model's first id")
     ] = None,
     layer_type: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The type of all layers, where they turn by types.",
-            show_default="the config's, by the number in the name of each array",
+            help="Type of all layers, if the rotation depends on it.",
+            show_default="the config's, by the layer number in the name of each array",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
-    """Read the positions that keys were turned by."""
+    """Read the positions by which keys were rotated."""
     from mmpos.analysis.probe import judge
 
     dump = _dump(keys)
@@ -102,49 +102,54 @@ def run(
     meant = _meant(dump, ids, documents, start, next(iter(models.values())))
     trusted = "reference" in dump
     references = dict.fromkeys(layers, dump["reference"]) if trusted else _beside(config, layers)
-    found: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     for name, layer in layers.items():
-        given: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name), "trusted": trusted}
+        options: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name)}
         with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "), progress_bar("tokens", name) as bar:
-            verdict = found[name] = judge(layer, models[name].rotary, meant, **given, progress=bar)
+            verdict = judge(layer, models[name].rotary, meant, **options, trusted=trusted, progress=bar)
+        verdicts[name] = verdict
         if not as_json:
-            known = verdict.known
-            heads = f" of {len(known)} kv heads" if len(known) > 1 else ""
-            left = f"at most {verdict.residual:.2g} rad left"
-            typer.echo(f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {left}")
-            typer.echo("".join(f"  {sentence}\n" for sentence in _said(found, name, meant)), nl=False)
-    equal = all(verdict.equal for verdict in found.values())
+            typer.echo(_summary(name, verdict))
+            typer.echo("".join(f"  {sentence}\n" for sentence in _sentences(verdicts, name, meant)), nl=False)
+    equal = all(verdict.equal for verdict in verdicts.values())
     if report_to is not None:
-        layers_html = (f"<h2>{escape(name)}</h2>\n{_html(found, name, meant)}" for name in found)
+        layers_html = (f"<h2>{escape(name)}</h2>\n{_html(verdicts, name, meant)}" for name in verdicts)
         save_html("--html", report_to, page(f"Keys of {keys.name}", "\n".join(layers_html)))
     unjudged = [name for name in layers if name not in references]
     if as_json:
-        fields = {name: {"layer_type": kinds[name], **_json(found, name, meant)} for name in found}
+        fields = {name: {"layer_type": kinds[name], **_json(verdicts, name, meant)} for name in verdicts}
         typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
     elif unjudged:
-        where = "" if len(unjudged) == len(found) else f" in {', '.join(unjudged)}"
-        typer.echo(f"The attention factor was not judged{where}: there is no reference, a key that was not turned.")
+        where = "" if len(unjudged) == len(verdicts) else f" in {', '.join(unjudged)}"
+        typer.echo(f"The attention factor was not judged{where}: there is no unrotated reference key.")
     if not equal:
         raise typer.Exit(DIFFERENT)
 
 
-def _html(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
-    """Write the sentences of a layer, and a map of its tokens: by what was meant, else by what could be read."""
-    verdict = found[name]
-    said = paragraphs(_said(found, name, meant))
+def _summary(name: str, verdict: Verdict) -> str:
+    known = verdict.known
+    heads = f" of {len(known)} kv heads" if len(known) > 1 else ""
+    residual = f"residual at most {verdict.residual:.2g} rad"
+    return f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {residual}"
+
+
+def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
+    """Return the sentences of a layer, and a map of its tokens: right or wrong, or else read or unknown."""
+    verdict = verdicts[name]
+    sentences = paragraphs(_sentences(verdicts, name, meant))
     compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
-    return said + (compared or verdict.readings[0]._repr_html_())
+    return sentences + (compared or verdict.readings[0]._repr_html_())
 
 
-def _said(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:
-    """Return the sentences of a layer; where nothing was meant, also which ids are not those of the first layer."""
-    first = next(iter(found))
-    unlike = _unlike(found[name].readings[0], first, found[first].readings[0]) if meant is None else []
-    return [*found[name].sentences, *unlike]
+def _sentences(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:
+    """Return the sentences of a layer; without intended positions, it is also compared with the first layer."""
+    first = next(iter(verdicts))
+    unlike = _unlike(verdicts[name].readings[0], first, verdicts[first].readings[0]) if meant is None else []
+    return [*verdicts[name].sentences, *unlike]
 
 
-def _json(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> dict[str, Any]:
-    verdict = found[name]
+def _json(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> dict[str, Any]:
+    verdict = verdicts[name]
     return {
         "equal": verdict.equal,
         "known": float(verdict.known.mean()),
@@ -152,19 +157,19 @@ def _json(found: Mapping[str, Verdict], name: str, meant: Meant | None) -> dict[
         "first_wrong": verdict.first_wrong,
         "factor_judged": verdict.factor_judged,
         "wrong_heads": verdict.wrong_heads,
-        "message": _said(found, name, meant),
+        "message": _sentences(verdicts, name, meant),
     }
 
 
 def _models(
     config: Path, layer_type: str | None, names: Iterable[str]
 ) -> tuple[dict[str, str | None], dict[str, ModelSettings]]:
-    """Find the type of each layer, and read the model with the rotation of that type."""
+    """Return the type of each layer, and the settings of the model for that type."""
     from mmpos.integrations.models import from_hf_config
     from mmpos.rotary.hf_config import hf_layer_types
 
     values, types = read_config(config), list[str]()
-    with suppress(MmposError):  # from_hf_config words it for the whole model
+    with suppress(MmposError):  # from_hf_config raises the same error for the model
         types = hf_layer_types(values)
     numbers = {name: _number(name) for name in names}
     kinds = {
@@ -179,25 +184,25 @@ def _models(
             except InvalidInputError as error:
                 if kind is not None or not types:
                     raise
-                hint = "a layer has its type by --layer-type, or by the number in the name of its array"
+                hint = "pass --layer-type, or put the number of each layer into the name of its array"
                 raise InvalidInputError(f"{name}: {error}; {hint}") from error
         if models[kind].second_rotary is not None:
-            raise UnsupportedError(f"{config}: got a model that turns the channels of a pair apart, want one rotary")
+            raise UnsupportedError(f"{config}: got a model with a second rotary for the channels of a pair, want one")
     return kinds, {name: models[kind] for name, kind in kinds.items()}
 
 
 def _number(name: str) -> int | None:
-    """Find the number of a layer in the name of its array: behind "layer", or the last one.
+    """Return the layer number in the name of an array: after "layer", or else the last number.
 
     >>> _number("model.layers.3.self_attn.attn1"), _number("arr_4"), _number("keys")
     (3, 4, None)
     """
-    found = re.search(r"layers?\W?_?(\d+)", name) or re.search(r"(\d+)\D*$", name)
-    return None if found is None else int(found[1])
+    match = re.search(r"layers?\W?_?(\d+)", name) or re.search(r"(\d+)\D*$", name)
+    return None if match is None else int(match[1])
 
 
 def _beside(config: Path, names: Iterable[str]) -> Arrays:
-    """Read the keys before their rotation of a probe checkpoint, beside its config.json, by the names of layers."""
+    """Read the unrotated keys next to the config.json of a probe checkpoint, by the names of layers."""
     from mmpos.analysis.probe.checkpoint import REFERENCE
 
     path = (config if config.is_dir() else config.parent) / REFERENCE
@@ -208,18 +213,18 @@ def _beside(config: Path, names: Iterable[str]) -> Arrays:
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Say which ids are not those of the first layer; a token is counted where both know it, from one reference."""
+    """Return a sentence about ids that differ from the first layer's, counting tokens with ids known in both."""
     if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
         return []
-    got, want = ((each.position_ids / each.denominators) for each in (reading, first))
+    got, want = ((layer.position_ids / layer.denominators) for layer in (reading, first))
     tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))
     if not tokens.size:
         return []
-    return [f"{counted(tokens.size, 'token')}, the first {tokens[0]}, have other ids than in {name}."]
+    return [f"{counted(tokens.size, 'token')} (first: {tokens[0]}) have other ids than in {name}."]
 
 
 def _dump(path: Path) -> Arrays:
-    """Read the arrays of a dump by their names."""
+    """Read the arrays of a dump by name."""
     if path.suffix == ".npy":
         return {"keys": read_array(path)}
     try:
@@ -229,13 +234,13 @@ def _dump(path: Path) -> Arrays:
         got = error.strerror or str(error)
     except (ValueError, AttributeError, EOFError) as error:
         got = str(error)
-    raise InvalidInputError(f"{path}: got {got}, want arrays of numpy.savez, or one of numpy.save in a .npy")
+    raise InvalidInputError(f"{path}: got {got}, want arrays saved with numpy.savez, or a .npy saved with numpy.save")
 
 
 def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     names = [name for name in dump if name not in BESIDE]
     if not names:
-        raise InvalidInputError(f"{path}: got {sorted(dump)}, want an array of keys, such as keys")
+        raise InvalidInputError(f"{path}: got only {', '.join(sorted(dump))}, want at least one array of keys")
     for name in names:
         if dump[name].ndim < 3:
             got = f"{name} of shape {dump[name].shape}"
@@ -248,19 +253,19 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 def _meant(
     dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
 ) -> Meant | None:
-    """Return the positions that were meant, if any are given."""
+    """Return the intended positions, or None without any."""
     from mmpos.analysis.probe import Meant
 
-    given = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
-    several = [name for name, there in given.items() if there]
-    if len(several) > 1:
-        raise InvalidInputError(f"{several[0]}: got one beside {several[1]}, want one of them")
+    sources = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
+    passed = [name for name, present in sources.items() if present]
+    if len(passed) > 1:
+        raise InvalidInputError(f"{passed[0]} cannot be combined with {passed[1]}")
     if documents:
         segments = SegmentTable.from_documents(read_specs(documents).documents)
         return Meant(segments, model.scheme, model.start if start is None else start)
     if start is not None:
-        raise InvalidInputError("--start: got one without --spec, want both")
-    if not any(given.values()):
+        raise InvalidInputError("--start requires --spec")
+    if not passed:
         return None
     array = dump["position_ids"] if ids is None else read_array(ids)
     axes = model.rotary.axes

@@ -1,4 +1,4 @@
-"""The commands that ask a server instead of this process."""
+"""The commands that use a server instead of computing in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import Documents, Start, group, scheme_words
+from mmpos.cli.commands import Documents, Start, group, scheme_of
 from mmpos.cli.options import IMAGE_SUFFIXES, Axes, flat, make_scheme, read_specs, scheme_option
 from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
@@ -20,24 +20,24 @@ from mmpos.support.program import console
 if TYPE_CHECKING:
     from mmpos.client import Client
 
-remote = group("remote", "Ask a server started with [bold]mmpos serve[/bold].")
+remote = group("remote", "Use a server that was started with [bold]mmpos serve[/bold].")
 
 Profile = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Settings of a model.", show_default="the server's first")
+    str | None, typer.Option(metavar="NAME", help="Profile of a model on the server.", show_default="the first")
 ]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for an answer.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit for the answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
 
 
-def _file(words: str) -> Any:
-    return typer.Option(metavar="FILE", help=words, show_default=False)
+def _file(description: str) -> Any:
+    return typer.Option(metavar="FILE", help=description, show_default=False)
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The options that say where a server is, and who asks."""
+    """The options of the connection to a server."""
 
     server: Annotated[
         str,
@@ -45,14 +45,14 @@ class Connection:
             "--server", metavar="HOST:PORT", help="The server, or unix:PATH; several are separated by commas."
         ),
     ] = "localhost:50051"
-    token_file: Annotated[Path | None, _file("Holds the token of the client.")] = None
-    tls_ca: Annotated[Path | None, _file("Whom to trust, PEM; without any of the three files there is no TLS.")] = None
-    tls_cert: Annotated[Path | None, _file("The client's certificate.")] = None
-    tls_key: Annotated[Path | None, _file("Its key, PEM.")] = None
+    token_file: Annotated[Path | None, _file("File with the client's token.")] = None
+    tls_ca: Annotated[Path | None, _file("Trusted certificates, PEM; without the three TLS files, no TLS.")] = None
+    tls_cert: Annotated[Path | None, _file("The client's certificate, PEM.")] = None
+    tls_key: Annotated[Path | None, _file("The client's private key, PEM.")] = None
 
     @contextmanager
     def client(self, timeout: float, profile: str | None = None) -> Iterator[Client]:
-        """Open a client of the server; where no answer comes, the error says what to do about it."""
+        """Open a client of the server; if the server does not answer, the error names a remedy."""
         from mmpos.client import Client, Tls
 
         addresses, files = self.server.split(","), (self.tls_ca, self.tls_cert, self.tls_key)
@@ -63,19 +63,19 @@ class Connection:
                 yield client
         except ServiceUnavailableError as error:
             got = str(error)
-            if got.startswith(_TRANSPORT):  # its last words are the reason
+            if got.startswith(_TRANSPORT):  # the reason is at the end
                 got = got.rpartition(": ")[2].rstrip("]")
-            want = "a server there: start one with mmpos serve, or name another with --server"
+            want = "a running server: start one with mmpos serve, or pass another --server"
             raise ServiceUnavailableError(f"{self.server}: got {got}, want {want}") from error
         except ServiceTimeoutError as error:
-            want = "one: see that mmpos serve runs there, or give it more time with --timeout"
-            raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s, want {want}") from error
+            remedy = "check that mmpos serve is running, or pass a longer --timeout"
+            raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s; {remedy}") from error
 
 
 @remote.command()
 @flat
 def health(connection: Connection, timeout: Timeout = 5.0) -> None:
-    """Say whether the server takes calls."""
+    """Check that the server accepts calls."""
     with connection.client(timeout) as client:
         if not client.healthy():
             raise ServiceUnavailableError("no answer, or NOT_SERVING")
@@ -110,7 +110,7 @@ def info(connection: Connection, timeout: Timeout = 5.0) -> None:
 def positions(
     *,
     documents: Documents,
-    scheme: Annotated[str | None, scheme_option("that of the profile")] = None,
+    scheme: Annotated[str | None, scheme_option("the scheme of the profile")] = None,
     start: Start = 0,
     axes: Axes = None,
     json: Json = False,
@@ -120,14 +120,14 @@ def positions(
 ) -> None:
     """Print the ids of documents, as [bold]mmpos positions[/bold] does."""
     specs = read_specs(documents)
-    words, axes = scheme_words(specs, scheme, axes)
-    if words is None and axes is not None:
-        raise InvalidInputError(f"--axes: got {axes} without --scheme, want both: the profile has a scheme of its own")
+    name, axes = scheme_of(specs, scheme, axes)
+    if name is None and axes is not None:
+        raise InvalidInputError("--axes requires --scheme, since the profile has its own scheme and axes")
     segments = SegmentTable.from_documents(specs.documents)
     with connection.client(timeout, profile) as client:
-        placed = client.place(segments, None if words is None else make_scheme(words, axes), start)
+        placed = client.place(segments, None if name is None else make_scheme(name, axes), start)
     if json:
-        typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if words is None else words))
+        typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if name is None else name))
     else:
         report.print_positions(console(), segments, placed)
 
@@ -137,16 +137,16 @@ def positions(
 def build(
     parts: Annotated[
         list[str],
-        typer.Argument(metavar="TEXT|IMAGE...", help="Parts in order: image files, and text.", show_default=False),
+        typer.Argument(metavar="TEXT|IMAGE...", help="Texts and image files, in order.", show_default=False),
     ],
     connection: Connection,
     profile: Profile = None,
     timeout: Timeout = 30.0,
 ) -> None:
     """Build the sequence of texts and images, and print its segments and ids."""
-    read = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
+    mixed = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
     with connection.client(timeout, profile) as client:
-        sequence = client.build(read)
+        sequence = client.build(mixed)
     out = console()
     out.print(f"{sequence!r}\n")
     report.print_positions(out, sequence.segments, sequence.positions)

@@ -1,4 +1,4 @@
-"""The output of the commands: tables for people, at most 100 columns wide, and one JSON object for programs."""
+"""The output of the commands: tables of at most 100 columns for readers, and JSON objects for programs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT, THUMBNAIL, Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
 from mmpos.support.files import local_path, whole_file
+from mmpos.support.program import console
 
 if TYPE_CHECKING:
     from mmpos.integrations.models import ModelSettings
 
-_SHORT = 24  # tokens whose ids are all printed
+_SHORT = 24  # largest number of tokens for which all ids are printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
 _MAX_JSON_TOKENS = 2**22
 
 
 def show(out: Console, table: Table) -> None:
-    """Print a table without the spaces that pad its lines to one length."""
+    """Print a table without trailing spaces."""
     with out.capture() as capture:
         out.print(table)
     for line in capture.get().splitlines():
@@ -44,8 +45,8 @@ def show(out: Console, table: Table) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, words: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr while it is updated with what is done, the total and words; None without a terminal."""
+def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
+    """Show a bar on stderr, and yield a function of done, total and label that updates it; None without a terminal."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield None
@@ -54,24 +55,33 @@ def progress_bar(unit: str, words: str = "", total: int | None = None) -> Iterat
 
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn(unit), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(words, total=total)
+        task = bar.add_task(label, total=total)
 
-        def update(done: float, total: int, words: str = words) -> None:
-            bar.update(task, completed=done, total=total, description=words)
+        def update(done: float, total: int, label: str = label) -> None:
+            bar.update(task, completed=done, total=total, description=label)
 
         yield update
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Make a table without lines but one under its header; the columns in right hold numbers."""
+    """Create a table with a line under its header only; the columns in ``right`` are aligned right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
 
 
+def show_values(values: Mapping[str, str]) -> None:
+    """Print names and values in two columns."""
+    table = new_table("", "")
+    table.show_header = False
+    for name, value in values.items():
+        table.add_row(name, value)
+    show(console(), table)
+
+
 def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:
-    """Print a table of segments per document, all ids of short ones, next position and delta."""
+    """Print a table of segments per document, all ids of short documents, the next position and the delta."""
     if not positions.num_documents:
         out.print("no documents")
     for d in range(min(positions.num_documents, _MAX_DOCUMENTS)):
@@ -91,7 +101,7 @@ def print_positions(out: Console, segments: SegmentTable, positions: PositionTab
 
 
 def heading(positions: PositionTable, document: int) -> str:
-    """Name tokens, scheme and axes of a document."""
+    """Return a line with the number of tokens, the scheme and the axes of a document."""
     length = int(positions.lengths[document])
     axes = ", ".join(axis_names(positions.axes))
     return f"{counted(length, 'token', ',')}, scheme {positions.scheme}, positions ({axes})"
@@ -100,13 +110,13 @@ def heading(positions: PositionTable, document: int) -> str:
 def segment_table(
     segments: SegmentTable, positions: PositionTable, document: int, names: Sequence[str] | None = None
 ) -> Table:
-    """Make a table with a line per segment: its tokens, what it is, its first and last position, and its steps.
+    """Create a table with a line per segment: tokens, description, first and last position, and steps.
 
     Args:
-        segments: what was placed.
+        segments: the segments of the batch.
         positions: the placed table.
-        document: which document.
-        names: (segments,) what each segment of this document is; None counts tokens and patches.
+        document: index of the document.
+        names: (segments,) description of each segment of the document; None describes its tokens or patches.
     """
     begin, end = segments.segment_offsets[document : document + 2].tolist()
     stops = np.cumsum(segments.lengths)[begin:end]
@@ -122,23 +132,23 @@ def segment_table(
                 table.add_row("…", f"{len(skipped)} more segments", "…", "…", "…")
             continue
         a, b = int(starts[i]) - start_of_document, int(stops[i]) - start_of_document - 1
-        what = names[i] if names else _what(segments, begin + i)
+        name = names[i] if names else _described(segments, begin + i)
         steps = _steps(positions, segments, begin + i, int(starts[i]))
-        table.add_row(f"{a}" if a == b else f"{a}–{b}", what, position(ids[2 * i]), position(ids[2 * i + 1]), steps)
+        table.add_row(f"{a}" if a == b else f"{a}–{b}", name, position(ids[2 * i]), position(ids[2 * i + 1]), steps)
     return table
 
 
 def schemes_table() -> Table:
-    """Make a table of the schemes: axes, the ids that an image consumes, and the first line of the documentation."""
-    table = new_table("scheme", "axes", "ids of\n24×24", "ids", "what it does", right=("axes", "ids of\n24×24"))
+    """Create a table of the schemes: axes, the ids that an image consumes, and the first line of the documentation."""
+    table = new_table("scheme", "axes", "ids of\n24×24", "ids", "description", right=("axes", "ids of\n24×24"))
     for name, scheme in SCHEMES.items():
         try:
             consumed = str(ids_consumed(name, [Grid(24, 24)])[0])
         except UnsupportedError:
             consumed = "–"
-        made = scheme()
+        default = scheme()
         summary = (scheme.__doc__ or "").strip().splitlines()[0]
-        table.add_row(name, str(made.axes), consumed, "fractions" if made.fractional else "integers", summary)
+        table.add_row(name, str(default.axes), consumed, "fractions" if default.fractional else "integers", summary)
     return table
 
 
@@ -160,10 +170,10 @@ def settings_table(settings: ModelSettings) -> Table:
 
 
 def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme: str) -> str:
-    """Write everything about a batch as a JSON object, one key per line, with the words that name its scheme.
+    """Format the documents and positions of a batch as a JSON object, one key per line.
 
     Raises:
-        LimitExceededError: more tokens than a JSON text should hold.
+        LimitExceededError: the batch has more than 4,194,304 tokens.
     """
     if positions.num_tokens > _MAX_JSON_TOKENS:
         raise LimitExceededError(f"--json: got {positions.num_tokens} tokens, want at most {_MAX_JSON_TOKENS}")
@@ -183,7 +193,7 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
 
 
 def json_lines(values: Mapping[str, object]) -> str:
-    """Write a JSON object with one key per line, for programs and for eyes."""
+    """Format a JSON object with one key per line."""
     return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"
 
 
@@ -191,7 +201,7 @@ def save_ids(path: Path, positions: PositionTable) -> None:
     """Write the dense ids of a batch as a .npy file.
 
     Raises:
-        InvalidInputError: a URL, or another suffix.
+        InvalidInputError: the path is a URL, or its suffix is not .npy.
         OSError: the file cannot be written.
     """
     if local_path("--output", path).suffix.lower() != ".npy":
@@ -201,15 +211,15 @@ def save_ids(path: Path, positions: PositionTable) -> None:
 
 
 def save_html(option: str, path: Path, text: str) -> None:
-    """Write a page that opens in any browser.
+    """Write an HTML page.
 
     Args:
-        option: the option that names the file, for errors.
-        path: the file, ending in .html.
-        text: the page.
+        option: name of the option with the path, for errors.
+        path: path of the file, ending in .html.
+        text: content of the page.
 
     Raises:
-        InvalidInputError: a URL, or another suffix.
+        InvalidInputError: the path is a URL, or its suffix is not .html.
         OSError: the file cannot be written.
     """
     if local_path(option, path).suffix.lower() != ".html":
@@ -219,33 +229,33 @@ def save_html(option: str, path: Path, text: str) -> None:
 
 
 def npy(positions: PositionTable) -> bytes:
-    """Write the dense ids of a batch as the bytes of a .npy file."""
+    """Return the dense ids of a batch as the bytes of a .npy file."""
     file = BytesIO()
     np.save(file, positions.dense())
     return file.getvalue()
 
 
 def exact(positions: PositionTable) -> list[list[Fraction]]:
-    """Compute the exact position of every token, (tokens, axes)."""
+    """Compute the exact (tokens, axes) positions of all tokens."""
     numerators, denominators = positions.rationals()
     rows = zip(*numerators.tolist(), denominators.tolist(), strict=True)
     return [[Fraction(value, denominator) for value in values] for *values, denominator in rows]
 
 
 def position(values: Sequence[Fraction]) -> str:
-    """Write a position as people do: a number, or several in brackets."""
+    """Format a position: a number, or several in parentheses."""
     return str(values[0]) if len(values) == 1 else f"({', '.join(map(str, values))})"
 
 
 def _ending(positions: PositionTable, document: int) -> str:
-    """Name next position and delta of a document, or why there are none."""
+    """Return a line with the next position and the delta of a document, or the reason why it has none."""
     if not positions.resumable[document]:
-        return f"no next position: under {positions.scheme} the end is not one whole id"
+        return f"no next position: in {positions.scheme} the end is not a single integer id"
     following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
     return f"next position {following}, delta {delta}"
 
 
-def _what(segments: SegmentTable, s: int) -> str:
+def _described(segments: SegmentTable, s: int) -> str:
     kind = segments.kind[s]
     if kind != GRID and kind < CLIP:
         return f"{'audio' if kind == AUDIO else 'text'} {segments.lengths[s]}"
@@ -261,27 +271,27 @@ def _what(segments: SegmentTable, s: int) -> str:
 
 
 def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token: int) -> str:
-    """Name the moves inside a segment that starts at this token; those that move nothing are left out."""
+    """Format the steps inside the segment that starts at a token, without steps of 0."""
     s = int(np.searchsorted(positions.offset, token, side="right")) - 1
     parts = [("col", positions.step_col)]
     if segments.kind[segment] >= CLIP:
-        return ""  # of many pieces, each with steps of its own
+        return ""  # it has several pieces with different steps
     if segments.kind[segment] in (TEXT, AUDIO):
         parts = [("token", positions.step_col)]
     else:
         parts.insert(0, ("row", positions.step_row))
     if segments.extents[0, segment] > 1:
         parts.insert(0, ("frame", positions.step_frame))
-    moves = []
+    steps = []
     for name, part in parts:
         values = [Fraction(value, int(positions.denominator[s])) for value in part[:, s].tolist()]
         if any(values):
-            moves.append(f"{name} +{position(values[:1] if len(set(values)) == 1 else values)}")
-    return ", ".join(moves)
+            steps.append(f"{name} +{position(values[:1] if len(set(values)) == 1 else values)}")
+    return ", ".join(steps)
 
 
 def _dense_rows(positions: PositionTable) -> list[str]:
-    """Write the ids of a few tokens, one line per axis, columns flush right."""
+    """Format the ids of a few tokens, one line per axis, with columns aligned right."""
     ids = exact(positions)
     lines = [["token", *map(str, range(len(ids)))]]
     for axis, name in enumerate(axis_names(positions.axes)):

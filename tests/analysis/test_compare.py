@@ -1,4 +1,4 @@
-"""Which scheme and which encoding has which property: the matrix by hand, and schemes that break one property each."""
+"""The measured properties of schemes and encodings: a matrix written by hand, and schemes that break one property."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from mmpos.__main__ import main
 from mmpos.analysis.compare import (
     ENCODING_PROPERTIES,
     SCHEME_PROPERTIES,
-    Property,
     PropertyValue,
     measure,
     measure_encodings,
@@ -36,15 +35,15 @@ MARKS = {"✓": True, "✗": False, "–": None}
 
 # From the formulas of the schemes, with h×w patches after the text id L and before K:
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
-#   goes on at the next whole id, videorope's middle is c for odd sides only, a reset's rows are near 0, as are all but
-#   one axis of xd-rope, and those of qwen-image-2.1 around 0. An image of bagel is one id, whatever its size.
-# unique: a vision encoder counts every grid from 0, xd-rope without places, too; ⌊t·¼·2⌋ gives two frames one id,
-#   and so does ⌊t·25/30⌋ of tmrope.
-# delta 0: ids consumed less patches; rows and grid-2d have no next position.
-# prefix-stable: a frame more changes the strides, or the centre, of three-axis ties.
+#   continues at the next integer, videorope's middle is c for odd sides only, rows of a reset are near 0, as are all
+#   axes of xd-rope but one, and the rows of qwen-image-2.1 around 0. An image of bagel of any size has one id.
+# unique: a vision encoder counts every grid from 0, and so does xd-rope without its token axis; ⌊t·¼·2⌋ and ⌊t·25/30⌋
+#   of tmrope give two frames one id.
+# delta 0: ids consumed minus patches; rows and grid-2d have no next position.
+# prefix-stable: another frame changes the strides, or the centre, of three-axis ties.
 # Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
 #   2(h+1)(w+1)−1, hw, hw, lcm(2, h+1, w+1)−1.
-# Growth: log2 of the ids of 128×128 by those of 64×64; for lcm of 127×128 by 63×64, in three axes 126×128 by 62×64.
+# Growth: log2 of ids of 128×128 / ids of 64×64; for lcm 127×128 / 63×64, in three axes 126×128 / 62×64.
 SCHEMES = f"""
     rope-tie                     2 ✓✓✓✗✓✓ 624 1153 {log2(16640 / 4224)}
     rope-tie-fractional          2 ✓✓✓✓✗✓ 576 576 2
@@ -77,7 +76,7 @@ SCHEMES = f"""
     xd-rope(axes=3)              3 ✓✗✗✓✓✓ 576 576 2
 """
 
-# Far keys share a bias where distances are clipped or in buckets, all do without one; HoPE does not tell times apart.
+# Far keys share a bias if distances are clipped or in buckets, nope has no bias, and HoPE does not distinguish times.
 NOT_UNIQUE = {"clipped-relative", "t5-buckets", "nope", "hope"}
 ENCODING_AXES = {"rope-2d": 2, "rope-nd": 3, "hope": 3, "mhrope": 3}
 
@@ -96,7 +95,7 @@ def number(text: str) -> Any:
 
 def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
     matrix, want = record.schemes(), by_hand(SCHEMES)
-    assert {row: [each.value for each in found.values()] for row, found in matrix.rows.items()} == want
+    assert {name: [cell.value for cell in row.values()] for name, row in matrix.rows.items()} == want
     assert list(matrix.rows) == list(want)
 
 
@@ -107,19 +106,19 @@ def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> Non
 
 
 def test_separation_is_that_of_the_nearest_two_positions() -> None:
-    found = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
+    separation = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
-    assert found["integer"] == found["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
-    # The least is a difference of two sines, which are off by as much as those of an angle of 26 are.
-    off = cos_sin(0.1 * 256, 1, np.float64)
-    assert found["single-sinusoid"] == pytest.approx(min(sines) / max(sines), rel=2 * off / min(sines))
-    assert (found["binary"], found["t5-buckets"], found["nope"]) == (1, 0, 0)
-    assert found["sinusoidal"] == pytest.approx(found["rope-1d"], abs=0.1)
+    assert separation["integer"] == separation["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
+    # The smallest is a difference of two sines of angles up to 26, which determine the bound.
+    error = cos_sin(0.1 * 256, 1, np.float64)
+    assert separation["single-sinusoid"] == pytest.approx(min(sines) / max(sines), rel=2 * error / min(sines))
+    assert (separation["binary"], separation["t5-buckets"], separation["nope"]) == (1, 0, 0)
+    assert separation["sinusoidal"] == pytest.approx(separation["rope-1d"], abs=0.1)
 
 
-def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
-    said = {(name, each.name): words for name, each, words in record.schemes().reasons}
+def test_a_property_that_fails_has_its_smallest_counterexample() -> None:
+    reasons = {(name, column.name): reason for name, column, reason in record.schemes().reasons}
     holds = "; holds for {} of 144 images, those with {}"
     even = holds.format(72, "h and w both odd or both even")
     expected = {
@@ -133,14 +132,14 @@ def test_what_does_not_hold_has_its_smallest_counterexample() -> None:
         ),
         ("mrope", "delta-0"): "1,2x2,1: delta -2" + holds.format(23, "h = 1 or w = 1"),
         ("rope-tie-v2", "integer"): "1,1x2,1: token 1 is at (3/2, 1)" + even,
-        ("rope-tie(axes=3)", "prefix-stable"): "1,1x1: a frame more moves token 1 from (4, 4, 4) to (4, 6, 6)",
+        ("rope-tie(axes=3)", "prefix-stable"): "1,1x1: another frame moves token 1 from (4, 4, 4) to (4, 6, 6)",
         ("rows", "growth"): "rows has no next position",
-        ("grid-2d", "symmetric"): "grid-2d takes no text",
+        ("grid-2d", "symmetric"): "grid-2d does not support text",
     }
-    assert {key: said[key] for key in expected} == expected
-    assert len(said) == sum(marks.count("✗") + marks.count("–") for marks in SCHEMES.split("\n"))
-    assert {name: words for name, _, words in record.encodings().reasons} == {
-        "hope": "0, 0, 0 is as 1, 0, 0",
+    assert {key: reasons[key] for key in expected} == expected
+    assert len(reasons) == sum(marks.count("✗") + marks.count("–") for marks in SCHEMES.split("\n"))
+    assert {name: reason for name, _, reason in record.encodings().reasons} == {
+        "hope": "positions (0, 0, 0) and (1, 0, 0) have the same vector",
         "clipped-relative": "keys 16 and 17 before a query have the same bias",
         "t5-buckets": "keys 8 and 9 before a query have the same bias",
         "nope": "keys 0 and 1 before a query have the same bias",
@@ -157,7 +156,7 @@ class Backwards(Naive2D):
 
 @dataclass(frozen=True)
 class FarOff(Naive2D):
-    """Right up to id 500."""
+    """naive-2d up to id 500."""
 
     name: ClassVar[str] = "far-off"
 
@@ -168,7 +167,7 @@ class FarOff(Naive2D):
 
 @dataclass(frozen=True)
 class Floored(MRopeQwen25):
-    """Only the floored times: the ends of a video are symmetric, and what is between them is not."""
+    """Only the floored times: the ends of a video are symmetric, but not the frames between them."""
 
     name: ClassVar[str] = "floored"
     axes = 1
@@ -179,20 +178,15 @@ class Floored(MRopeQwen25):
         return super().advance(replace(grids, extents=sides, row_separator=None))
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        whole = super().place(grids, cursor)
-        return Placement(whole.origin[:1], None, [0], [0], pieces=whole.pieces)
-
-
-def found(properties: tuple[Property, ...], named: Any, name: str) -> PropertyValue:
-    """One property alone: the others take time."""
-    return next(each for each in properties if each.name == name).measure(named)
+        placement = super().place(grids, cursor)
+        return Placement(placement.origin[:1], None, [0], [0], pieces=placement.pieces)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "words"),
+    ("scheme", "name", "reason"),
     [
         (Backwards(), "text-is-rope-1d", "2: start 0 puts token 0 at (1, 1)"),
-        (Backwards(), "prefix-stable", "1,1x1,1: a token more moves token 2 from (2, 2) to (3, 3)"),
+        (Backwards(), "prefix-stable", "1,1x1,1: another text token moves token 2 from (2, 2) to (3, 3)"),
         (FarOff(), "symmetric", "1,1x1,1: gaps (2, 2) and (0, 0)"),
         (FarOff(), "unique", "1,1x1,1: tokens 1 and 2 are both at (1002, 1002); holds for 132 of 144 images"),
         (Cosmos(), "integer", "2x1x1 (1/30 s per frame): token 1 is at (4/5, 0, 0); holds for every image"),
@@ -200,13 +194,14 @@ def found(properties: tuple[Property, ...], named: Any, name: str) -> PropertyVa
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_scheme_that_breaks_a_property_is_told_where(scheme: Scheme, name: str, words: str) -> None:
-    assert found(SCHEME_PROPERTIES, scheme, name) == PropertyValue(False, words)
+def test_a_broken_property_has_a_counterexample(scheme: Scheme, name: str, reason: str) -> None:
+    (broken,) = (column for column in SCHEME_PROPERTIES if column.name == name)
+    assert broken.measure(scheme) == PropertyValue(False, reason)
 
 
 @dataclass(frozen=True)
 class Fine(Naive2D):
-    """naive-2d in units so fine, and different, that no 64-bit integer holds their common denominator."""
+    """naive-2d in fine and different units, with a common denominator beyond 64 bits."""
 
     name: ClassVar[str] = "fine"
     fractional = True
@@ -216,7 +211,7 @@ class Fine(Naive2D):
         return Placement([cursor * unit, cursor * unit], None, [unit, 0], [0, unit], unit)
 
 
-def test_units_beyond_64_bits_are_exact() -> None:
+def test_common_denominators_beyond_64_bits_are_exact() -> None:
     fine, naive = measure([Fine()]), measure(["naive-2d"])
     assert fine.rows["fine"] == naive.rows["naive-2d"]
 
@@ -239,10 +234,10 @@ class Halved(AdditiveTable):
         return np.asarray(positions, np.float64)[..., None] // 2
 
 
-def test_an_encoding_that_gives_two_positions_one_vector_is_told_which() -> None:
+def test_two_positions_with_one_vector_are_named() -> None:
     matrix = measure_encodings([Halved(), LearnedAbsolute.drawn(20, 4), Sinusoidal(128)])
     assert [value.value for value in matrix.rows["halved"].values()] == [1, False, 0]
-    assert matrix["halved", "unique"].why == "0 is as 1"
+    assert matrix["halved", "unique"].why == "positions 0 and 1 have the same vector"
     assert [matrix[name, "unique"].value for name in ("learned-absolute", "sinusoidal(dim=128)")] == [True, True]
 
 
@@ -269,20 +264,20 @@ class Wordless(Encoding):
         (lambda: record.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
     ],
 )
-def test_mistakes_are_named(call: Any, message: str) -> None:
+def test_invalid_arguments_are_named(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         call()
     assert str(raised.value).startswith(message)
 
 
-def test_every_property_says_what_it_is() -> None:
-    for properties in (SCHEME_PROPERTIES, ENCODING_PROPERTIES):
-        assert len({each.name for each in properties}) == len({each.title for each in properties}) == len(properties)
-        assert all(each.definition.endswith(".") and "\n" not in each.definition for each in properties)
+def test_every_property_has_a_definition() -> None:
+    for columns in (SCHEME_PROPERTIES, ENCODING_PROPERTIES):
+        assert len({column.name for column in columns}) == len({column.title for column in columns}) == len(columns)
+        assert all(column.definition.endswith(".") and "\n" not in column.definition for column in columns)
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_pages_tell_what_is_measured(page: Any) -> None:
+def test_pages_hold_the_measured_values(page: Any) -> None:
     text = page.read_text(encoding="utf-8")
     assert record.filled_in(text) == text
 
@@ -303,7 +298,7 @@ def run(*arguments: str) -> str:
     return str(result.stdout)
 
 
-def test_the_command_prints_tables_that_fit_and_why() -> None:
+def test_the_command_prints_tables_that_fit_and_reasons() -> None:
     lines = run("rope-tie", "alibi", "--why").splitlines()
     rows = [line.split() for line in lines if line.startswith(("rope-tie ", "alibi "))]
     assert rows == [["rope-tie", "2", *"✓✓✓✗✓✓"], ["rope-tie", "624", "1,153", "2"], ["alibi", "1", "✓", "0.0039"]]
@@ -311,7 +306,7 @@ def test_the_command_prints_tables_that_fit_and_why() -> None:
     assert max(len(line) for line in lines if "──" in line) <= 100
 
 
-def test_the_command_measures_layouts_of_models_that_generate_where_they_are_named() -> None:
+def test_the_command_measures_schemes_of_generative_models_by_name() -> None:
     rows = [line.split() for line in run("flux", "wan", "rope-tie").splitlines() if line.startswith(("flux", "wan"))]
     assert rows[:2] == [["flux", "3", *"✗✗✗–✓✓"], ["wan", "3", *"––✗–✓✓"]]
 
@@ -323,7 +318,7 @@ def test_a_matrix_is_printed_as_tables_that_fit(width: int) -> None:
     assert " ".join(lines).split().count("rows") == {40: 4, 80: 2, 140: 1}[width]
 
 
-def test_print_shows_a_matrix_as_a_table_and_a_notebook_as_markdown() -> None:
+def test_print_and_a_notebook_show_a_matrix_as_a_table() -> None:
     matrix = measure(["rope-tie"]).part(["rope-tie"])
     assert str(matrix).splitlines()[:3] == [
         "scheme     axes   text is RoPE-1D   symmetric   unique   delta 0   integer   prefix-stable   24×24",
@@ -341,26 +336,26 @@ def test_a_part_has_the_properties_that_apply_to_it() -> None:
     assert list(part.rows) == ["wan"]
     assert (
         list(part.rows["wan"])
-        == [each.name for each in part.properties]
+        == [column.name for column in part.properties]
         == ["axes", "unique", "integer", "prefix-stable"]
     )
 
 
-def test_json_holds_the_same() -> None:
-    found = json.loads(run("naive-2d", "nope", "--json"))
+def test_the_command_prints_the_same_values_as_json() -> None:
+    printed = json.loads(run("naive-2d", "nope", "--json"))
     naive, nope = measure(["naive-2d"]), measure_encodings(["nope"])
-    assert found == {"schemes": naive.to_dict(), "encodings": nope.to_dict()}
-    assert found["schemes"]["naive-2d"]["ids-of-a-square"] == {"value": 24, "why": ""}
+    assert printed == {"schemes": naive.to_dict(), "encodings": nope.to_dict()}
+    assert printed["schemes"]["naive-2d"]["ids-of-a-square"] == {"value": 24, "why": ""}
 
 
-def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "alibby"]) == 2
     assert capsys.readouterr().err.startswith(
         "mmpos: error: NAME: got 'alibby' (did you mean 'alibi'?), want one of rope-tie, rope-tie-fractional"
     )
 
 
-def test_it_runs_without_torch() -> None:
+def test_compare_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; import mmpos; "
         "print(mmpos.analysis.compare.measure(['rows'])['rows', 'symmetric'].cell, "

@@ -1,4 +1,4 @@
-"""Conformance: the vectors against mmpos, their schema and strangers' readers; what the runner says of bad programs."""
+"""Conformance: mmpos against the vectors, their schema and independent readers; the runner on faulty programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from waiting import alive, eventually
 
 from mmpos.__main__ import main
 from mmpos.analysis.conformance import Case, Outcome, Tolerances, load_cases, run
-from mmpos.cli.conformance import Asked
+from mmpos.cli.conformance import PlacedRequest
 from mmpos.errors import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.schemes import SCHEMES, LatentScheme
@@ -35,7 +35,7 @@ SCHEMA = json.loads((VECTORS / "schema.json").read_bytes())
 ASKED = {"prefill", "chunk", "decode", "draft", "pruned", "padded", "packed", "rotation"}
 
 FEW = ["rope-tie-v2/[01]/*", "mrope-qwen2.5/[13]/*", "qwen3_omni_moe/1/*", "hunyuan_vl/*", "gpt_oss/*"]
-"""Fractions, times, a clip, images counted over a batch, two rotations, YaRN."""
+"""Fractions, times, a clip, images that are counted over a batch, two rotations, YaRN."""
 ALL = [pytest.param(FEW, id="few"), pytest.param([], id="all", marks=pytest.mark.slow)]
 
 
@@ -43,32 +43,33 @@ ALL = [pytest.param(FEW, id="few"), pytest.param([], id="all", marks=pytest.mark
 
 
 @pytest.mark.parametrize("patterns", ALL)
-def test_mmpos_answers_every_case_as_the_vectors_do(patterns: list[str]) -> None:
+def test_mmpos_answers_every_case_correctly(patterns: list[str]) -> None:
     tolerances = Tolerances(turned=3e-7)
     cases = load_cases(patterns)
     assert len(cases) > 50
-    answers = ((case, Asked(dict(case.request)).answer()) for case in cases)
+    answers = ((case, PlacedRequest(dict(case.request)).answer()) for case in cases)
     assert [(case.name, case.difference(answer, tolerances)) for case, answer in answers] == [
         (case.name, None) for case in cases
     ]
 
 
-def test_angles_in_float64_keep_the_decimals_of_every_rotation() -> None:
+def test_float64_angles_match_every_decimal_of_every_rotation() -> None:
     cases = load_cases(["*-rotation"])
     assert len(cases) > 150
     for case in cases:
-        asked = Asked(dict(case.request))
-        rotary, ids = asked.rotary, asked.positions.dense()[:, case.request["tokens"]]
+        placed = PlacedRequest(dict(case.request))
+        rotary, ids = placed.rotary, placed.positions.dense()[:, case.request["tokens"]]
         angles = rotary.pair_ids(ids.astype(np.float64)).T * rotary.inv_freq_array
-        turned = {
-            name: (rotary.attention_factor * turn(angles)).tolist() for name, turn in (("cos", np.cos), ("sin", np.sin))
+        rotations = {
+            name: (rotary.attention_factor * function(angles)).tolist()
+            for name, function in (("cos", np.cos), ("sin", np.sin))
         }
-        answer = {"pair_axis": rotary.pair_axis.tolist(), **turned}
+        answer = {"pair_axis": rotary.pair_axis.tolist(), **rotations}
         assert case.difference(answer, Tolerances(turned=1e-10)) is None
         assert case.difference({**answer, "cos": (angles * 0 + 1).tolist()}, Tolerances(turned=1e-10)) is not None
 
 
-def test_ids_worked_by_hand_are_in_the_vectors() -> None:
+def test_the_vectors_contain_ids_computed_by_hand() -> None:
     (tie,) = load_cases(["rope-tie/0/0-prefill"])
     # Text at 7, 8, 9; L = 9; rows 9 + 4i, columns 9 + 3j; text again at 9 + 4·3.
     assert tie.request["documents"][0]["segments"][:3] == [{"text": 3}, {"grid": [1, 2, 3]}, {"text": 2}]
@@ -77,10 +78,10 @@ def test_ids_worked_by_hand_are_in_the_vectors() -> None:
         [7, 8, 9, 12, 15, 18, 12, 15, 18, 21, 22],
     ]
     (halves,) = load_cases(["rope-tie-v2/0/0-prefill"])
-    # An image is worth six ids, so text goes on at 16, and columns are centred at (9 + 16) / 2.
+    # An image consumes six ids, so text continues at 16, and columns are centred at (9 + 16) / 2.
     assert halves.want["position_ids"][1][3:6] == ["23/2", "25/2", "27/2"]
     (frames,) = load_cases(["qwen2_vl/1/0-prefill"])
-    # Two frames of 2×2 at 2, side by side with time, then text at 4, since frames are not counted.
+    # Two frames of 2×2 begin at 2, time advances by 1, and text follows at 4, since frames are not counted.
     assert [axis[2:11] for axis in frames.want["position_ids"]] == [
         [2, 2, 2, 2, 3, 3, 3, 3, 4],
         [2, 2, 3, 3, 2, 2, 3, 3, 4],
@@ -88,13 +89,13 @@ def test_ids_worked_by_hand_are_in_the_vectors() -> None:
     ]
 
 
-def test_every_scheme_and_every_model_type_is_asked_everything() -> None:
-    asked: dict[str, set[str]] = {}
+def test_every_scheme_and_model_type_has_cases_of_every_kind() -> None:
+    kinds: dict[str, set[str]] = {}
     for case in load_cases():
-        asked.setdefault(case.name.split("/")[0], set()).add(case.request["ask"])
-    assert asked.keys() == SCHEMES.keys() | MODEL_TYPES.keys()
-    following = {"decode", "draft"}  # of which these have none
-    assert {name: ASKED - kinds for name, kinds in asked.items() if kinds != ASKED} == {
+        kinds.setdefault(case.name.split("/")[0], set()).add(case.request["ask"])
+    assert kinds.keys() == SCHEMES.keys() | MODEL_TYPES.keys()
+    following = {"decode", "draft"}  # these schemes have no next position
+    assert {name: ASKED - covered for name, covered in kinds.items() if covered != ASKED} == {
         "rows": following,
         "grid-2d": following,
         "neomme": following,
@@ -105,7 +106,7 @@ def test_every_scheme_and_every_model_type_is_asked_everything() -> None:
 @pytest.mark.parametrize(
     "pattern", [pytest.param("schemes/v2pe", id="few"), pytest.param("*/*", id="all", marks=pytest.mark.slow)]
 )
-def test_lines_and_requests_follow_the_schema(pattern: str) -> None:
+def test_lines_and_requests_match_the_schema(pattern: str) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     line = jsonschema.Draft202012Validator(SCHEMA)
     for path in VECTORS.glob(f"{pattern}.jsonl"):
@@ -123,14 +124,14 @@ def test_lines_and_requests_follow_the_schema(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("ask", "everything"), ("steps", -1), ("want", {}), ("want", {"cos": [["a"]]}), ("more", 1)]
 )
-def test_the_schema_refuses_another_line(field: str, value: object) -> None:
+def test_the_schema_refuses_an_invalid_line(field: str, value: object) -> None:
     line = json.loads((VECTORS / "schemes/flatten.jsonl").read_text().splitlines()[0])
     line["cases"][0][field] = value
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(line, SCHEMA)
 
 
-def test_the_manifest_has_every_file_and_they_are_small() -> None:
+def test_the_manifest_lists_every_file_and_the_files_are_small() -> None:
     files = {path.relative_to(VECTORS).as_posix(): path.read_bytes() for path in VECTORS.glob("*/*.jsonl")}
     manifest = json.loads((VECTORS / "manifest.json").read_bytes())
     assert manifest["files"] == {path: hashlib.sha256(data).hexdigest() for path, data in sorted(files.items())}
@@ -139,13 +140,13 @@ def test_the_manifest_has_every_file_and_they_are_small() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/conformance.md", "CHANGELOG.md"])
-def test_pages_count_the_cases(page: str) -> None:
+def test_pages_state_the_number_of_cases(page: str) -> None:
     assert f" {len(load_cases()):,} cases" in (ROOT / page).read_text()
 
 
 @pytest.mark.slow
 def test_the_generator_writes_these_vectors(tmp_path: Path) -> None:
-    """In a process of its own: configs keep what other tests' models of the same class have changed."""
+    """Run the generator in another process, since models of other tests change the configs of their classes."""
     generator = ROOT / "tests" / "helpers" / "conformance_vectors.py"
     path = os.pathsep.join(str(ROOT / "tests" / room) for room in ("helpers", "oracles", "integrations"))
     subprocess.run([sys.executable, generator, tmp_path], check=True, env={**os.environ, "PYTHONPATH": path})
@@ -158,7 +159,7 @@ def test_the_generator_writes_these_vectors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Path:
-    """A copy of the vectors with one id changed."""
+    """Copy the vectors and change one id."""
     copy = shutil.copytree(VECTORS, tmp_path / "vectors")
     path = copy / "schemes/mrope.jsonl"
     path.write_text(path.read_text().replace("[[7,8,9,10,", "[[7,8,9,11,", 1))
@@ -167,19 +168,19 @@ def damaged(tmp_path: Path) -> Path:
 
 def test_a_damaged_file_is_refused(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos.analysis.conformance.cases.VECTORS", damaged)
-    with pytest.raises(InvalidInputError, match=r"schemes/mrope\.jsonl: got another checksum than manifest\.json has"):
+    with pytest.raises(InvalidInputError, match=r"schemes/mrope\.jsonl: the checksum differs from manifest\.json"):
         load_cases()
 
 
-# Readers that know nothing of mmpos.
+# Readers that do not use mmpos.
 
 
 def program(name: str) -> str:
-    """The path of a program of this environment, or of the machine."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not on this machine")
-    return found
+    """Return the path of a program in this environment, or else on this machine."""
+    path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
 
 
 READERS: dict[str, Callable[[], list[str]]] = {
@@ -189,7 +190,7 @@ READERS: dict[str, Callable[[], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_reader_without_mmpos_compares_schemes_of_its_own(name: str, damaged: Path) -> None:
+def test_a_reader_without_mmpos_verifies_its_own_schemes(name: str, damaged: Path) -> None:
     command = [*READERS[name](), str(FOREIGN / name)]
     done = subprocess.run([*command, str(VECTORS)], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("53 the same, 0 different\n", "")
@@ -198,7 +199,7 @@ def test_a_reader_without_mmpos_compares_schemes_of_its_own(name: str, damaged: 
     assert "schemes/mrope.jsonl: the checksum differs" in refused.stderr
 
 
-def test_a_program_in_cpp_is_asked_line_by_line(tmp_path: Path) -> None:
+def test_a_cpp_program_answers_cases(tmp_path: Path) -> None:
     binary = tmp_path / "program"
     source = FOREIGN / "program.cpp"
     subprocess.run([program("g++"), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-o", binary, source], check=True)
@@ -206,7 +207,7 @@ def test_a_program_in_cpp_is_asked_line_by_line(tmp_path: Path) -> None:
     declined = [name.partition("-")[2].partition("-")[2] for name in report.unsupported]
     assert (report.same, report.findings, Counter(declined)) == (9, [], {"padded": 2, "rotation": 6})
     assert set(report.unsupported.values()) == {"padding, rotations or row separators"}
-    # It knows two axes: three are a difference, and so are patches that follow each other.
+    # It supports two axes only, so three axes are a difference.
     (deep,) = run([str(binary)], load_cases(["rope-tie/2/0-prefill"])).findings
     assert str(deep) == "rope-tie/2/0-prefill: position_ids: got 2 values, want 3"
 
@@ -257,27 +258,26 @@ def test_the_first_difference_is_named(changed: dict[str, Any], message: str | N
     assert Case("a", {}, WANT).difference(WANT | {"position_ids": [[0, 1, 2], ["1/2", 4, 5]]} | changed) == message
 
 
-def test_lists_that_are_too_deep_to_print_are_named() -> None:
+def test_lists_too_deep_to_print_are_described() -> None:
     deep: list[Any] = []
     for _ in range(10**5):
         deep = [deep]
     assert Case("a", {}, {"delta": 1}).difference({"delta": deep}) == "delta: got lists in lists, want the number 1"
 
 
-def test_a_field_that_is_missing_is_named() -> None:
+def test_a_missing_field_is_named() -> None:
     assert Case("a", {}, {"delta": -4}).difference({}) == "delta: missing, want -4"
 
 
-def test_tolerances_let_floats_pass_and_never_another_integer() -> None:
+def test_tolerances_apply_to_floats_but_not_to_integers() -> None:
     case = Case("a", {}, {"position_ids": [[3, "1/3"]]})
     assert case.difference({"position_ids": [[3.001, 0.333]]}, Tolerances(ids=0.01)) is None
     assert case.difference({"position_ids": [[4, "1/3"]]}, Tolerances(ids=2.0)) == "position_ids[0][0]: got 4, want 3"
     assert (
         case.difference({"position_ids": [[3, "1/2"]]}, Tolerances(ids=2.0)) == "position_ids[0][1]: got 1/2, want 1/3"
     )
-    assert (
-        case.difference({"position_ids": [[3, 0]]}, Tolerances(ids=0.5)) is None
-    )  # as 0.0 is written in some languages
+    # Some languages write 0.0 as 0.
+    assert case.difference({"position_ids": [[3, 0]]}, Tolerances(ids=0.5)) is None
     with pytest.raises(InvalidInputError, match=r"tolerance of ids: got nan, want a finite number >= 0"):
         Tolerances(ids=float("nan"))
 
@@ -288,20 +288,20 @@ CASES = [Case(f"a/0/{n}-prefill", {"case": f"a/0/{n}-prefill", "n": n}, {"delta"
 LOOP = """
 import json, os, sys, time
 for line in sys.stdin:
-    asked = json.loads(line)
-    n = asked["n"]
-    answer = {"case": asked["case"], "delta": n}
+    request = json.loads(line)
+    n = request["n"]
+    answer = {"case": request["case"], "delta": n}
     {body}
     print(json.dumps(answer), flush=True)
 """
 
 
 def ran(body: str = "pass", cases: Sequence[Case] = CASES, time_limit: float = 60.0, end: str = "") -> Outcome:
-    """The report on a program that answers well but for this statement, and one at its end."""
+    """Run a program that answers correctly, with a statement in its loop and another at its end."""
     return run([sys.executable, "-c", LOOP.replace("{body}", body) + end], cases, time_limit=time_limit)
 
 
-def test_a_program_that_answers_well_passes() -> None:
+def test_a_program_with_correct_answers_passes() -> None:
     report = ran()
     assert (report.same, report.findings, report.unsupported, report.not_asked) == (5, [], {}, 0)
     assert report.passed
@@ -312,7 +312,7 @@ def test_a_program_that_answers_well_passes() -> None:
     [
         ("if n == 2: answer['delta'] = 7", "delta: got 7, want 2"),
         ("if n == 2: del answer['delta']", "delta: missing, want 2"),
-        ("if n == 2: answer['case'] = 'b'", "got an answer with case '\"b\"', want that of the request"),
+        ("if n == 2: answer['case'] = 'b'", "got an answer with case '\"b\"', want 'a/0/2-prefill'"),
         ("if n == 2: answer = [1]", "got the line '[1]', want a JSON object; logs belong on standard error"),
         ("if n == 2: print('loading')", "got the line 'loading', want a JSON object; logs belong on standard error"),
         ("if n == 2: sys.exit(9)", "the program ended with exit code 9, want an answer"),
@@ -322,7 +322,7 @@ def test_a_program_that_answers_well_passes() -> None:
         ("if n == 2: answer['delta'] = [2]", "delta: got [2], want the number 2"),
         (
             "if n == 1: print(json.dumps(answer))",
-            "got an answer with case '\"a/0/1-prefill\"', want that of the request",
+            "got an answer with case '\"a/0/1-prefill\"', want 'a/0/2-prefill'",
         ),
         ("if n == 2: print()", "got the line '', want a JSON object; logs belong on standard error"),
         (
@@ -331,34 +331,35 @@ def test_a_program_that_answers_well_passes() -> None:
         ),
     ],
 )
-def test_one_bad_answer_is_one_finding_and_the_rest_is_asked(body: str, message: str) -> None:
+def test_one_wrong_answer_is_one_mismatch_and_the_other_cases_are_sent(body: str, message: str) -> None:
     report = ran(body)
     assert list(map(str, report.findings)) == [f"a/0/2-prefill: {message}"]
     assert (report.same, report.not_asked, report.passed) == (4, 0, False)
 
 
 @pytest.mark.parametrize("depth", [500, 10**5])
-def test_lists_in_lists_are_one_finding(depth: int) -> None:
+def test_deeply_nested_lists_are_one_mismatch(depth: int) -> None:
     lists = f"'[' * {depth} + ']' * {depth}"
     body = f"""if n == 2: print('{{"case": "a/0/2-prefill", "delta": ' + {lists} + '}}', flush=True); continue"""
     report = ran(body)
     assert ([finding.case for finding in report.findings], report.same) == (["a/0/2-prefill"], 4)
 
 
-def test_a_second_answer_to_the_last_case_is_a_finding() -> None:
+def test_a_second_answer_to_the_last_case_is_a_mismatch() -> None:
     report = ran("if n == 4: print(json.dumps(answer))")
     line = """'{"case": "a/0/4-prefill", "delta": 4}\\n'"""
-    assert list(map(str, report.findings)) == [f"a/0/4-prefill: after it, got the line {line}, want one line a case"]
+    message = f"after the last case: got the line {line}, want one line per case"
+    assert list(map(str, report.findings)) == [f"a/0/4-prefill: {message}"]
 
 
-def test_a_program_that_answers_in_another_order_is_too_slow() -> None:
+def test_a_program_that_waits_for_all_cases_is_too_slow() -> None:
     body = "rest = [json.loads(line) for line in sys.stdin]; print(json.dumps(rest[::-1]))"
     report = ran(body, CASES[:1], time_limit=0.1)
     assert list(map(str, report.findings)) == ["a/0/0-prefill: no answer within 0.1 s"]
 
 
 LONG = Case("a", {"case": "a", "more": "x" * 2**20}, {"delta": 1})
-"""A request that no pipe holds."""
+"""A request that exceeds the buffer of a pipe."""
 
 
 @pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
@@ -369,7 +370,7 @@ def test_a_program_that_never_reads_is_too_slow(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
 @pytest.mark.parametrize("time_limit", [60.0, 1e12, float("inf")])
-def test_a_program_that_exits_at_once_is_a_finding(case: Case, time_limit: float) -> None:
+def test_a_program_that_exits_immediately_is_a_mismatch(case: Case, time_limit: float) -> None:
     report = run([sys.executable, "-c", ""], [case], time_limit=time_limit)
     assert list(map(str, report.findings)) == [f"{case.name}: the program ended with exit code 0, want an answer"]
 
@@ -380,46 +381,38 @@ def test_a_program_may_write_before_it_has_read() -> None:
     assert run([sys.executable, "-c", body], [LONG]).passed
 
 
-def test_reasons_are_lines_that_can_be_printed() -> None:
+def test_reasons_are_printable_lines() -> None:
     report = ran(r"if n != 2: answer['unsupported'] = ['no videos', '\ud800', '', 'a\nb', ['odd']][n]")
     assert list(report.unsupported.values()) == ["no videos", r'"\ud800"', r'"a\nb"', '["odd"]']
 
 
-def test_what_a_program_declines_is_no_finding_unless_that_is_all() -> None:
-    report = ran("if n != 2: answer = {'case': asked['case'], 'unsupported': 'odd'}")
+def test_declined_cases_are_no_mismatches_unless_all_are_declined() -> None:
+    report = ran("if n != 2: answer = {'case': request['case'], 'unsupported': 'odd'}")
     assert (report.same, report.findings, report.passed) == (1, [], True)
     assert report.unsupported == {f"a/0/{n}-prefill": "odd" for n in (0, 1, 3, 4)}
-    assert not ran("answer = {'case': asked['case'], 'unsupported': 'all'}").passed
+    assert not ran("answer = {'case': request['case'], 'unsupported': 'all'}").passed
 
 
-def test_where_all_is_required_nothing_may_be_declined() -> None:
-    command = [sys.executable, "-c", LOOP.replace("{body}", "if n == 3: answer['unsupported'] = 'odd'")]
-    report = run(command, CASES, require_all=True)
-    assert (report.same, report.findings, report.unsupported) == (4, [], {"a/0/3-prefill": "odd"})
-    assert not report.passed
-    assert run(command, CASES[:3], require_all=True).passed
-
-
-def test_a_program_that_never_answers_is_given_up() -> None:
+def test_a_program_that_never_answers_is_abandoned() -> None:
     report = ran("sys.exit(1)")
     assert [finding.case for finding in report.findings] == [f"a/0/{n}-prefill" for n in range(3)]
     assert report.not_asked == 2
 
 
-def test_failures_that_are_not_in_a_row_do_not_end_the_run() -> None:
+def test_failures_that_are_not_consecutive_do_not_end_the_run() -> None:
     report = ran("if n != 2: sys.exit(1)")
     assert (report.same, len(report.findings), report.not_asked) == (1, 4, 0)
 
 
-def test_a_program_that_fails_at_its_end_is_a_finding() -> None:
+def test_a_nonzero_exit_code_is_a_mismatch() -> None:
     report = ran(end="sys.exit(5)")
-    assert list(map(str, report.findings)) == ["a/0/4-prefill: after it, the program ended with exit code 5, want 0"]
+    assert list(map(str, report.findings)) == ["a/0/4-prefill: after the last case: exit code 5, want exit code 0"]
     assert report.same == 5
 
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs for whose end nobody waits long."""
+    """Shorten the wait for the end of programs."""
     wait = subprocess.Popen.wait
 
     def at_once(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -429,19 +422,19 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_program_that_does_not_end_is_a_finding() -> None:
-    message = "after it, the program did not end within 60 s of the end of its input"
+def test_a_program_that_does_not_exit_is_a_mismatch() -> None:
+    message = "after the last case, the program did not exit within 60 s of the end of its input"
     assert list(map(str, ran(end="time.sleep(600)").findings)) == [f"a/0/4-prefill: {message}"]
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_program_that_closes_its_output_is_a_finding() -> None:
+def test_a_program_that_closes_its_output_is_a_mismatch() -> None:
     report = ran("if n == 2: os.close(1); time.sleep(600)")
     message = "the program closed its output, want an answer"
     assert str(report.findings[0]) == f"a/0/2-prefill: {message}"
 
 
-def test_children_of_a_program_that_is_stopped_end_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_stopped_program_are_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     child = f"import subprocess; open({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     ran(f"{child}; print('garbage')", CASES[:1])
@@ -449,8 +442,8 @@ def test_children_of_a_program_that_is_stopped_end_with_it(tmp_path: Path) -> No
 
 
 def test_a_command_that_cannot_run_is_refused() -> None:
-    got = "command: got '/no/such/program' (No such file or directory), want a program that runs"
-    with pytest.raises(InvalidInputError, match=re.escape(got)):
+    message = "command: got '/no/such/program' (No such file or directory), want a program that runs"
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
         run(["/no/such/program"], CASES)
 
 
@@ -466,23 +459,24 @@ def mmpos(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
 SELF = f"{shlex.quote(sys.executable)} -m mmpos conformance answer"
 
 
-def test_mmpos_passes_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mmpos(capsys, "run", "--command", SELF, "mrope/*-[!r]*") == (0, "21 cases: 21 the same.\n", "")
+def test_mmpos_passes_its_own_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "run", "--command", SELF, "mrope/*-[!r]*", "--require-all"
+    assert mmpos(capsys, *arguments) == (0, "21 cases: 21 the same.\n", "")
 
 
-def answering_chunks_alone(folder: Path, ids: list[list[int | str]]) -> str:
-    """The command of a program that answers chunks with these ids and declines the rest."""
+def answer_chunks_only(folder: Path, ids: list[list[int | str]]) -> str:
+    """Return the command of a program that answers chunks with these ids and declines other cases."""
     script = folder / "mine.py"
     script.write_text(
-        "import json, sys\nfor line in sys.stdin:\n    asked = json.loads(line)\n"
-        f"    answer = {{'position_ids': {ids}}} if asked['ask'] == 'chunk' else {{'unsupported': 'not yet'}}\n"
-        "    print(json.dumps({'case': asked['case'], **answer}), flush=True)\n"
+        "import json, sys\nfor line in sys.stdin:\n    request = json.loads(line)\n"
+        f"    answer = {{'position_ids': {ids}}} if request['ask'] == 'chunk' else {{'unsupported': 'not yet'}}\n"
+        "    print(json.dumps({'case': request['case'], **answer}), flush=True)\n"
     )
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
 
 
-def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = answering_chunks_alone(tmp_path, [[0]])
+def test_differences_are_printed_and_set_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = answer_chunks_only(tmp_path, [[0]])
     assert mmpos(capsys, "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*") == (
         3,
         "v2pe/0/3-chunk: position_ids[0]: got 1 value, want 5\n"
@@ -503,15 +497,15 @@ def test_differences_are_lines_and_an_exit_code(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_declined_cases_are_counted_or_with_require_all_named(
+def test_declined_cases_are_counted_and_named_with_require_all(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    command = answering_chunks_alone(tmp_path, [[7, 8, 9, "37/4", "19/2"]])
-    asked = "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*"
+    command = answer_chunks_only(tmp_path, [[7, 8, 9, "37/4", "19/2"]])
+    arguments = "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*"
     summary = "2 cases: 1 the same, 1 unsupported.\n"
-    assert mmpos(capsys, *asked) == (0, f"unsupported: not yet\n{summary}", "")
-    assert mmpos(capsys, *asked, "--require-all") == (3, f"v2pe/0/2-prefill: unsupported: not yet\n{summary}", "")
-    code, out, _ = mmpos(capsys, *asked, "--require-all", "--json")
+    assert mmpos(capsys, *arguments) == (0, f"unsupported: not yet\n{summary}", "")
+    assert mmpos(capsys, *arguments, "--require-all") == (3, f"v2pe/0/2-prefill: unsupported: not yet\n{summary}", "")
+    code, out, _ = mmpos(capsys, *arguments, "--require-all", "--json")
     assert (code, json.loads(out)["passed"]) == (3, False)
 
 
@@ -520,18 +514,18 @@ def test_declined_cases_are_counted_or_with_require_all_named(
     [
         (["cases", "no-such/*"], "pattern: got 'no-such/*', which no case matches, want one such as 'rope-tie/*'"),
         (["run", "--command", "'"], '--command: got "\'" (No closing quotation), want a program and its arguments'),
-        (["run", "--command", ""], "command: got no words, want a program and its arguments"),
+        (["run", "--command", ""], "command: got an empty list, want a program and its arguments"),
         (["run", "--command", "a", "--time-limit", "0"], "time_limit: got 0.0, want seconds > 0"),
     ],
 )
-def test_wrong_words_are_told_apart_from_differences(
+def test_invalid_arguments_have_another_exit_code_than_differences(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert mmpos(capsys, *words) == (2, "", f"mmpos: error: {message}\n")
 
 
 @pytest.mark.parametrize("line", ["garbage", "[]", '{"case": "a", "scheme": {"name": "b"}, "documents": []}', "{}"])
-def test_mmpos_answers_cases_alone(
+def test_mmpos_answers_only_valid_cases(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(line))
@@ -539,7 +533,7 @@ def test_mmpos_answers_cases_alone(
     assert mmpos(capsys, "answer") == (2, "", f"mmpos: error: {message}\n")
 
 
-def test_cases_are_printed_as_a_program_is_asked_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_printed_as_they_are_sent_to_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = mmpos(capsys, "cases", "flatten/0/5-*")
     assert json.loads(out) == {
         "case": "flatten/0/5-decode",

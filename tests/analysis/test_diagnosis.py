@@ -1,4 +1,4 @@
-"""Ids against a scheme: what is equal, where the first difference is, and that a cause named is the cause."""
+"""Ids against a scheme: equality, the first difference, and its cause."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def ids_of(*specs: str, **options: Any) -> Ids:
     return mmpos.place(table(*specs), **options).dense()
 
 
-def found(ids: npt.ArrayLike, *specs: str, **options: Any) -> Diagnosis:
+def diagnose(ids: npt.ArrayLike, *specs: str, **options: Any) -> Diagnosis:
     return mmpos.diagnose(ids, table(*specs), **options)
 
 
-def why(ids: npt.ArrayLike, *specs: str, **options: Any) -> str | None:
-    """The cause, which explains all that differs."""
-    diagnosis = found(ids, *specs, **options)
+def cause_of(ids: npt.ArrayLike, *specs: str, **options: Any) -> str | None:
+    """Return the cause, and check that it explains every difference."""
+    diagnosis = diagnose(ids, *specs, **options)
     assert not diagnosis.equal
     assert diagnosis.cause is None or diagnosis.explained == diagnosis.different_tokens, str(diagnosis)
     return diagnosis.cause
@@ -59,22 +59,22 @@ def why(ids: npt.ArrayLike, *specs: str, **options: Any) -> str | None:
 def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
     specs = ("3,2x3,2", "4")
     ids = ids_of(*specs)
-    said = "All 15 tokens of 2 documents have the ids of rope-tie."
+    sentence = "All 15 tokens of 2 documents have the ids of rope-tie."
     padded = [[row[:11], [*row[11:], 9, 9, 9, 9, 9, 9, 9]] for row in ids.tolist()]
     left = [[row[:11], [9, 9, 9, 9, 9, 9, 9, *row[11:]]] for row in ids.tolist()]
-    assert str(found(ids, *specs)) == said
-    assert str(found(ids.astype(np.float32), *specs)) == said
-    assert str(found(ids.astype(np.uint8), *specs)) == said
-    assert str(found(ids[:, None], *specs)) == said
-    assert str(found(padded, *specs)) == said
-    assert str(found(left, *specs, side="left")) == said
+    assert str(diagnose(ids, *specs)) == sentence
+    assert str(diagnose(ids.astype(np.float32), *specs)) == sentence
+    assert str(diagnose(ids.astype(np.uint8), *specs)) == sentence
+    assert str(diagnose(ids[:, None], *specs)) == sentence
+    assert str(diagnose(padded, *specs)) == sentence
+    assert str(diagnose(left, *specs, side="left")) == sentence
     mask = [[1] * 11, [0] * 7 + [1] * 4]
-    assert str(found(left, *specs, attention_mask=mask)) == said
-    assert str(mmpos.diagnose(ids, mmpos.place(table(*specs)))) == said
+    assert str(diagnose(left, *specs, attention_mask=mask)) == sentence
+    assert str(mmpos.diagnose(ids, mmpos.place(table(*specs)))) == sentence
 
 
-def test_padding_beside_a_clip_is_left_out() -> None:
-    #       text, two markers, video and audio, two markers; seven of padding and one of text
+def test_padding_next_to_a_clip_is_ignored() -> None:
+    # Text, two markers, video and audio, two markers; then seven tokens of padding and one of text.
     rows = [[0, *[0] * 2, *[7, 8, 8], *[0] * 2], [*[0] * 7, 0]]
     clip = SegmentTable.from_input_ids(
         rows,
@@ -82,40 +82,40 @@ def test_padding_beside_a_clip_is_left_out() -> None:
         video_grid_thw=[[1, 1, 1]],
         attention_mask=[[1] * 8, [0] * 7 + [1]],
     )
-    said = "All 9 tokens of 2 documents have the ids of tmrope."
-    assert str(mmpos.diagnose(mmpos.place(clip, "tmrope").dense(), clip, "tmrope")) == said
+    sentence = "All 9 tokens of 2 documents have the ids of tmrope."
+    assert str(mmpos.diagnose(mmpos.place(clip, "tmrope").dense(), clip, "tmrope")) == sentence
 
 
-def test_padding_of_the_table_is_left_out() -> None:
+def test_padding_of_the_table_is_ignored() -> None:
     segments = SegmentTable.from_input_ids(
         [[1, 2, 9, 9], [0, 0, 0, 1]], Placeholders(image=9), [[1, 1, 2]], attention_mask=[[1, 1, 1, 1], [0, 0, 0, 1]]
     )
     placed = mmpos.place(segments)
-    said = "All 5 tokens of 2 documents have the ids of rope-tie."
+    sentence = "All 5 tokens of 2 documents have the ids of rope-tie."
     for ids in (
         placed.dense(),
         placed.dense().reshape(2, 2, 4),
         placed.dense().reshape(2, 2, 4) + np.array([[0] * 4, [5, 5, 5, 0]]),
     ):
-        assert str(mmpos.diagnose(ids, segments)) == said
-        assert str(mmpos.diagnose(ids, placed)) == said
+        assert str(mmpos.diagnose(ids, segments)) == sentence
+        assert str(mmpos.diagnose(ids, placed)) == sentence
 
 
-def test_one_row_stands_for_all_axes() -> None:
-    assert found(range(4), "4", scheme="mrope").equal
-    assert found([range(4)], "4", scheme="mrope").equal
-    assert found([[0, 1, 2, 3], [0, 1, 7, 7]], "4", "2", scheme="mrope").equal
+def test_one_row_is_used_for_all_axes() -> None:
+    assert diagnose(range(4), "4", scheme="mrope").equal
+    assert diagnose([range(4)], "4", scheme="mrope").equal
+    assert diagnose([[0, 1, 2, 3], [0, 1, 7, 7]], "4", "2", scheme="mrope").equal
 
 
-def test_a_tensor_is_as_good_as_an_array() -> None:
+def test_a_tensor_is_accepted() -> None:
     torch = pytest.importorskip("torch")
-    assert found(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
+    assert diagnose(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
 
 
 def test_a_difference_has_all_its_fields() -> None:
     ids = ids_of("2", "3,2x3,2", scheme="rope-tie-v2")
     ids[1, 6] = 9.5
-    diagnosis = found(ids, "2", "3,2x3,2", scheme="rope-tie-v2")
+    diagnosis = diagnose(ids, "2", "3,2x3,2", scheme="rope-tie-v2")
     assert diagnosis == Diagnosis(
         equal=False,
         scheme="rope-tie-v2",
@@ -133,36 +133,36 @@ def test_a_difference_has_all_its_fields() -> None:
     assert str(diagnosis) == (
         "documents[1], token 4, is row 0, column 1 of a grid of width 3 (segment 2): got (5, 9.5), want (5, 11/2) in "
         "rope-tie-v2. 1 of 13 tokens differ, in 1 of 2 documents. "
-        "Cause unknown: one token alone proves no mistake."
+        "Cause unknown: a single wrong token does not identify a mistake."
     )
 
 
-def test_a_tolerance_lets_small_errors_pass() -> None:
+def test_a_tolerance_accepts_small_errors() -> None:
     ids = ids_of("3,2x3,2", scheme="rope-tie-fractional").astype(np.float32)
-    assert not found(ids, "3,2x3,2", scheme="rope-tie-fractional").equal
-    assert found(ids, "3,2x3,2", scheme="rope-tie-fractional", tolerance=1e-6).equal
+    assert not diagnose(ids, "3,2x3,2", scheme="rope-tie-fractional").equal
+    assert diagnose(ids, "3,2x3,2", scheme="rope-tie-fractional", tolerance=1e-6).equal
 
 
-INDEX = "ids are the token's index in {}: 1-D ids, which know no images"
-DOCUMENT, BATCH = INDEX.format("its document"), INDEX.format("the whole batch, not restarted at a document")
+INDEX = "ids are the token's index in {}, as if there were no images"
+DOCUMENT, BATCH = INDEX.format("its document"), INDEX.format("the whole batch, not reset at each document")
 ROW = INDEX.format("its padded row")
-CUT, FLOOR = "fractions are cut off, as .long() and .astype(int) do", "fractions are rounded down, as floor and // do"
-EVEN = "fractions are rounded to integers, halves to the even one, as round does"
-SWAPPED = "axes are swapped: they stand in the order ({}) and should be ({})"
-EXCHANGED = "height and width of grids are exchanged"
+CUT, FLOOR = "fractions are truncated, as by .long() or .astype(int)", "fractions are rounded down, as by floor or //"
+EVEN = "fractions are rounded to integers, halves to even, as by round"
+SWAPPED = "axes are swapped: got the order ({}), want ({})"
+EXCHANGED = "height and width of grids are swapped"
 COLUMNS = "patches are in column-major order: column after column, not row after row"
-AHEAD = "text after a grid goes on at the token's index, one id per patch: the delta is forgotten"
-MAXIMUM = "text after a grid goes on at the maximum of all ids plus one"
-UNMERGED = "spatial merging is forgotten: {} are those of {}x{} times the patches"
-GOES_ON = "ids are not reset: documents go on {} of the one before"
-RESET = "ids are reset inside a document: they begin anew at this token"
-BEGINNING = "from token 7 on ids are those of the document's beginning again"
+AHEAD = "text after a grid continues at the token's index, one id per patch: the delta is forgotten"
+MAXIMUM = "text after a grid continues at the maximum of all ids plus one"
+UNMERGED = "spatial merging is forgotten: {} are for {}x{} times the patches"
+GOES_ON = "ids are not reset: each document continues {} of the previous one"
+RESET = "ids are reset inside a document: they restart at this token"
+BEGINNING = "from token 7 on, ids repeat those of the document's beginning"
 SLOTS = (
-    "tokens among others that are right have their index as id: their delta is forgotten, or keys lie in the slots of "
-    "their ids"
+    "some tokens between right ones have their index as id: their delta is forgotten, "
+    "or keys are in the cache slots of their ids"
 )
-OTHER_SIDE = "ids are padded on the other side than the tokens"
-NEIGHBOUR = "every token has the ids of the one {} it"
+OTHER_SIDE = "position ids and token ids are padded on opposite sides"
+NEIGHBOUR = "every token has the ids of the token {} it"
 TIE = "3,2x3,2"  # rows 0 1 2, 6 and 10, 14 15; columns 0 1 2, 5 8 11, 14 15
 TWO = ("2,1x2", "1,1x1,1")
 TIE_V2: dict[str, Any] = {"scheme": "rope-tie-v2"}
@@ -171,7 +171,7 @@ FLATTEN: dict[str, Any] = {"scheme": "flatten"}
 
 
 def cols_of_v2(*cols: int) -> list[list[int]]:
-    """Whole numbers in place of rows 5 and 6 and columns 4.5, 5.5, 6.5."""
+    """Return the ids of TIE in rope-tie-v2 with integers in place of columns 4.5, 5.5 and 6.5."""
     return [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, *cols, *cols, 9, 10]]
 
 
@@ -180,12 +180,12 @@ def after_grid(*after: int) -> list[list[int]]:
 
 
 def frames(times: list[int], after: list[int]) -> list[list[int]]:
-    """Three text tokens, three frames of one patch at these times, and text."""
+    """Return ids of three text tokens, three frames of one patch at these times, and text."""
     return [[0, 1, 2, *times, *after], *[[0, 1, 2, 3, 3, 3, *after]] * 2]
 
 
 def video(*times: float) -> list[list[float]]:
-    """Two frames of one patch between two tokens of text, in the middle of rows and columns."""
+    """Return ids of two frames of one patch between two text tokens, in the middle of rows and columns."""
     return [list(times), *[[times[0], times[3] / 2, times[3] / 2, times[3]]] * 2]
 
 
@@ -198,14 +198,14 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     (cols_of_v2(4, 5, 6), TIE, TIE_V2, CUT),
     (cols_of_v2(4, 6, 6), TIE, TIE_V2, EVEN),
     (cols_of_v2(5, 6, 7), TIE, TIE_V2, "fractions are rounded to integers, halves up"),
-    # From -5 on the rows of 1,1x2,1 are -3.5, and its columns -4 and -3.
+    # With start -5 the row of the grid is -3.5, and its columns are -4 and -3.
     ([[-5, -4, -4, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, FLOOR),
     ([[-5, -3, -3, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, CUT),
     (
         [[-10, -7, -7, -4], [-10, -8, -6, -4]],
         "1,1x2,1",
         {**TIE_V2, "start": -5},
-        "ids are twice as large, as if to have no halves",
+        "ids are doubled, as if to avoid halves",
     ),
     (  # rows 13/3, 20/3; columns 15/4, 11/2, 29/4
         [[0, 1, 2, 5, 5, 5, 7, 7, 7, 9], [0, 1, 2, 4, 6, 8, 4, 6, 8, 9]],
@@ -231,18 +231,18 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         MROPE,
         SWAPPED.format("row, col, frame", "frame, row, col"),
     ),
-    (ids_of(TIE)[[1, 1]], TIE, {}, "axis 1 (col) stands in place of axis 0, which is dropped"),
+    (ids_of(TIE)[[1, 1]], TIE, {}, "axis 1 (col) is used in place of axis 0"),
     (
         ids_of("2,2x3,4", **MROPE)[[0, 0, 0]],
         "2,2x3,4",
         MROPE,
-        "axis 0 (frame) stands in place of every other axis, which is dropped",
+        "axis 0 (frame) is used in place of every other axis",
     ),
     (
         ids_of("2,2x3,4", **MROPE)[[0, 1, 1]],
         "2,2x3,4",
         MROPE,
-        "axis 1 (row) stands in place of axis 2 (col), which is dropped",
+        "axis 1 (row) is used in place of axis 2 (col)",
     ),
     ([[0, 1, 2, 5, 5, 8, 8, 11, 11, 14], [0, 1, 2, *[6, 10] * 3, 14]], "3,2x3,1", {}, EXCHANGED),
     ([[0, 1, 2, *[6, 10] * 3, 14], [0, 1, 2, 5, 5, 8, 8, 11, 11, 14]], "3,2x3,1", {}, COLUMNS),
@@ -255,7 +255,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         {"scheme": "mrope-interleave-reset"},
         "documents start at 1, not at 0",
     ),
-    (range(5, 16), TIE, FLATTEN, "documents start at 5, not at 0"),  # where the index is right, its start is not
+    (range(5, 16), TIE, FLATTEN, "documents start at 5, not at 0"),  # flatten counts tokens, so only the start differs
     (ids_of(TIE, scheme="naive-2d"), TIE, {}, "these are the ids of naive-2d"),
     (
         [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 2, 3, 2, 3]],
@@ -293,7 +293,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         {"scheme": MRopeQwen25()},
         "these are the ids of mrope-transformers(tokens_per_second=2)",
     ),
-    (  # the same scheme comes before others
+    (  # the same scheme with other parameters is tried before other schemes
         frames([3, 4, 5], [4]),
         "3,3x1x1,1",
         {"scheme": MRopeTransformers(tokens_per_second=4)},
@@ -305,7 +305,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         [[[0, 0, 0, 3, 5, 7], [*range(6)]]] * 2,
         ("1,1x1,1", "6"),
         {"side": "left"},
-        "left padding is counted: ids begin with it, not with the first real token",
+        "left padding is counted: ids begin at the padding, not at the first real token",
     ),
     ([[0, 2, 4, 6]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the next position")),
     ([[0, 2, 2, 4]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the number of tokens")),
@@ -318,8 +318,8 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     (ids_of("3,3x3,6", **MROPE)[:, [*range(7), *range(11)]], "3,3x3,6", MROPE, BEGINNING),
     (after_grid(7, 8), "1,2x3,2", {}, AHEAD),
     (after_grid(10, 11), "1,2x3,2", {}, MAXIMUM),
-    (after_grid(4, 5), "1,2x3,2", {}, "text after a grid goes on after its longest side, as in M-RoPE"),
-    (after_grid(2, 3), "1,2x3,2", {}, "text after a grid goes on as if the grid took one id"),
+    (after_grid(4, 5), "1,2x3,2", {}, "a grid consumes the ids of its longest side, as in M-RoPE"),
+    (after_grid(2, 3), "1,2x3,2", {}, "text after a grid continues as if the grid consumed one id"),
     ([[0, 3, 3, 3, 4, 4, 4, 5, 6], [0, 2.5, 3.5, 4.5, 2.5, 3.5, 4.5, 5, 6]], "1,2x3,2", TIE_V2, MAXIMUM),
     ([[0, 4, 8, 9, 10], *[[0, 6, 6, 9, 10]] * 2], "1,2x1x1,2", {"scheme": RopeTie(axes=3)}, MAXIMUM),
     *[
@@ -336,7 +336,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         [[*row[:11], 11, 12] for row in ids_of("3,2x3,4").tolist()],
         "3,2x3,4",
         {},
-        "from the first difference on ids are the token's index: the delta 5 is forgotten",
+        "from the first difference on, ids are the token's index: the delta 5 is forgotten",
     ),
     (
         [[*axis, 0, 1, 2, 4, 6, 7, 11, 12] for axis in ids_of("3,2x3,1").tolist()],
@@ -348,7 +348,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_found_where_every_document_begins_at_an_id_of_its_own() -> None:
+def test_a_mistake_is_found_if_documents_have_different_starts() -> None:
     segments, start = SegmentTable.from_documents([[mmpos.Text(2), mmpos.Grid(2, 3), mmpos.Text(3)]] * 2), [0, 7]
     ids = mmpos.place(segments, "rope-tie", start).dense()
     ids[:, [8, 9, 10, 19, 20, 21]] = [8, 9, 10, 15, 16, 17]
@@ -357,7 +357,7 @@ def test_a_mistake_is_found_where_every_document_begins_at_an_id_of_its_own() ->
 
 @pytest.mark.parametrize(("ids", "specs", "options", "cause"), CAUSES, ids=lambda value: None)
 def test_a_known_mistake_is_named(ids: Any, specs: Any, options: dict[str, Any], cause: str) -> None:
-    assert why(ids, *([specs] if isinstance(specs, str) else specs), **options) == cause
+    assert cause_of(ids, *([specs] if isinstance(specs, str) else specs), **options) == cause
 
 
 @pytest.mark.parametrize(
@@ -371,43 +371,43 @@ def test_a_known_mistake_is_named(ids: Any, specs: Any, options: dict[str, Any],
         ([5], [], "before"),
     ],
 )
-def test_ids_shifted_by_one_token(first: list[int], last: list[int], neighbour: str) -> None:
+def test_ids_shifted_by_one_token_are_recognized(first: list[int], last: list[int], neighbour: str) -> None:
     rows, cols = [5, 6, 9, 9, 12, 13], [5, 6, 8, 10, 12, 13]
     ids = [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in (rows, cols)]
-    assert why(ids, "2,1x2,2", start=5) == NEIGHBOUR.format(neighbour)
+    assert cause_of(ids, "2,1x2,2", start=5) == NEIGHBOUR.format(neighbour)
 
 
-def test_ids_of_one_dimension_in_words() -> None:
-    said = (
+def test_1d_ids_are_diagnosed_in_full_sentences() -> None:
+    sentence = (
         "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): got 3, want (6, 5) in rope-tie. "
         f"8 of 11 tokens differ, in 1 of 1 document. Cause: {DOCUMENT}. "
-        "To do: give the model ids with all axes, as positions.dense() has them, in place of arange."
+        "To do: pass the model ids for all axes, such as positions.dense(), instead of arange."
     )
-    assert str(found(range(11), TIE)) == said
-    assert str(found([range(11)] * 2, TIE)) == said.replace("got 3,", "got (3, 3),")
+    assert str(diagnose(range(11), TIE)) == sentence
+    assert str(diagnose([range(11)] * 2, TIE)) == sentence.replace("got 3,", "got (3, 3),")
 
 
-def test_floats_with_too_few_bits() -> None:
+def test_ids_cast_to_low_precision_are_recognized() -> None:
     torch = pytest.importorskip("torch")
     exact = ids_of(TIE, scheme="rope-tie-fractional", start=100_000)
     for name, amount in (("float32", "0.0026"), ("bfloat16", "170"), ("float16", "inf")):
         low = torch.tensor(exact).to(getattr(torch, name)).double()
-        said = f"ids are rounded to {name}, by up to {amount}"
-        assert why(low, TIE, scheme="rope-tie-fractional", start=100_000) == said
+        sentence = f"ids are rounded to {name}, by up to {amount}"
+        assert cause_of(low, TIE, scheme="rope-tie-fractional", start=100_000) == sentence
     with np.errstate(over="ignore"):
-        narrow = ids_of(TIE, start=100_000).astype(np.float16)  # infinite ids are their own fault
-    assert why(narrow, TIE, start=100_000) == "ids are rounded to float16, by up to inf"
+        narrow = ids_of(TIE, start=100_000).astype(np.float16)
+    assert cause_of(narrow, TIE, start=100_000) == "ids are rounded to float16, by up to inf"
 
 
 @pytest.mark.parametrize(
     ("times", "cause"),
     [
         ([3, 5, 7, 8], "seconds_per_frame is forgotten: frames are one second apart"),
-        ([3, 7, 11, 12], "frames per second are taken for seconds per frame"),
-        ([3, 3, 4, 5], "times are half of what they should be: temporal_patch_size is forgotten"),
+        ([3, 7, 11, 12], "frames per second are mistaken for seconds per frame"),
+        ([3, 3, 4, 5], "times are half as large as they should be: temporal_patch_size is forgotten"),
     ],
 )
-def test_seconds_per_frame_mistaken(times: list[int], cause: str) -> None:
+def test_wrong_seconds_per_frame_are_recognized(times: list[int], cause: str) -> None:
     clip = mmpos.Grid(1, 1, frames=3, seconds_per_frame=Fraction(1, 2))
     still: list[mmpos.Text | mmpos.Grid] = [mmpos.Text(1), mmpos.Grid(1, 2)]
     segments = SegmentTable.from_documents([[mmpos.Text(3), clip, mmpos.Text(1)], still])
@@ -427,7 +427,7 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
 @pytest.mark.parametrize(
     ("document", "scheme", "ids", "cause"),
     [
-        # Text after the first picture is the fifth token, and after the second one the ninth.
+        # Text is the fifth token after the first thumbnail, and the ninth after the second.
         (PICTURE, "mrope-canvas", [[0, 1, 1, 1, 4, 5, 5, 5, 8], *[[0, 0, 1, 2, 4, 4, 5, 6, 8]] * 2], AHEAD),
         # A canvas of two rows and two columns, not of one row and four columns.
         (
@@ -436,14 +436,14 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
             [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
             EXCHANGED,
         ),
-        # Two markers, patches and audio at the same id, two markers; then text at the ninth token.
+        # Two markers, patches and audio with the same ids, two markers; then text at the ninth token.
         (
             SOUND,
             "tmrope",
             [*[[0, 1, 1, 2, 2, 2, 3, 3, 8, 9, 9, 11]] * 2, [0, 1, 1, 2, 3, 2, 3, 3, 8, 9, 10, 11]],
             AHEAD,
         ),
-        # Frames half an id apart, and text after 6 ids in place of 3.
+        # Frames half an id apart, and text after 6 ids instead of 3.
         (
             VIDEO,
             "tmrope-qwen3",
@@ -454,7 +454,7 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
             ],
             UNMERGED.format("ids after a grid", 2, 2),
         ),
-        # Text after nine patches goes on at the tenth token, and not after one and a half ids.
+        # Text after nine patches continues at the tenth token, not after one and a half ids.
         (
             VIDEO,
             "tmrope-qwen3",
@@ -467,7 +467,7 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
         ),
     ],
 )
-def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
+def test_mistakes_in_images_with_tiles_and_videos_with_audio_are_recognized(
     document: list[Any], scheme: str, ids: list[list[float]], cause: str
 ) -> None:
     diagnosis = mmpos.diagnose(ids, SegmentTable.from_documents([document]), scheme)
@@ -481,7 +481,7 @@ def test_mistakes_of_pictures_with_tiles_and_of_videos_with_sound(
         (SOUND, "tmrope", 5, "token 0 of the audio of a clip (segment 1)"),
     ],
 )
-def test_a_wrong_token_is_named_by_its_own_segment(document: list[Any], scheme: str, token: int, what: str) -> None:
+def test_a_wrong_token_is_described_by_its_segment(document: list[Any], scheme: str, token: int, what: str) -> None:
     segments = SegmentTable.from_documents([document])
     ids = mmpos.place(segments, scheme).dense()
     assert mmpos.diagnose(ids, segments, scheme).equal
@@ -493,20 +493,20 @@ def test_a_wrong_token_is_named_by_its_own_segment(document: list[Any], scheme: 
     assert mmpos.diagnose(np.stack([text_row, *ids])[:, None], segments, scheme).what == what
 
 
-def test_the_smallest_seconds_per_frame_have_no_half() -> None:
+def test_the_smallest_seconds_per_frame_cannot_be_halved() -> None:
     clip = mmpos.Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))
     diagnosis = mmpos.diagnose([0, 9], SegmentTable.from_documents([[clip]]), "mrope-qwen2.5")
     assert (diagnosis.token, diagnosis.want, diagnosis.cause) == (1, (Fraction(0),) * 3, None)
 
 
 class Late(MRope):
-    """Grids begin as many ids later as they take."""
+    """Grids begin later, by the number of ids that they consume."""
 
     def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
         return super().place(grids, cursor + self.advance(grids))
 
 
-def test_a_scheme_whose_methods_need_each_other_is_wrong_in_one() -> None:
+def test_a_mistake_replaces_one_method_of_a_scheme_whose_methods_call_each_other() -> None:
     segments = table("1,2x3,3")
     ids = mmpos.place(segments, Late()).dense()
     ids[:, 7:] = [7, 8, 9]
@@ -514,32 +514,32 @@ def test_a_scheme_whose_methods_need_each_other_is_wrong_in_one() -> None:
     assert (diagnosis.cause, diagnosis.explained) == (AHEAD, 3)
 
 
-def test_a_constant_from_some_token_on() -> None:
+def test_a_constant_offset_from_some_token_on_is_recognized() -> None:
     ids = ids_of("3,2x3,4")
     ids[:, 11:] += 3
-    assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 3 too large"
+    assert cause_of(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 3 too large"
     ids[:, 11:] -= 10
-    assert why(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
+    assert cause_of(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
 
 
-def test_the_same_too_much_in_runs_of_tokens() -> None:
+def test_a_constant_offset_in_several_runs_is_recognized() -> None:
     ids = ids_of("30")
     ids[:, [21, 22, 23, 25, 26, 27]] += 1
-    assert why(ids, "30") == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
+    assert cause_of(ids, "30") == "2 runs of tokens have ids that are 1 too large; the tokens between them are right"
     ids[:, 25:28] += 1
-    assert why(ids, "30") is None
+    assert cause_of(ids, "30") is None
 
 
-def test_nothing_equals_nothing() -> None:
-    nothing = SegmentTable.from_documents([])
-    assert str(mmpos.diagnose(np.zeros((2, 0)), nothing)) == "All 0 tokens of 0 documents have the ids of rope-tie."
-    assert mmpos.diagnose(np.zeros((2, 0, 3)), nothing).equal
+def test_zero_documents_are_equal() -> None:
+    empty = SegmentTable.from_documents([])
+    assert str(mmpos.diagnose(np.zeros((2, 0)), empty)) == "All 0 tokens of 0 documents have the ids of rope-tie."
+    assert mmpos.diagnose(np.zeros((2, 0, 3)), empty).equal
 
 
 @pytest.mark.parametrize("far", [np.uint64(2**63), np.float64(1e300)])
 def test_ids_far_beyond_any_start_are_a_constant_too_large(far: Any) -> None:
     ids = np.arange(3).astype(far.dtype) + far
-    cause = found(ids, "3").cause
+    cause = diagnose(ids, "3").cause
     assert cause is not None
     assert cause.startswith("from the first difference to the end of the document, ids are ")
 
@@ -555,44 +555,45 @@ def test_one_wrong_token_is_no_evidence_of_any_mistake(specs: list[str], scheme:
     ids[:, token] = (
         data.draw(others) if data.draw(st.booleans()) else ids[:, data.draw(st.integers(0, ids.shape[1] - 1))]
     )
-    for documents, how in ((segments, scheme), (placed, None)):
-        diagnosis = mmpos.diagnose(ids, documents, how)
+    for documents, placed_by in ((segments, scheme), (placed, None)):
+        diagnosis = mmpos.diagnose(ids, documents, placed_by)
         assert diagnosis.equal or (diagnosis.different_tokens, diagnosis.cause) == (1, None)
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3, 9], [0, 1, 2, 0, 0]])
-def test_as_many_as_fitted_are_no_evidence(ids: list[int]) -> None:
-    assert found(ids, "5").cause is None
+def test_a_fitted_token_is_no_evidence(ids: list[int]) -> None:
+    assert diagnose(ids, "5").cause is None
 
 
 @pytest.mark.parametrize("last", [0, 10])
 def test_a_mistake_that_gives_one_of_eleven_wrong_ids_is_not_named(last: int) -> None:
-    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 gives the first, and the last but one
-    diagnosis = found(ids, "11", scheme="flatten")
+    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 gives the first id and, if it is 10, the tenth
+    diagnosis = diagnose(ids, "11", scheme="flatten")
     assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
 
 
-def test_what_no_mistake_gives_has_no_cause() -> None:
+def test_the_cause_is_unknown_if_no_mistake_gives_the_ids() -> None:
     ids = ids_of("3,2x3,4")
     ids[:, 11:] = 3, 99
-    said = "Cause unknown: no known mistake gives the first two differences."
-    assert found(ids, "3,2x3,4").sentences[2] == said
-    assert found([0, 1, 2, 3, 9], "5").sentences[2] == "Cause unknown: one token alone proves no mistake."
+    sentence = "Cause unknown: no known mistake gives the first two differences."
+    assert diagnose(ids, "3,2x3,4").sentences[2] == sentence
 
 
-def test_a_cause_that_explains_a_part_says_how_much() -> None:
+def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
     ids = np.array(after_grid(7, 8, 9))
     ids[1, 9] = 99
-    diagnosis = found(ids, "1,2x3,3")
+    diagnosis = diagnose(ids, "1,2x3,3")
     assert diagnosis.sentences[2:] == (
-        f"Cause (so 2 of the 3): {AHEAD}.",
-        "To do: go on after a grid at the scheme's cursor: positions.next_positions has it.",
+        f"Cause of 2 of the 3 differences: {AHEAD}.",
+        "To do: continue after a grid at the scheme's next position, see positions.next_positions.",
     )
 
 
 @settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.integers(-3, 10**6), st.integers(0, 3), st.sampled_from(["left", "right"]))
-def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, more: int, side: Any) -> None:
+def test_placed_ids_are_equal_packed_and_padded(
+    specs: list[str], scheme: str, start: int, more: int, side: Any
+) -> None:
     segments = table(*specs)
     placed = mmpos.place(segments, scheme, start)
     padded, mask = placed.padded(placed.max_seqlen + more, side)
@@ -604,7 +605,7 @@ def test_equal_ids_are_always_equal(specs: list[str], scheme: str, start: int, m
 
 @settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.data())
-def test_one_wrong_id_is_noticed_where_it_is(specs: list[str], scheme: str, data: st.DataObject) -> None:
+def test_one_wrong_id_is_located(specs: list[str], scheme: str, data: st.DataObject) -> None:
     segments = table(*specs)
     ids = mmpos.place(segments, scheme).dense().astype(np.float64)
     axis = data.draw(st.integers(0, ids.shape[0] - 1))
@@ -625,7 +626,7 @@ def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Deviation:
 
 @settings(settled, max_examples=4)
 @given(SPECS, SCHEMES, st.data())
-def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
+def test_the_ids_of_every_mistake_are_explained_by_it_or_by_an_earlier_one(
     specs: list[str], scheme: str, data: st.DataObject
 ) -> None:
     segments = table(*specs)
@@ -647,7 +648,7 @@ def test_the_ids_of_every_mistake_are_explained_by_it_or_by_one_before_it(
 
 @settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.data())
-def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
+def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
     specs: list[str], scheme: str, data: st.DataObject
 ) -> None:
     segments = table(*specs)
@@ -659,7 +660,7 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
     if diagnosis.cause is None:
         return
     case = a_case(ids, segments, scheme)
-    made = [
+    candidates = [
         np.broadcast_to(guess.ids, want.shape)
         for mistake in MISTAKES
         for guess in mistake.guesses(case)
@@ -667,15 +668,13 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
     ]
     differs = (ids != want).any(axis=0)
     first = int(differs.argmax())
-    explained = [
-        int((given == ids).all(axis=0)[differs].sum()) for given in made if (given[:, first] == ids[:, first]).all()
-    ]
-    assert diagnosis.explained in explained
+    matches = [(candidate == ids).all(axis=0) for candidate in candidates]
+    assert diagnosis.explained in [match[differs].sum() for match in matches if match[first]]
     assert 1 <= diagnosis.explained <= diagnosis.different_tokens == differs.sum()
 
 
 @pytest.mark.parametrize(
-    ("ids", "options", "line"),
+    ("ids", "options", "message"),
     [
         ([["a"]], {}, "ids: got dtype <U1, want integers or floats (bfloat16: save ids.float())"),
         ([True] * 11, {}, "ids: got dtype bool, want integers or floats (bfloat16: save ids.float())"),
@@ -690,14 +689,14 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
             np.zeros((1, 3, 11)),
             {},
             "ids: got shape (1, 3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these are batch first, as verl has them: want the 3 rows, with Transformers' text row before the axes, "
+            "these are batch first, as in verl: want the 3 rows, with Transformers' text row before the axes, "
             "first: ids.swapaxes(0, 1)",
         ),
         (
             np.zeros((1, 2, 11)),
             {},
             "ids: got shape (1, 2, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these are batch first, as verl has them: want the 2 rows first: ids.swapaxes(0, 1)",
+            "these are batch first, as in verl: want the 2 rows first: ids.swapaxes(0, 1)",
         ),
         (
             np.zeros((3, 1, 10)),
@@ -708,7 +707,7 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
             np.zeros((2, 29)),
             {},
             "ids: got shape (2, 29), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these are as many tokens as before merging 2x2 patches, and grids are told after it",
+            "the ids have one token per patch before 2x2 merging, want one per merged patch",
         ),
         (
             np.zeros(()),
@@ -723,29 +722,31 @@ def test_a_cause_gives_the_first_difference_and_as_many_ids_as_it_says(
         (
             np.zeros((2, 11)),
             {"attention_mask": [[1] * 11]},
-            "attention_mask: got one with packed ids of shape (2, 11), want none",
+            "attention_mask requires padded ids, got packed ids of shape (2, 11)",
         ),
         (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 11]}, "attention_mask: got shape (1, 11), want (1, 12)"),
         (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 12]}, "attention_mask[0]: got 12 tokens, want 11"),
     ],
 )
-def test_what_cannot_be_compared_is_named(ids: Ids, options: dict[str, Any], line: str | None) -> None:
+def test_invalid_arguments_are_named(ids: Ids, options: dict[str, Any], message: str | None) -> None:
     with pytest.raises(InvalidInputError) as error:
-        found(ids, "3,2x3,2", **options)
-    assert line is None or str(error.value) == line
+        diagnose(ids, "3,2x3,2", **options)
+    assert message is None or str(error.value) == message
 
 
-def test_documents_must_be_a_table_and_a_placed_one_has_its_scheme() -> None:
+def test_documents_must_be_a_table_and_a_position_table_takes_no_scheme() -> None:
     with pytest.raises(InvalidInputError, match="documents: got list, want a SegmentTable or a PositionTable"):
         mmpos.diagnose([0], [[mmpos.Text(1)]])  # type: ignore[arg-type]
     placed = mmpos.place(table("1"))
-    for options in ({"scheme": "mrope"}, {"start": 1}, {"start": [0]}):
-        with pytest.raises(InvalidInputError, match="scheme, start: got one with a PositionTable"):
-            mmpos.diagnose([0], placed, **options)
+    options: list[dict[str, Any]] = [{"scheme": "mrope"}, {"start": 1}, {"start": [0]}]
+    for option in options:
+        (name,) = option
+        with pytest.raises(InvalidInputError, match=f"{name} cannot be combined with a PositionTable"):
+            mmpos.diagnose([0], placed, **option)
 
 
-def test_a_table_of_ids_has_a_run_of_text_wherever_a_document_counts_on() -> None:
-    positions = table_of_ids(np.array([[0, 1, 2, 3, 5]]), None, np.array([2, 0, 3]), "given")
+def test_a_table_of_ids_has_a_run_of_text_wherever_ids_increase_by_one() -> None:
+    positions = table_of_ids(np.array([[0, 1, 2, 3, 5]]), None, np.array([2, 0, 3]), "ids")
     assert positions.dense().tolist() == [[0, 1, 2, 3, 5]]
     assert positions.lengths.tolist() == [2, 0, 3]
     assert [positions.describe(token) for token in (1, 2, 4)] == [
@@ -755,12 +756,12 @@ def test_a_table_of_ids_has_a_run_of_text_wherever_a_document_counts_on() -> Non
     ]
 
 
-def test_indexes_among_ids_that_are_right() -> None:
+def test_indices_between_right_ids_are_recognized() -> None:
     ids = ids_of("2,6x9,12", scheme="mrope")
-    ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text goes on at 2 + 9 after 54 patches
-    assert why(ids, "2,6x9,12", scheme="mrope") == SLOTS
+    ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text continues at 2 + 9 after 54 patches
+    assert cause_of(ids, "2,6x9,12", scheme="mrope") == SLOTS
     ids[:, 24] += 5
-    assert why(ids, "2,6x9,12", scheme="mrope") is None
+    assert cause_of(ids, "2,6x9,12", scheme="mrope") is None
     decoded = ids_of("3,2x4,4", scheme="mrope")
-    decoded[:, 11:14] = [[11, 12, 13]] * 3  # of four tokens the last has its delta
-    assert why(decoded, "3,2x4,4", scheme="mrope") == SLOTS
+    decoded[:, 11:14] = [[11, 12, 13]] * 3  # only the last of four tokens has its delta
+    assert cause_of(decoded, "3,2x4,4", scheme="mrope") == SLOTS

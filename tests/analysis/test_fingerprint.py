@@ -1,4 +1,4 @@
-"""Fingerprints: their canonical form, what they do not depend on, and what two sides that differ are told."""
+"""Fingerprints: their canonical form, their independence of storage, and the diagnosis of two sides that differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Sequence[Sequence[int | float | Fraction]]
 
 
 def canonical(document: Rows) -> str:
-    """The fingerprint of exact ids as (axes, tokens), token by token."""
+    """Compute the fingerprint of exact (axes, tokens) ids, token by token."""
     tokens = [[Fraction(number) for number in ids] for ids in zip(*document, strict=True)]
     steps = tokens[:1] + [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(tokens)]
     steps = [[(number + 2**31) % 2**32 - 2**31 for number in step] for step in steps]
@@ -49,7 +49,7 @@ def placed(documents: list[list[Any]], scheme: str | Scheme = "rope-tie") -> Pos
 
 
 def exact(positions: PositionTable) -> list[Rows]:
-    """The ids of every document as fractions."""
+    """Return the ids of every document as fractions."""
     numerators, over = positions.rationals()
     rows = [[Fraction(n, d) for n, d in zip(row, over.tolist(), strict=True)] for row in numerators.tolist()]
     return [[row[a:b] for row in rows] for a, b in pairwise(positions.cu_seqlens.tolist())]
@@ -76,15 +76,15 @@ def test_equal_ids_have_one_fingerprint_however_they_are_stored(
     side: Side = data.draw(st.sampled_from(["left", "right"]))
     padded, mask = positions.padded(side=side)
     assert fingerprint(padded, attention_mask=mask) == fingerprint(positions.pad(side=side)) == want
-    # In other segments: cut anywhere and put together again.
+    # In other segments: split anywhere and joined again.
     cuts = sorted(data.draw(st.lists(st.integers(0, positions.num_tokens), max_size=5)))
     edges = [0, *cuts, positions.num_tokens]
     assert fingerprint(positions.take(edges[:-1], edges[1:])) == want
-    # In another order, and alone.
+    # In another order.
     order = data.draw(st.permutations(range(len(documents))))
-    turned = positions.window(order, [0] * len(order), positions.lengths[order])
-    assert fingerprint(turned) == [want[d] for d in order]
-    assert fingerprint(turned.dense(), cu_seqlens=turned.cu_seqlens) == [want[d] for d in order]
+    reordered = positions.window(order, [0] * len(order), positions.lengths[order])
+    assert fingerprint(reordered) == [want[d] for d in order]
+    assert fingerprint(reordered.dense(), cu_seqlens=reordered.cu_seqlens) == [want[d] for d in order]
 
 
 @settings(max_examples=60)
@@ -110,7 +110,7 @@ def test_fingerprints_differ_exactly_where_ids_do(
     positions = placed(documents, scheme)
     numerators, denominators = positions.rationals()
     at = data.draw(st.integers(0, numerators.size - 1))
-    more = data.draw(st.sampled_from([0, 1, -3, 2**20]))  # of a fraction, as many parts of its denominator
+    more = data.draw(st.sampled_from([0, 1, -3, 2**20]))  # added to the numerator
     numerators.flat[at] += more
     ids = numerators / denominators if positions.fractional else numerators
     side = {"position_ids": ids, "cu_seqlens": positions.cu_seqlens}
@@ -122,12 +122,12 @@ def test_fingerprints_differ_exactly_where_ids_do(
     assert diagnosis.equal or diagnosis.axis == at // positions.num_tokens
 
 
-def test_the_second_token_begins_a_run_also_where_its_step_is_the_first_id() -> None:
+def test_the_second_token_begins_a_run_even_if_its_step_equals_the_first_id() -> None:
     positions = place(SegmentTable.from_documents([[Text(3)], [Text(1)]]), "flatten", 1)
     assert fingerprint(positions) == [canonical([[1, 2, 3]]), canonical([[1]])]
 
 
-def test_axes_tokens_and_steps_that_wrap_around_count() -> None:
+def test_fingerprints_depend_on_axes_tokens_and_steps_that_wrap_around() -> None:
     low, high = -(2**31), 2**31 - 1
     documents: list[Rows] = [
         [[]],
@@ -157,9 +157,9 @@ FRACTIONS = st.builds(Fraction, st.integers(-(10**9), 10**9), st.integers(1, 200
 @settings(max_examples=60)
 @given(st.lists(st.lists(FRACTIONS, min_size=4, max_size=4), min_size=1, max_size=3))
 @example([[Fraction(n, 3) for n in range(-3, 9)]])  # one denominator for all
-@example([[Fraction(9256492036, 7), Fraction(1, 8191), Fraction(1, 999)]])  # whose numerators float64 rounds
+@example([[Fraction(9256492036, 7), Fraction(1, 8191), Fraction(1, 999)]])  # float64 rounds the numerators
 @example([[Fraction(1, 3), Fraction(1, 3) + Fraction(1, 999_983), Fraction(2, 3) - Fraction(1, 999_979)]])
-def test_floats_and_numerators_stand_for_exact_fractions(rows: list[list[Fraction]]) -> None:
+def test_floats_and_numerators_are_read_as_exact_fractions(rows: list[list[Fraction]]) -> None:
     want = [canonical(rows)]
     assert fingerprint([[float(number) for number in row] for row in rows]) == want
     for row in rows:
@@ -167,23 +167,23 @@ def test_floats_and_numerators_stand_for_exact_fractions(rows: list[list[Fractio
         assert fingerprint(numerators, denominators=over) == [canonical([row])]
 
 
-def test_a_float32_that_cannot_hold_a_third_is_none() -> None:
+def test_a_third_rounded_to_float32_is_not_a_third() -> None:
     assert fingerprint(np.array([[1 / 3]], np.float32)) != fingerprint([[1 / 3]])
     assert fingerprint(np.array([[0.25]], np.float16)) == fingerprint([[0.25]])
 
 
-def test_integer_documents_beside_fractions_keep_their_fingerprints() -> None:
+def test_integer_documents_packed_with_fractions_keep_their_fingerprints() -> None:
     rows: Any = [[0, 1, 2, 3, Fraction(1, 2), 1, Fraction(3, 2), 5, 5, 5]]
     edges = [0, 4, 7, 7, 10]
     want = [canonical([rows[0][a:b]]) for a, b in pairwise(edges)]
     assert fingerprint([list(map(float, rows[0]))], cu_seqlens=edges) == want
     assert fingerprint([[int(2 * number) for number in rows[0]]], denominators=2, cu_seqlens=edges) == want
-    over = {"denominators": [2, 2, 1, 1]}  # of numerators that rise evenly
+    over = {"denominators": [2, 2, 1, 1]}  # the numerators alone have equal steps
     assert fingerprint([1, 2, 3, 4], **over) == [canonical([[Fraction(1, 2), 1, 3, 4]])]
     assert fingerprint([-(2**32), 2**32 - 2], denominators=2) == fingerprint([-(2**31), 2**31 - 1])
 
 
-def test_what_is_under_the_mask_neither_counts_nor_is_refused() -> None:
+def test_masked_ids_are_neither_counted_nor_checked() -> None:
     mask = [1, 0, 1, 0, 0]
     want = [canonical([[Fraction(1, 2), 2]])]
     assert fingerprint([[0.5, np.nan, 2.0, np.inf, 1e-12]], attention_mask=mask) == want
@@ -192,7 +192,7 @@ def test_what_is_under_the_mask_neither_counts_nor_is_refused() -> None:
     assert same_positions({"position_ids": [[0.5, np.nan, 2.0]], "attention_mask": mask[:3]}, [[0.5, 2.0]]).equal
 
 
-def test_padding_may_stand_anywhere() -> None:
+def test_padding_may_be_anywhere() -> None:
     ids = [[9, 0, 1, 9, 2, 0, 9, 1]]
     want = [canonical([[0, 1, 2]]), canonical([[0, 1]]), canonical([[]])]
     assert fingerprint(ids, attention_mask=[0, 1, 1, 0, 1, 1, 0, 1], cu_seqlens=[0, 5, 8, 8]) == want
@@ -202,21 +202,24 @@ def test_padding_may_stand_anywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"position_ids": [True]}, "position_ids: got bool of shape (1,), want integers or floats"),
-        ({"position_ids": [[0.5, float("nan")]]}, "position_ids: got numbers that are not finite"),
+        ({"position_ids": [[0.5, float("nan")]]}, "position_ids must be finite and within int32"),
         ({"position_ids": [[1e-12]]}, "position_ids: got np.float64(1e-12), want fractions with denominators below"),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
-        ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask: got other than 0 and 1"),
+        ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
         ({"position_ids": [[0, 1]], "attention_mask": [1, 1, 1]}, "attention_mask: got shape (3,), want (2,)"),
         (
             {"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
-            "attention_mask: got shape (4, 2), want (2, 4), as position_ids",
+            "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids",
         ),
         ({"position_ids": [[0, 1]], "cu_seqlens": [0, 3]}, "cu_seqlens: got [0, 3], want ascending"),
-        ({"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]}, "cu_seqlens: got one for a batch of 2 rows"),
-        ({"position_ids": [[0.5]], "denominators": 2}, "denominators: got some for ids of float64"),
+        (
+            {"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]},
+            "cu_seqlens requires packed position_ids, got a batch of 2",
+        ),
+        ({"position_ids": [[0.5]], "denominators": 2}, "denominators requires integer position_ids, got float64"),
         ({"position_ids": [[1]], "denominators": 0}, "denominators[0]: got 0, want >= 1"),
         ({"position_ids": [[1, 1]], "denominators": [1, -1]}, "denominators[1]: got -1, want >= 1"),
         ({"position_ids": [[1] * 9], "denominators": 2**31}, "denominators[0]: got 2147483648, want <= 2147483647"),
@@ -229,18 +232,21 @@ def test_padding_may_stand_anywhere() -> None:
             "position_ids: got 9223372036854775807 in column 1, want ids within int32",
         ),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
-        ({"position_ids": [2147483647.5]}, "position_ids: got numbers that are not finite or beyond int32"),
-        ({"position_ids": [-2147483648.5]}, "position_ids: got numbers that are not finite or beyond int32"),
-        ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]}, "position_ids: got a PositionTable with other"),
+        ({"position_ids": [2147483647.5]}, "position_ids must be finite and within int32"),
+        ({"position_ids": [-2147483648.5]}, "position_ids must be finite and within int32"),
+        (
+            {"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
+            "cu_seqlens cannot be combined with a PositionTable",
+        ),
     ],
 )
-def test_values_that_do_not_fit_are_named(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)
-    assert str(error.value).startswith(words)
+    assert str(error.value).startswith(message)
 
 
-def test_tensors_are_taken_from_the_host_alone_and_without_their_gradient() -> None:
+def test_tensors_must_be_on_the_host_and_may_require_a_gradient() -> None:
     torch = pytest.importorskip("torch")
     ids = torch.tensor([[0.0, 0.5, 2.0]], requires_grad=True)
     assert fingerprint(ids, attention_mask=torch.tensor([1, 1, 0])) == fingerprint([[0.0, 0.5]])
@@ -249,12 +255,12 @@ def test_tensors_are_taken_from_the_host_alone_and_without_their_gradient() -> N
     for name in numbers:
         with pytest.raises(InvalidInputError) as error:
             fingerprint(**{**numbers, name: torch.ones(1, device="meta")})
-        assert str(error.value) == f"{name}: got a tensor on meta, want one on the host, as its .cpu() is"
+        assert str(error.value) == f"{name}: got a tensor on meta, want a tensor on the CPU: call .cpu()"
     with pytest.raises(InvalidInputError) as error:
         fingerprint(torch.ones(1, 3, dtype=torch.bfloat16))
     assert str(error.value) == (
         "position_ids: got bfloat16, which rounds integers above 256, "
-        "want int32, int64, float32 or float64 that was never cast to it"
+        "want int32, int64, float32 or float64 that was never cast to bfloat16"
     )
 
 
@@ -263,23 +269,24 @@ IDS = WANT.dense()
 PACKED = {"position_ids": IDS, "cu_seqlens": [0, 11, 15]}
 
 
-def told(a: Any, b: Any = WANT) -> str:
+def difference(a: Any, b: Any = WANT) -> str:
     return str(same_positions(a, b))
 
 
-def test_equal_positions_are_equal_however_they_come() -> None:
+def test_equal_positions_are_equal_however_they_are_stored() -> None:
     ids, mask = WANT.padded(side="left")
-    said = "All 15 tokens of 2 documents have the ids of mrope."
-    assert told(PACKED) == told({"position_ids": ids, "attention_mask": mask}) == told(WANT.pad(), WANT) == said
-    assert told(WANT, PACKED) == "All 15 tokens of 2 documents have the ids of b."
+    equal = "All 15 tokens of 2 documents have the ids of mrope."
+    assert difference(PACKED) == difference({"position_ids": ids, "attention_mask": mask}) == equal
+    assert difference(WANT.pad(), WANT) == equal
+    assert difference(WANT, PACKED) == "All 15 tokens of 2 documents have the ids of b."
 
 
 def test_the_first_difference_is_named_with_both_values_and_its_cause() -> None:
-    said = "got (4, 3, 3), want (3, 4, 3) in {}. 3 of 15 tokens differ, in 1 of 2 documents. Cause: axes are swapped"
+    rest = "got (4, 3, 3), want (3, 4, 3) in {}. 3 of 15 tokens differ, in 1 of 2 documents. Cause: axes are swapped"
     swapped = {**PACKED, "position_ids": IDS[[1, 0, 2]]}
     where = "documents[0], token 6, is frame 0, row 1, column 0 of a grid of width 3 (segment 1): "
-    assert told(swapped).startswith(where + said.format("mrope"))
-    assert told(swapped, PACKED).startswith("documents[0], token 6, is one of 11 tokens: " + said.format("b"))
+    assert difference(swapped).startswith(where + rest.format("mrope"))
+    assert difference(swapped, PACKED).startswith("documents[0], token 6, is one of 11 tokens: " + rest.format("b"))
     one = IDS.copy()
     one[2, 12] = 7
     diagnosis = same_positions({**PACKED, "position_ids": one}, PACKED)
@@ -288,60 +295,60 @@ def test_the_first_difference_is_named_with_both_values_and_its_cause() -> None:
     assert diagnosis.want == (Fraction(1),) * 3
 
 
-def test_ids_alone_are_enough_to_find_a_cause() -> None:
-    assert "documents start at 2, not at 0." in told({**PACKED, "position_ids": IDS + 2}, PACKED)
+def test_a_cause_is_found_from_ids_alone() -> None:
+    assert "documents start at 2, not at 0." in difference({**PACKED, "position_ids": IDS + 2}, PACKED)
     index = np.broadcast_to(np.r_[:11, :4], (3, 15))
-    assert "ids are the token's index in its document" in told({**PACKED, "position_ids": index}, PACKED)
+    assert "ids are the token's index in its document" in difference({**PACKED, "position_ids": index}, PACKED)
     halves = placed([[Text(3), Grid(2, 3), Text(2)]], "rope-tie-v2")
-    assert "fractions are cut off" in told(np.trunc(halves.dense()), halves.dense())
+    assert "fractions are truncated" in difference(np.trunc(halves.dense()), halves.dense())
 
 
-def test_documents_in_another_order_are_told() -> None:
-    turned = {"position_ids": np.roll(IDS, 4, axis=1), "cu_seqlens": [0, 4, 15]}
-    assert "Cause: documents stand in another order: documents[0] has the ids of documents[1]." in told(turned)
+def test_documents_in_another_order_are_recognized() -> None:
+    reordered = {"position_ids": np.roll(IDS, 4, axis=1), "cu_seqlens": [0, 4, 15]}
+    assert "Cause: documents are in another order: documents[0] has the ids of documents[1]." in difference(reordered)
 
 
-def test_documents_of_other_lengths_are_told() -> None:
+def test_documents_of_other_lengths_are_recognized() -> None:
     short = {"position_ids": IDS[:, :14], "cu_seqlens": [0, 11, 14]}
-    assert told(short) == (
+    assert difference(short) == (
         "documents[1], token 3, is token 3 of a run of text (segment 3): got no token, want (3, 3, 3) in mrope. "
         "1 of 15 tokens differ, in 1 of 2 documents. Cause: documents[1] has 3 tokens and should have 4. "
-        "To do: give both sides the same tokens, and a mask of those that are padding."
+        "To do: pass the same tokens on both sides, with a mask of the padding."
     )
-    assert told(WANT, short).startswith(
+    assert difference(WANT, short).startswith(
         "documents[1], token 3, is one token too many: got (3, 3, 3), want no token in b. 1 of 15"
     )
     late = {"position_ids": IDS[:, 1:], "cu_seqlens": [0, 10, 14]}
-    assert told(late).startswith(
+    assert difference(late).startswith(
         "documents[0], token 0, is token 0 of a run of text (segment 0): got (1, 1, 1), want (0,"
     )
 
 
-def test_a_text_row_on_one_side_is_told_from_an_axis() -> None:
+def test_a_text_row_on_one_side_is_not_an_axis() -> None:
     with_text_row: dict[str, Any] = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
-    hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]"
-    for a, b, words in (
-        (with_text_row, WANT, "a: got 4 axes, want 3, as b has" + hint),
-        (PACKED, with_text_row, "a: got 3 axes, want 4, as b has" + hint),
-        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, as b has"),
-        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, as b has"),
+    hint = "; Transformers' text row is not an axis: pass position_ids[1:]"
+    for a, b, message in (
+        (with_text_row, WANT, "a: got 4 axes, want 3, as in b" + hint),
+        (PACKED, with_text_row, "a: got 3 axes, want 4, as in b" + hint),
+        (PACKED, placed([[Text(11)], [Text(4)]], "xd-rope"), "a: got 3 axes, want 4, as in b"),
+        (PACKED, {**PACKED, "position_ids": IDS[:1]}, "a: got 3 axes, want 1, as in b"),
     ):
         with pytest.raises(InvalidInputError) as error:
             same_positions(a, b)
-        assert str(error.value) == words
+        assert str(error.value) == message
     assert same_positions({**PACKED, "position_ids": with_text_row["position_ids"][1:]}, WANT).equal
 
 
 def test_sides_that_cannot_be_compared_are_refused() -> None:
-    for a, words in (
-        (IDS, "a: got 1 document, want 2, as b has"),
-        ({**PACKED, "position_ids": IDS[:2]}, "a: got 2 axes, want 3, as b has"),
+    for a, message in (
+        (IDS, "a: got 1 document, want 2, as in b"),
+        ({**PACKED, "position_ids": IDS[:2]}, "a: got 2 axes, want 3, as in b"),
         ({**PACKED, "input_ids": []}, "a: got the arguments position_ids, cu_seqlens, input_ids, want position_ids"),
         ({**PACKED, "cu_seqlens": [0, 9]}, "a.cu_seqlens: got [0, 9], want ascending integers from 0 to 15"),
     ):
         with pytest.raises(InvalidInputError) as error:
             same_positions(a, WANT)
-        assert str(error.value).startswith(words)
+        assert str(error.value).startswith(message)
     close = [{"position_ids": [[2**60 + extra]], "denominators": 2**30} for extra in (0, 1)]
-    with pytest.raises(InvalidInputError, match="that float64 cannot tell from b's"):
+    with pytest.raises(InvalidInputError, match="differ from those of b, but not in float64"):
         same_positions(*close)

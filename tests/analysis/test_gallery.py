@@ -1,4 +1,4 @@
-"""The gallery: its pictures are those that its commands make, and none is missing or left over."""
+"""The gallery: its commands draw its pictures, and no picture is missing or unused."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ COMMANDS = [shlex.split(line) for line in PAGE.splitlines() if line.startswith("
 
 def test_every_command_is_followed_by_its_picture() -> None:
     blocks = re.findall(r"^```sh\nmmpos plot .* -o (\S+)\n```\n\n!\[.+\]\(gallery/(\S+)\)$", PAGE, re.MULTILINE)
-    assert [made for made, _ in blocks] == [shown for _, shown in blocks]
+    assert [written for written, _ in blocks] == [shown for _, shown in blocks]
     assert len(blocks) == len(COMMANDS) == PAGE.count("```sh") == PAGE.count("![")
-    assert sorted(path.name for path in (DOCS / "gallery").iterdir()) == sorted(made for made, _ in blocks)
+    assert sorted(path.name for path in (DOCS / "gallery").iterdir()) == sorted(written for written, _ in blocks)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[-1]))
-def test_a_picture_is_the_one_that_its_command_makes(
+def test_a_command_draws_the_picture_below_it(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert testing.CliRunner().invoke(app, command[1:]).exit_code == 0
     drawn, kept = pixels(tmp_path / command[-1]), pixels(DOCS / "gallery" / command[-1])
-    # Cosines of other processors may move a shade; one letter more moves a hundred times as much.
+    # Cosines of other processors may change a shade slightly; one more letter changes a hundred times as much.
     assert drawn.shape == kept.shape
     assert np.abs(drawn.astype(np.int16) - kept).mean() < 2e-4
 
@@ -44,7 +44,7 @@ def test_pictures_are_small() -> None:
     assert sum(path.stat().st_size for path in (DOCS / "gallery").iterdir()) < 1_700_000
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="requires make")
 def test_make_runs_the_commands_of_the_page() -> None:
     done = subprocess.run(["make", "--dry-run", "gallery"], cwd=DOCS.parent, capture_output=True, text=True, check=True)
     (sed,) = [line.rpartition("|")[0] for line in done.stdout.splitlines() if line.startswith("sed ")]

@@ -1,4 +1,4 @@
-"""Pictures of placed tables: what is drawn, that it is really there, and that it is the same every time."""
+"""Plots of placed tables: their contents, their pixels, and equal bytes for equal tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def colours(path: Path) -> dict[tuple[int, int, int], int]:
     return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
 
 
-def test_the_plane_holds_columns_right_and_rows_down() -> None:
+def test_columns_are_drawn_to_the_right_and_rows_downwards() -> None:
     plane = read_plane(table("3,2x3,2"), 0)
     assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
     (image,) = plane.images
@@ -59,7 +59,7 @@ def test_the_plane_holds_columns_right_and_rows_down() -> None:
         ("2x3,2", "rope-tie", [], None),
         ("1,2x2,1", "rows", [], None),  # its text is off the diagonal
         ("1,2x1x3,1", "mrope", ["gaps (1, 1) and (3, 1)"], (0, 4)),
-        ("1,2x2,1x2,1", "mrope", [], None),  # two without text between
+        ("1,2x2,1x2,1", "mrope", [], None),  # no text between the images
     ],
 )
 def test_gaps_of_an_image_are_named(spec: str, scheme: str, gaps: list[str], square: Any) -> None:
@@ -72,11 +72,6 @@ def test_one_axis_is_drawn_over_tokens() -> None:
     assert plane.names == ("token", "position id")
     assert (plane.text.tolist(), plane.end.tolist()) == ([[0, 3], [0, 2]], [[4], [3]])
     assert [image.points.tolist() for image in plane.images] == [[[1, 2], [0.25, 0.5]]]
-
-
-def test_three_axes_are_drawn_as_rows_and_columns() -> None:
-    (image,) = read_plane(table("1,2x1x3", scheme="mrope"), 0).images
-    assert image.points.tolist() == [[1, 2, 3, 1, 2, 3], [1, 1, 1, 1, 1, 1]]
 
 
 def test_padding_and_cut_images_are_read() -> None:
@@ -92,26 +87,26 @@ def test_every_token_of_every_scheme_is_drawn(scheme: str) -> None:
     assert bool(plane.end.size) == (scheme != "rows" and not issubclass(SCHEMES[scheme], LatentScheme))
 
 
-def test_a_png_holds_every_part_in_its_colour(tmp_path: Path) -> None:
+def test_a_png_has_every_part_in_its_colour(tmp_path: Path) -> None:
     red = np.zeros((8, 8, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
     plot_positions(table("20,24x24,10,16x36,12,4x4,2"), tmp_path / "ids.png", pictures=[red])
     with Image.open(tmp_path / "ids.png") as picture:
         assert (picture.format, picture.size) == ("PNG", (1320, 1360))
         assert "Software" not in picture.info
-    found = colours(tmp_path / "ids.png")
-    assert [found.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
-    reddish = sum(n for (r, g, b), n in found.items() if r > 240 and 40 < g == b < 90)
-    assert reddish > 20_000  # under the first image
+    counts = colours(tmp_path / "ids.png")
+    assert [counts.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
+    reddish = sum(n for (r, g, b), n in counts.items() if r > 240 and 40 < g == b < 90)
+    assert reddish > 20_000  # behind the first image
 
 
-def test_rows_go_down_where_they_are_ids() -> None:
+def test_the_y_axis_is_inverted_if_it_shows_row_ids() -> None:
     for scheme, downwards in (("rope-tie", True), ("flatten", False)):
         (axes,) = plot_positions(table("3,2x3", scheme=scheme)).axes
         assert axes.yaxis_inverted() == downwards
         assert not axes.xaxis_inverted()
 
 
-def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller(tmp_path: Path) -> None:
+def test_equal_tables_give_equal_bytes_with_any_settings_of_the_caller(tmp_path: Path) -> None:
     import matplotlib
 
     for kind, start in (("svg", b"<?xml "), ("png", b"\x89PNG"), ("pdf", b"%PDF-")):
@@ -125,10 +120,10 @@ def test_the_same_table_gives_the_same_bytes_whatever_the_settings_of_the_caller
         assert not any(word in data for word in (b"dc:date", b"CreationDate"))
 
 
-def test_panels_have_their_names_gaps_and_next_positions(tmp_path: Path) -> None:
+def test_panels_show_names_gaps_and_next_positions(tmp_path: Path) -> None:
     schemes = ("rope-tie", "naive-2d", "flatten", "rows", "mrope")
     plot_positions([table("4,4x6,4", scheme=scheme) for scheme in schemes], tmp_path / "ids.svg")
-    words = texts(tmp_path / "ids.svg")
+    labels = texts(tmp_path / "ids.svg")
     notes = {
         "rope-tie": ["gap (7, 5) on both sides", "next position 42"],
         "naive-2d": ["gaps (1, 1) and (3, 1)", "next position 14"],
@@ -137,24 +132,24 @@ def test_panels_have_their_names_gaps_and_next_positions(tmp_path: Path) -> None
         "mrope": ["gaps (1, 1) and (3, 1)", "next position 14"],
     }
     for scheme, lines in notes.items():
-        assert words[words.index(scheme) + 1 :][: len(lines)] == lines
-    assert words[-5:] == ["text", "from text to text", "image", "next position", "(frame ids are not drawn)"]
+        assert labels[labels.index(scheme) + 1 :][: len(lines)] == lines
+    assert labels[-5:] == ["text", "from text to text", "image", "next position", "(frame ids are not drawn)"]
 
 
-def test_documents_stand_together_under_all_schemes(tmp_path: Path) -> None:
+def test_documents_with_the_same_index_are_drawn_next_to_each_other(tmp_path: Path) -> None:
     tables = [table("3", "1,2x2,1,2x3,1", scheme=scheme) for scheme in ("rope-tie", "mrope")]
     plot_positions(tables, tmp_path / "ids.svg")
-    words = texts(tmp_path / "ids.svg")
-    heads = [word for word in words if word.startswith("document")]
+    labels = texts(tmp_path / "ids.svg")
+    heads = [word for word in labels if word.startswith("document")]
     assert heads == ["document 1, rope-tie", "document 1, mrope", "document 2, rope-tie", "document 2, mrope"]
-    assert [word for word in words if word.startswith("gaps")] == [
+    assert [word for word in labels if word.startswith("gaps")] == [
         "gaps equal on both sides",
         "gaps not equal on both sides",
     ]
-    assert [word for word in words if word.startswith("image")] == ["image 1", "image 2"]
+    assert [word for word in labels if word.startswith("image")] == ["image 1", "image 2"]
 
 
-def test_panels_of_one_kind_share_their_scale_unless_told() -> None:
+def test_panels_of_one_kind_share_their_scale_by_default() -> None:
     tables = [table("4,4x6,4", scheme=scheme) for scheme in ("rope-tie", "mrope", "flatten")]
     for same, ends in ((True, [42, 42, 32]), (False, [42, 14, 32])):
         figure = plot_positions(tables, same_scale=same)
@@ -168,13 +163,15 @@ def test_panels_of_one_kind_share_their_scale_unless_told() -> None:
     [
         (table("3"), "ids.bmp", InvalidInputError, "path: got '.*ids.bmp', want a file ending in .png, .svg or .pdf"),
         (table("3"), "no/ids.png", FileNotFoundError, r"No such file or directory: '.*no/ids.png'"),
-        ([], "ids.png", InvalidInputError, "positions: got no document, want at least one to draw"),
+        ([], "ids.png", InvalidInputError, "positions: got no document, want at least one"),
         (table(*["3"] * 10), "ids.png", LimitExceededError, "positions: got 10 documents, want at most 9"),
         (table("1048577"), "ids.png", LimitExceededError, "positions: got 1048577 tokens, want at most 1048576"),
         ([table("1"), table("1048577")], "ids.png", LimitExceededError, r"positions\[1\]: got 1048577 tokens"),
     ],
 )
-def test_what_cannot_be_drawn(tmp_path: Path, positions: Any, path: str, error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_refused(
+    tmp_path: Path, positions: Any, path: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         plot_positions(positions, tmp_path / path)
     assert list(tmp_path.iterdir()) == []
@@ -188,16 +185,16 @@ DRAWS: list[Callable[[Path | None], Any]] = [
 ]
 
 
-def test_a_picture_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     from mmpos.analysis.plot.picture import Picture
 
     monkeypatch.chdir(tmp_path)
     figure, *others = [draw(None) for draw in DRAWS]
-    assert all(isinstance(each, Picture) for each in (figure, *others))
+    assert all(isinstance(drawn, Picture) for drawn in (figure, *others))
     assert list(tmp_path.iterdir()) == []
-    assert [each.png(50) == each.png(50) for each in others] == [True] * 3
+    assert [other.png(50) == other.png(50) for other in others] == [True] * 3
     assert DRAWS[0](Path("a.png")).png() == figure.png() == Path("a.png").read_bytes()
     with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "red"}):
         shown = figure._repr_png_()
@@ -225,7 +222,7 @@ TABLE = "want a PositionTable, as mmpos.place gives it"
         (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
     ],
 )
-def test_things_of_other_kinds_are_refused_by_name(draw: Any, message: str) -> None:
+def test_arguments_of_other_types_are_refused(draw: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         draw()
     assert str(raised.value) == message
@@ -237,9 +234,9 @@ SPOKEN = SegmentTable.from_documents(
 TILED = SegmentTable.from_documents([[Text(3), Thumbnail(4, 4), Tile(3, 3), Tile(3, 3, tokens_after=1), Text(3)]])
 
 
-def test_segments_tell_audio_and_clips_apart() -> None:
+def test_segments_distinguish_audio_and_clips_from_text() -> None:
     plane = read_plane(place(SPOKEN, TMRope(tokens_per_second=2, seconds_per_chunk=1)), 0, SPOKEN)
-    # Both markers before the clip are at 4, those after it at 8, where its last audio token is at 7.
+    # Both markers before the clip are at 4, both after it at 8, and its last audio token is at 7.
     assert plane.text.tolist() == [[0, 1, 4, 4, 8, 8, 9, 12]] * 2
     assert plane.audio.tolist() == [[2, 3, 5, 6, 7]] * 2
     clip, image = plane.images
@@ -248,14 +245,14 @@ def test_segments_tell_audio_and_clips_apart() -> None:
     assert (image.noun, image.square) == ("image", (9, 12))
 
 
-def test_audio_of_one_axis_is_told_apart_in_each_document() -> None:
+def test_audio_is_distinguished_in_each_document_with_one_axis() -> None:
     segments = SegmentTable.from_documents([[Text(2)], [Audio(1), Text(1), Audio(2)]])
     planes = [read_plane(place(segments, "flatten"), d, segments) for d in range(2)]
     assert [plane.text.tolist() for plane in planes] == [[[0, 1], [0, 1]], [[1], [1]]]
     assert [plane.audio.tolist() for plane in planes] == [[[], []], [[0, 2, 3], [0, 2, 3]]]
 
 
-def test_segments_tell_thumbnails_and_tiles_apart() -> None:
+def test_segments_distinguish_thumbnails_from_tiles() -> None:
     plane = read_plane(place(TILED, "mrope-canvas"), 0, TILED)
     thumbnail, left, right = plane.images
     names = [(image.noun, image.sides, image.square, image.upright) for image in plane.images]
@@ -263,7 +260,7 @@ def test_segments_tell_thumbnails_and_tiles_apart() -> None:
     assert thumbnail.points.tolist() == [[3, 5, 6, 8] * 4, [*[3] * 4, *[4] * 8, *[5] * 4]]
     assert left.points.tolist() == [[3, 4, 5] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
     assert right.points.tolist() == [[6, 7, 8] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
-    # Markers of the thumbnail, of each tile, and the token after the last.
+    # The markers of the thumbnail and of each tile, and the token after the last tile.
     rows_and_columns = [[2, 6, 3, 5, 3, 5, 3], [2, 9, 3, 5, 6, 8, 3]]
     assert plane.text.tolist() == [[0, 1, 2, *line, 10, 11, 12] for line in reversed(rows_and_columns)]
 
@@ -276,7 +273,7 @@ def test_a_video_in_pieces_is_one_image_with_its_segments() -> None:
     assert (image.noun, image.sides, image.points.tolist()) == ("image", (1, 2), [[1, 2] * 3, [1, 1] * 3])
 
 
-def test_legends_name_audio_clips_and_tiles_whose_thumbnail_is_rings(tmp_path: Path) -> None:
+def test_legends_name_audio_clips_and_tiles_and_thumbnails_are_rings(tmp_path: Path) -> None:
     path = tmp_path / "ids.svg"
     plot_positions(place(SPOKEN, "tmrope"), path, segments=SPOKEN)
     assert [word for word in texts(path) if word in ("text", "audio", "clip 1", "image 2")] == [

@@ -1,4 +1,4 @@
-"""Attention kernels: what their numbers are, that rotated vectors give them, and what their pictures say."""
+"""Attention kernels: their values, the scores of rotated vectors, and their plots."""
 
 from __future__ import annotations
 
@@ -17,27 +17,22 @@ from mmpos.rotary import Rotary
 
 
 def test_a_kernel_is_the_mean_cosine_over_pairs() -> None:
-    # θ = 1, .01; text (0, 0), patches (3, 2) (3, 4), text (6, 6); rows drive the first pair, columns the second.
-    found = attention_kernel(table("1,1x2,1"), Rotary(4))
-    assert (found.label, found.query) == ("rope-tie, interleaved", (0, 1))
-    assert found.patches.tolist() == [[printed("0.9999000033"), 1.0]]
-    assert found.before.tolist() == [printed("0.0046038050")]  # (cos 3 + cos .04) / 2
-    assert found.after.tolist() == [printed("0.0049037550")]  # (cos 3 + cos .02) / 2
+    # θ = 1, .01; text (0, 0), patches (3, 2) (3, 4), text (6, 6); rows rotate the first pair, columns the second.
+    computed = attention_kernel(table("1,1x2,1"), Rotary(4))
+    assert (computed.label, computed.query) == ("rope-tie, interleaved", (0, 1))
+    assert computed.patches.tolist() == [[printed("0.9999000033"), 1.0]]
+    assert computed.before.tolist() == [printed("0.0046038050")]  # (cos 3 + cos .04) / 2
+    assert computed.after.tolist() == [printed("0.0049037550")]  # (cos 3 + cos .02) / 2
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "vrope"])
 @pytest.mark.parametrize("allocation", ["interleaved", "split", "axial"])
-def test_the_middle_patch_of_a_symmetric_scheme_sees_both_texts_alike(scheme: str, allocation: str) -> None:
+def test_the_middle_patch_has_equal_scores_for_both_texts_in_a_symmetric_scheme(scheme: str, allocation: str) -> None:
     placed = table("9,3x5,9", scheme=scheme)
-    found = attention_kernel(placed, Rotary(64, axes=placed.axes, allocation=allocation))
+    computed = attention_kernel(placed, Rotary(64, axes=placed.axes, allocation=allocation))
     bound = cos_sin(float(np.ptp(placed.dense())), 2, np.float64) + gamma(64, np.float64)  # a mean over 32 pairs
-    assert_within(found.before, found.after, bound)
-    assert_within(found.patches, found.patches[::-1, ::-1], bound)
-
-
-def test_under_mrope_the_middle_patch_is_nearer_to_the_text_before() -> None:
-    found = attention_kernel(table("9,3x5,9", scheme="mrope"), Rotary(64, axes=3))
-    assert found.before[0] - found.after[0] > 0.02
+    assert_within(computed.before, computed.after, bound)
+    assert_within(computed.patches, computed.patches[::-1, ::-1], bound)
 
 
 @pytest.mark.parametrize(
@@ -51,35 +46,35 @@ def test_under_mrope_the_middle_patch_is_nearer_to_the_text_before() -> None:
         ("mrope", Rotary(32, allocation="heads", head_axes=[2, 0, -1, 1])),
     ],
 )
-def test_scores_of_rotated_queries_and_keys_are_the_kernel(scheme: str, rotary: Rotary) -> None:
+def test_a_kernel_equals_the_scores_of_rotated_queries_and_keys(scheme: str, rotary: Rotary) -> None:
     torch = pytest.importorskip("torch")
     from mmpos.rotary import apply_rotary
 
     placed = table("5,3x4,6", scheme=scheme)
-    found = attention_kernel(placed, rotary, token=9)
+    computed = attention_kernel(placed, rotary, token=9)
     x = torch.zeros(placed.num_tokens, len(rotary.head_axes or (0,)), 32)
-    x[..., :16] = 1  # one direction in every pair
+    x[..., :16] = 1  # the same direction in every pair
     q, _ = apply_rotary(x, None, placed, rotary)
     scores = (q[9] * q).sum(-1).mean(1).double().numpy() / 16
-    assert found.query == (1, 0)
-    # Two products of each of 16 pairs, of two rotated vectors below 2, and their mean.
+    assert computed.query == (1, 0)
+    # The mean of two products in each of 16 pairs, of rotated vectors below 2.
     bound = 8 * float(rotations(q, EXACT).max()) + 2 * gamma(32)
-    assert_within(np.concatenate([found.before[::-1], found.patches.ravel(), found.after]), scores, bound)
+    assert_within(np.concatenate([computed.before[::-1], computed.patches.ravel(), computed.after]), scores, bound)
 
 
-def test_the_default_is_the_middle_of_the_first_image_in_its_middle_frame() -> None:
+def test_the_default_query_is_the_middle_of_the_first_image_in_its_middle_frame() -> None:
     rotary = Rotary(12, axes=3)
     assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
-    found = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
-    assert (found.query, found.patches.shape, found.patches[1, 2]) == ((1, 2), (2, 4), 1)
+    computed = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
+    assert (computed.query, computed.patches.shape, computed.patches[1, 2]) == ((1, 2), (2, 4), 1)
     same = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary, token=2 + 8 + 6)
-    assert (found.patches == same.patches).all()
-    assert (found.before == same.before).all()
+    assert (computed.patches == same.patches).all()
+    assert (computed.before == same.before).all()
 
 
-def test_the_text_runs_that_touch_the_image_are_seen_and_no_others() -> None:
-    found = attention_kernel(table("7,2x2,3,2x3,5"), Rotary(8), token=16)
-    assert (found.query, found.patches.shape, found.before.size, found.after.size) == ((0, 2), (2, 3), 3, 5)
+def test_a_kernel_covers_only_the_text_next_to_the_image() -> None:
+    computed = attention_kernel(table("7,2x2,3,2x3,5"), Rotary(8), token=16)
+    assert (computed.query, computed.patches.shape, computed.before.size, computed.after.size) == ((0, 2), (2, 3), 3, 5)
     padded = attention_kernel(table("7,2x2,3").pad(20), Rotary(8))
     assert (padded.before.size, padded.after.size) == (7, 3)
 
@@ -88,32 +83,32 @@ def test_the_text_runs_that_touch_the_image_are_seen_and_no_others() -> None:
     ("positions", "token", "error", "message"),
     [
         (table("1", "2x2"), None, InvalidInputError, "positions: got 2 documents, want 1"),
-        (table("3"), None, InvalidInputError, "positions: got no image, want one to look from"),
+        (table("3"), None, InvalidInputError, "positions: got no image, want at least one"),
         (table("3,2x2"), 2, InvalidInputError, "token: got 2, which is text, want a patch of an image"),
         (table("3,2x2"), 7, InvalidInputError, "token: got 7, want <= 6"),
         (
             table("3,2x2").slice(0, 6),
             None,
             InvalidInputError,
-            "positions: got an image at token 3 that is cut, want a whole one",
+            "positions: got a cut image at token 3, want a complete one",
         ),
         (
             table("3,2x2").slice(4, 7),
             0,
             InvalidInputError,
-            "positions: got an image at token 0 that is cut, want a whole one",
+            "positions: got a cut image at token 0, want a complete one",
         ),
         (
             table("3x2x2", scheme="grid-2d").slice(2, 10),
             0,
             InvalidInputError,
-            "positions: got an image at token 0 that is cut, want a whole one",
+            "positions: got a cut image at token 0, want a complete one",
         ),
         (table("3,2x2", scheme="mrope"), None, InvalidInputError, "positions: got 3 axes, want 2 as in rotary"),
         (table("65536,2x2"), None, LimitExceededError, "positions: got 65540 tokens, want at most 65536"),
     ],
 )
-def test_from_where_a_kernel_cannot_be_seen(
+def test_invalid_positions_and_tokens_are_refused(
     positions: PositionTable, token: int | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -127,39 +122,39 @@ def kernel(label: str, **changed: Any) -> Kernel:
     return Kernel(label, **{**values, **changed})
 
 
-def test_a_picture_names_every_kernel_over_its_map_and_at_its_curve(tmp_path: Path) -> None:
+def test_a_plot_names_every_kernel_at_its_map_and_its_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_attention([kernel("one"), kernel("two")], tmp_path / "a.svg")
-    words = texts(tmp_path / "a.svg")
-    counts = {word: words.count(word) for word in ("one", "two", "row", "column", "the image", "mean cosine")}
+    labels = texts(tmp_path / "a.svg")
+    counts = {word: labels.count(word) for word in ("one", "two", "row", "column", "the image", "mean cosine")}
     assert counts == {"one": 2, "two": 2, "row": 1, "column": 2, "the image": 1, "mean cosine": 1}
-    assert {"tokens before the image", "tokens after the image"} <= set(words)
+    assert {"tokens before the image", "tokens after the image"} <= set(labels)
 
 
-def test_maps_share_one_scale_from_the_least_cosine_to_one() -> None:
+def test_maps_share_one_scale_from_the_smallest_cosine_to_one() -> None:
     pytest.importorskip("matplotlib")
     flat = kernel("flat", patches=np.full((3, 4), 0.6))
-    figure = plot_attention([kernel("low"), *[flat] * 4])  # in two rows, of which one is not full
+    figure = plot_attention([kernel("low"), *[flat] * 4])  # two rows, the last one incomplete
     maps = [axes.images[0] for axes in figure.axes if axes.images]
     assert [image.get_clim() for image in maps] == [(0.2, 1)] * 5
     assert [np.asarray(image.get_array()).tolist() for image in maps][1] == [[0.6] * 4] * 3
 
 
-def test_without_text_on_a_side_there_are_no_curves_there(tmp_path: Path) -> None:
+def test_a_side_without_text_has_no_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    none = np.zeros(0)
-    plot_attention([kernel("one", before=none)], tmp_path / "after.svg")
-    words = set(texts(tmp_path / "after.svg"))
-    assert words & {"tokens before the image", "tokens after the image", "the image", "mean cosine"} == {
+    empty = np.zeros(0)
+    plot_attention([kernel("one", before=empty)], tmp_path / "after.svg")
+    labels = set(texts(tmp_path / "after.svg"))
+    assert labels & {"tokens before the image", "tokens after the image", "the image", "mean cosine"} == {
         "tokens after the image",
         "mean cosine",
     }
-    plot_attention([kernel("one", before=none, after=none)], tmp_path / "none.svg")
+    plot_attention([kernel("one", before=empty, after=empty)], tmp_path / "none.svg")
     assert "mean cosine" not in texts(tmp_path / "none.svg")
 
 
-def test_none_and_too_many_kernels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="kernels: got none, want at least one to draw"):
+def test_zero_and_too_many_kernels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="kernels: got none, want at least one"):
         plot_attention([], tmp_path / "a.svg")
     with pytest.raises(LimitExceededError, match="kernels: got 7, want at most 6"):
         plot_attention([kernel("one")] * 7, tmp_path / "a.svg")

@@ -1,4 +1,4 @@
-"""Errors of phases and growth of ids: truths of 60 digits and of the specification, and what their pictures say."""
+"""Phase errors and growth of ids: compared with 60-digit numbers and the specification, and their plots."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, V2PE, LatentScheme
 
 FOLLOWED = [name for name, scheme in SCHEMES.items() if not issubclass(scheme, LatentScheme)]
-"""Schemes of text that follows grids."""
+"""Schemes in which text follows grids."""
 
 
 def test_errors_are_those_of_the_specification() -> None:
-    # A window of 4,096 finds 0.797 at 10⁷, where the specification, from fewer ids, has 0.77.
-    found = phase_errors(Rotary(128), [32_768, 131_072, 10**6, 10**7], window=4096)
-    assert found["hf"].tolist() == [printed("1.94e-3"), printed("7.76e-3"), printed("6.09e-2"), printed("0.797")]
-    assert found["float32"].tolist() == found["hf"].tolist()
-    assert (found["exact"] <= 1.9e-9).all()
-    made = phase_errors(Rotary(128, theta=5e5), [10**6])  # frequencies made in float32 err more than rounded ones
-    assert [made["float32"][0], made["hf"][0]] == [printed("0.0492"), printed("0.0728")]
+    # A window of 4,096 ids gives 0.797 at 10⁷; the specification has 0.77, from fewer ids.
+    errors = phase_errors(Rotary(128), [32_768, 131_072, 10**6, 10**7], window=4096)
+    assert errors["hf"].tolist() == [printed("1.94e-3"), printed("7.76e-3"), printed("6.09e-2"), printed("0.797")]
+    assert errors["float32"].tolist() == errors["hf"].tolist()
+    assert (errors["exact"] <= 1.9e-9).all()
+    larger = phase_errors(Rotary(128, theta=5e5), [10**6])  # frequencies computed in float32 have larger errors
+    assert [larger["float32"][0], larger["hf"][0]] == [printed("0.0492"), printed("0.0728")]
 
 
 def test_exact_errors_stay_below_their_bound_up_to_the_last_id() -> None:
-    found = phase_errors(Rotary(128))
+    errors = phase_errors(Rotary(128))
     assert (DECADES[0], DECADES[-1]) == (1, 2**31 - 1)
-    assert 1.3e-9 < found["exact"].min() < found["exact"].max() <= 1.9e-9
-    assert found["hf"][-1] == printed("3.1416")  # π: as wrong as can be
+    assert 1.3e-9 < errors["exact"].min() < errors["exact"].max() <= 1.9e-9
+    assert errors["hf"][-1] == printed("3.1416")  # π, the largest possible error
 
 
-def test_the_largest_errors_are_those_of_a_loop_in_60_digits() -> None:
+def test_the_largest_errors_equal_those_of_a_loop_with_60_digits() -> None:
     torch = pytest.importorskip("torch")
     from mmpos.rotary import reference
     from mmpos.rotary.device import frequencies_of
@@ -59,14 +59,14 @@ def test_the_largest_errors_are_those_of_a_loop_in_60_digits() -> None:
                     for name, got in (("hf", mp.mpf(float(angle))), ("exact", mp.mpf(turn) * 2 * mp.pi / 2**32)):
                         off = abs((got - true + mp.pi) % (2 * mp.pi) - mp.pi)
                         hf, exact = (max(hf, off), exact) if name == "hf" else (hf, max(exact, off))
-        found = phase_errors(rotary, [last], window=16)
-        assert found["hf"][0] == pytest.approx(float(hf), rel=0, abs=last * gamma(4, np.float64))  # in float64
-        assert found["exact"][0] == pytest.approx(float(exact), rel=0, abs=2 * np.pi * 2.0**-62)
+        errors = phase_errors(rotary, [last], window=16)
+        assert errors["hf"][0] == pytest.approx(float(hf), rel=0, abs=last * gamma(4, np.float64))  # in float64
+        assert errors["exact"][0] == pytest.approx(float(exact), rel=0, abs=2 * np.pi * 2.0**-62)
 
 
-def test_errors_never_fall_from_one_id_to_the_next() -> None:
-    found = phase_errors(Rotary(8), [1000, 1024, 1100], window=2)
-    assert all((np.diff(curve) >= 0).all() for curve in found.values())
+def test_errors_never_decrease_with_larger_ids() -> None:
+    errors = phase_errors(Rotary(8), [1000, 1024, 1100], window=2)
+    assert all((np.diff(curve) >= 0).all() for curve in errors.values())
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_errors_never_fall_from_one_id_to_the_next() -> None:
         ([2**31], r"ids\[0\]: got 2147483648, want <= 2147483647"),
     ],
 )
-def test_ids_that_have_no_errors(ids: list[int], message: str) -> None:
+def test_invalid_ids_are_refused(ids: list[int], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         phase_errors(Rotary(8), ids)
 
 
 def test_ids_of_squares_and_strips_are_those_of_the_specification() -> None:
-    found = id_growth(["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"], [24, 64, 128])
-    squares, strips = np.stack([*found.values()], axis=1)
+    growth = id_growth(["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"], [24, 64, 128])
+    squares, strips = np.stack([*growth.values()], axis=1)
     assert squares.T.tolist() == [[624, 576, 576, 24, 24], [4224, 4096, 4096, 64, 64], [16640, 16384, 16384, 128, 128]]
     assert strips[:, 0].tolist() == [1153, 576, 576, 1153, 576]
     assert set(id_growth(sides=[1])) == {*FOLLOWED} - {"rows", "grid-2d"}
@@ -95,25 +95,25 @@ def test_ids_of_squares_and_strips_are_those_of_the_specification() -> None:
     }
 
 
-def test_what_cannot_grow() -> None:
+def test_schemes_without_next_positions_and_invalid_sides_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="rows"):
         id_growth(["rows"])
     with pytest.raises(InvalidInputError, match=r"sides\[1\]: got 1025, want <= 1024"):
         id_growth(["mrope"], [1, 1025])
 
 
-def test_pictures_of_curves_name_what_they_draw(tmp_path: Path) -> None:
+def test_plots_of_curves_have_their_labels(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_growth(path=tmp_path / "a.svg")
-    words = texts(tmp_path / "a.svg")
-    assert "rope-tie-fractional, rope-tie-v2, flatten, xd-rope" in words
+    labels = texts(tmp_path / "a.svg")
+    assert "rope-tie-fractional, rope-tie-v2, flatten, xd-rope" in labels
     assert {"rope-tie", "rope-tie-lcm", "vrope", "videorope, bagel", "v2pe", "squares, n×n", "strips, 1×n²"} <= set(
-        words
+        labels
     )
-    assert {"patches of the image", "ids consumed", "1,000"} <= set(words)
+    assert {"patches of the image", "ids consumed", "1,000"} <= set(labels)
     plot_phase_error(Rotary(128), tmp_path / "b.svg")
-    words = texts(tmp_path / "b.svg")
-    assert {"0.061 rad at id 1,000,000", "1.8e-9 rad at id 2,147,483,647", "position id", "error in rad"} <= set(words)
+    labels = texts(tmp_path / "b.svg")
+    assert {"0.061 rad at id 1,000,000", "1.8e-9 rad at id 2,147,483,647", "position id", "error in rad"} <= set(labels)
 
 
 @pytest.mark.parametrize("chosen", [["mrope", "rope-tie", "mine", "v2pe(stride=16)", "mrope-transformers"], FOLLOWED])

@@ -1,4 +1,4 @@
-"""Positions read back from turned keys: exact where they are told, and never wrong with confidence."""
+"""Positions read back from rotated keys: exact if they are known, and never wrong."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """A rotation, and its axes and frequencies written out: (pairs,) or (kv_heads, pairs), −1 for none."""
+    """A rotation with its axes and frequencies, (pairs,) or (kv_heads, pairs); axis −1 is not rotated."""
 
     rotary: Rotary
     axis: npt.NDArray[np.int64]
     freq: Floats
 
-    def turn(self, ids: npt.ArrayLike, heads: int = 2, seed: int = 0, noise: float = 0.0) -> Floats:
-        """(tokens, heads, head_dim) one random key, turned to (axes, tokens) ids."""
+    def rotate(self, ids: npt.ArrayLike, heads: int = 2, seed: int = 0, noise: float = 0.0) -> Floats:
+        """Rotate a random key to (axes, tokens) ids; return (tokens, heads, head_dim) keys."""
         ids = np.asarray(ids, np.float64)
         rng = np.random.default_rng(seed)
         key = rng.normal(size=(heads, self.rotary.head_dim))
@@ -44,10 +44,10 @@ class Case:
         axis = np.broadcast_to(self.axis, (heads, pairs))
         angle = np.concatenate([ids, np.zeros((1, ids.shape[1]))])[axis].transpose(2, 0, 1) * self.freq
         x, y = key[:, where[0]], key[:, where[1]]
-        turned = np.tile(key, (ids.shape[1], 1, 1))
-        turned[..., where[0]] = x * np.cos(angle) - y * np.sin(angle)
-        turned[..., where[1]] = y * np.cos(angle) + x * np.sin(angle)
-        return turned * (1 + noise * rng.normal(size=turned.shape))
+        rotated = np.tile(key, (ids.shape[1], 1, 1))
+        rotated[..., where[0]] = x * np.cos(angle) - y * np.sin(angle)
+        rotated[..., where[1]] = y * np.cos(angle) + x * np.sin(angle)
+        return rotated * (1 + noise * rng.normal(size=rotated.shape))
 
 
 def ladder(pairs: int, theta: float) -> Floats:
@@ -84,11 +84,11 @@ CASES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 TOO_SLOW = {("sections", "bfloat16"), ("sections", "e4m3"), ("split", "e4m3")}
-"""One id turns the pairs of their last axes by less than the noise of these dtypes: 1.8e-4 and 0.01 rad at most."""
+"""Cases whose slowest axis rotates by at most 1.8e-4 and 0.01 rad per id, less than the noise of the dtype."""
 
 
-def told(reading: Reading, ids: npt.ArrayLike, reference: int | None = 0) -> tuple[int, int]:
-    """How many ids are known, and how many of these are wrong."""
+def known_and_wrong(reading: Reading, ids: npt.ArrayLike, reference: int | None = 0) -> tuple[int, int]:
+    """Count the known ids, and the wrong ones of these."""
     want = np.asarray(ids)
     if reference is not None:
         want = want - want[:, [reference]]
@@ -105,12 +105,12 @@ def random_ids(case: Case, tokens: int, seed: int) -> npt.NDArray[np.int64]:
 @pytest.mark.parametrize("tokens", [12, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> None:
+def test_random_ids_are_recovered_exactly(name: str, dtype: str, tokens: int) -> None:
     case = CASES[name]
     ids = random_ids(case, tokens, seed=1)
-    reading = read(torch.tensor(case.turn(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
+    reading = read(torch.tensor(case.rotate(ids, heads=4)).to(DTYPES[dtype]), case.rotary)
     driven = np.isin(np.arange(case.rotary.axes), case.axis)
-    known, wrong = told(reading, ids)
+    known, wrong = known_and_wrong(reading, ids)
     assert wrong == 0
     if (name, dtype) not in TOO_SLOW:
         assert reading.known[driven].all()
@@ -119,13 +119,13 @@ def test_random_ids_come_back_exactly(name: str, dtype: str, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["1-D", "interleaved", "sections", "mrope-interleaved", "heads"])
-def test_confidence_falls_before_ids_are_wrong(name: str) -> None:
+def test_ids_become_unknown_before_they_are_wrong(name: str) -> None:
     case = CASES[name]
     ids = random_ids(case, 10, seed=3)
     for noise in (0.05, 0.2, 0.8):
-        reading = read(case.turn(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
-        assert told(reading, ids)[1] == 0
-    assert not reading.known[:, 1:].any()  # but for the reference, which is 0 from itself
+        reading = read(case.rotate(ids, heads=4, seed=int(100 * noise), noise=noise), case.rotary)
+        assert known_and_wrong(reading, ids)[1] == 0
+    assert not reading.known[:, 1:].any()  # except the reference, which is 0 relative to itself
 
 
 SHORT = Case(Rotary(32, axes=1), np.zeros(16, np.int64), ladder(16, 1e4))
@@ -134,76 +134,76 @@ NOISES = (0.04, 0.07, 0.09, 0.1, 0.12, 0.17, 0.3)
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("case", [QWEN3_VL, SHORT, CASES["1-D"]], ids=["mrope-interleaved", "16 pairs", "1-D"])
-def test_none_of_many_tokens_is_wrong_while_noise_grows(case: Case, added: bool) -> None:
-    """Noise in proportion to numbers, as rounding makes it, or the same for all, as scales of heads make it."""
+def test_no_id_of_many_tokens_is_wrong_as_noise_grows(case: Case, added: bool) -> None:
+    """Noise is proportional to the numbers, as from rounding, or equal for all, as from scales of heads."""
     ids = np.tile(np.arange(2000), (case.rotary.axes, 1))
-    knows = []
+    counts = []
     for noise in NOISES:
-        keys = case.turn(ids, noise=0 if added else noise)
+        keys = case.rotate(ids, noise=0 if added else noise)
         if added:
             keys += noise * np.random.default_rng(1).normal(size=keys.shape)
-        keys[0] = case.turn(ids[:, :1])[0]
-        known, wrong = told(read(keys.astype(np.float32), case.rotary), ids)
+        keys[0] = case.rotate(ids[:, :1])[0]
+        known, wrong = known_and_wrong(read(keys.astype(np.float32), case.rotary), ids)
         assert wrong == 0, noise
-        knows.append(known)
-    assert knows[0] > 0.9 * ids.size > knows[-1]
+        counts.append(known)
+    assert counts[0] > 0.9 * ids.size > counts[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [30, 300])
-def test_no_id_is_wrong_that_is_read_through_another_theta(tokens: int, dtype: str) -> None:
+def test_no_id_read_with_another_theta_is_wrong(tokens: int, dtype: str) -> None:
     ids = np.arange(tokens)[None]
     for theta in (1.01, 1.5, 2.0):
-        made = Case(Rotary(128, theta * 5e5, axes=1), np.zeros(64, np.int64), ladder(64, theta * 5e5))
-        reading = read(torch.tensor(made.turn(ids)).to(DTYPES[dtype]), Rotary(128, 5e5, axes=1))
-        assert told(reading, ids)[1] == 0
+        case = Case(Rotary(128, theta * 5e5, axes=1), np.zeros(64, np.int64), ladder(64, theta * 5e5))
+        reading = read(torch.tensor(case.rotate(ids)).to(DTYPES[dtype]), Rotary(128, 5e5, axes=1))
+        assert known_and_wrong(reading, ids)[1] == 0
 
 
-def test_no_id_is_wrong_of_keys_that_were_changed_after_their_rotation() -> None:
+def test_no_id_of_keys_changed_after_their_rotation_is_wrong() -> None:
     case, ids = CASES["1-D"], np.arange(1000)[None]
     weights = np.random.default_rng(1).uniform(0.7, 1.3, 64)
-    for keys in (case.turn(ids).clip(-1, 1), case.turn(ids) * weights):
+    for keys in (case.rotate(ids).clip(-1, 1), case.rotate(ids) * weights):
         for dtype in DTYPES.values():
-            assert told(read(torch.tensor(keys).to(dtype), case.rotary), ids)[1] == 0
+            assert known_and_wrong(read(torch.tensor(keys).to(dtype), case.rotary), ids)[1] == 0
 
 
-def test_ids_beyond_those_that_are_searched_are_not_told() -> None:
+def test_ids_beyond_the_searched_range_are_unknown() -> None:
     inv_freq = np.array([0.022031, 0.000549])
     case = Case(Rotary(4, allocation=[0, 0], axes=1, inv_freq=inv_freq.tolist()), np.zeros(2, np.int64), inv_freq)
     for seed in (12, 48):
         ids = np.random.default_rng(seed).integers(-131072, 131073, (1, 200))
-        reading = read(torch.tensor(case.turn(ids, heads=1, seed=seed)).half(), case.rotary)
-        assert told(reading, ids)[1] == 0
+        reading = read(torch.tensor(case.rotate(ids, heads=1, seed=seed)).half(), case.rotary)
+        assert known_and_wrong(reading, ids)[1] == 0
         assert np.abs(reading.position_ids[reading.known]).max() <= 2**18
 
 
-def test_angles_without_noise_of_lengths_are_no_proof_of_two_pairs() -> None:
-    """Of half a million ids some fit two phases by chance, whatever these are off."""
+def test_two_pairs_without_noise_of_lengths_prove_no_id() -> None:
+    """Some of half a million ids fit two phases by chance, whatever the error of the phases."""
     case = Case(Rotary(4, 1e4, allocation=[0, 0], axes=1), np.zeros(2, np.int64), ladder(2, 1e4))
     rng = np.random.default_rng(1)
     for off in (1e-5, 1e-4, 1e-3):
         ids = rng.integers(-131072, 131073, (1, 60))
         angle = ids.T * case.freq + off * rng.normal(size=(60, 2))
         keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
-        assert told(read(keys, case.rotary), ids)[1] == 0
+        assert known_and_wrong(read(keys, case.rotary), ids)[1] == 0
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-def test_keys_that_rounding_holds_still_are_not_taken_for_equal_ids(dtype: torch.dtype, scale: float) -> None:
-    case = CASES["sections"]  # one id turns its last axis by 1.8e-4 rad, less than a step of these numbers
+def test_keys_that_rounding_makes_equal_are_not_read_as_equal_ids(dtype: torch.dtype, scale: float) -> None:
+    case = CASES["sections"]  # one id rotates the last axis by 1.8e-4 rad, less than a step of these dtypes
     ids = np.tile(np.arange(60), (3, 1))
     steps = 40 if dtype == torch.int8 else 1
-    keys = (torch.tensor(case.turn(ids)) * steps).to(dtype).float() * scale
+    keys = (torch.tensor(case.rotate(ids)) * steps).to(dtype).float() * scale
     reading = read(keys, case.rotary)
-    assert told(reading, ids)[1] == 0
+    assert known_and_wrong(reading, ids)[1] == 0
     assert not reading.known[2].any()
     assert reading.known[0].all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_no_id_that_is_told_is_wrong_under_random_rotations(seed: int) -> None:
+def test_no_known_id_is_wrong_with_random_rotations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     total = 0
     for _ in range(40):
@@ -218,31 +218,31 @@ def test_no_id_that_is_told_is_wrong_under_random_rotations(seed: int) -> None:
         wild = rng.integers(-131072 // int(rng.integers(1, 9999)), 131073, tokens)
         want = np.stack([count, 0 * count, count // few, count % few, wild])[rng.integers(0, 5, axes)]
         noise = float(rng.choice([0, 0, 1e-4, 1e-2, 0.1]))
-        turned = torch.tensor(
-            case.turn(want, heads=int(rng.integers(1, 5)), seed=int(rng.integers(10**6)), noise=noise)
+        rotated = torch.tensor(
+            case.rotate(want, heads=int(rng.integers(1, 5)), seed=int(rng.integers(10**6)), noise=noise)
         )
         scale = float(rng.choice([1.0, 0.013]))
         kind = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)[rng.integers(5)]
-        reading = read(turned.to(kind).float() * scale, case.rotary)
-        known, wrong = told(reading, want)
+        reading = read(rotated.to(kind).float() * scale, case.rotary)
+        known, wrong = known_and_wrong(reading, want)
         assert wrong == 0, (case.rotary, kind, noise)
         total += known
     assert total > 1000
 
 
-def test_a_long_prompt_with_images_is_followed_without_a_search_for_each_token() -> None:
+def test_all_ids_of_a_long_prompt_with_images_are_read() -> None:
     table = place(SegmentTable.from_documents([[Text(700), Grid(40, 130), Text(90), Grid(9, 300), Text(800)]]))
     case = CASES["interleaved"]
-    reading = read(case.turn(table.dense()).astype(np.float32), case.rotary)
-    assert told(reading, table.dense()) == (2 * table.num_tokens, 0)
+    reading = read(case.rotate(table.dense()).astype(np.float32), case.rotary)
+    assert known_and_wrong(reading, table.dense()) == (2 * table.num_tokens, 0)
     assert check(reading, table).equal
     assert reading.residual.max() < 1e-5
     assert reading.notes == ()
 
 
-def test_fractions_come_back_with_their_denominators() -> None:
+def test_fractions_are_recovered_with_their_denominators() -> None:
     table = place(SegmentTable.from_documents([[Text(3), Grid(7, 11), Text(5)]]), "rope-tie-fractional")
-    reading = read(CASES["interleaved"].turn(table.dense(dtype=np.float64)), CASES["interleaved"].rotary)
+    reading = read(CASES["interleaved"].rotate(table.dense(dtype=np.float64)), CASES["interleaved"].rotary)
     numerators, denominators = table.rationals()
     for axis in range(2):
         for token in range(table.num_tokens):
@@ -251,39 +251,39 @@ def test_fractions_come_back_with_their_denominators() -> None:
     assert check(reading, table).equal
 
 
-def test_fractions_are_never_taken_for_integers() -> None:
+def test_fractions_are_never_read_as_integers() -> None:
     table = place(SegmentTable.from_documents([[Text(3), Grid(12, 32), Text(5)]]), "rope-tie-fractional")
     ids = table.dense(dtype=np.float64)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        reading = read(torch.tensor(CASES["interleaved"].turn(ids)).to(dtype), CASES["interleaved"].rotary)
+        reading = read(torch.tensor(CASES["interleaved"].rotate(ids)).to(dtype), CASES["interleaved"].rotary)
         assert not any("most tokens fit none" in note for note in reading.notes)
-        found = reading.position_ids / reading.denominators
-        assert np.abs(found - ids)[reading.known].max(initial=0) < 1e-9
+        recovered = reading.position_ids / reading.denominators
+        assert np.abs(recovered - ids)[reading.known].max(initial=0) < 1e-9
 
 
-def test_a_key_that_was_not_turned_makes_ids_absolute() -> None:
+def test_ids_are_absolute_with_an_unrotated_key_as_reference() -> None:
     case = CASES["interleaved"]
     ids = np.array([[5, 6, 7], [5, 9, 7]])
-    key = case.turn([[0], [0]])[0]
-    reading = read(case.turn(ids), case.rotary, reference=key)
+    key = case.rotate([[0], [0]])[0]
+    reading = read(case.rotate(ids), case.rotary, reference=key)
     assert reading.position_ids.tolist() == ids.tolist()
     assert reading.reference is None
-    assert read(case.turn(ids), case.rotary, reference=2).position_ids.tolist() == [[-2, -1, 0], [-2, 2, 0]]
+    assert read(case.rotate(ids), case.rotary, reference=2).position_ids.tolist() == [[-2, -1, 0], [-2, 2, 0]]
 
 
 def test_rows_of_a_batch_are_read_up_to_their_lengths() -> None:
     case = CASES["1-D"]
-    keys = case.turn([[0, 1, 2, 3, 99, 4, 5, 99, 99, 99]]).reshape(2, 5, 2, 64)
+    keys = case.rotate([[0, 1, 2, 3, 99, 4, 5, 99, 99, 99]]).reshape(2, 5, 2, 64)
     reading = read(keys, case.rotary, lengths=[4, 2])
     assert reading.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert reading.row_offsets.tolist() == [0, 4, 6]
     assert read(keys, case.rotary, lengths=[0, 2]).position_ids.tolist() == [[0, 1]]
 
 
-def test_progress_is_told_after_each_block() -> None:
-    case, seen = CASES["1-D"], list[tuple[int, int]]()
-    read(case.turn(np.arange(5000)[None], heads=1), case.rotary, progress=lambda *at: seen.append(at))
-    assert seen == [(4096, 5000), (5000, 5000)]
+def test_progress_is_reported_after_each_block() -> None:
+    case, reported = CASES["1-D"], list[tuple[int, int]]()
+    read(case.rotate(np.arange(5000)[None], heads=1), case.rotary, progress=lambda *at: reported.append(at))
+    assert reported == [(4096, 5000), (5000, 5000)]
 
 
 def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
@@ -298,82 +298,82 @@ def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
 
 @pytest.mark.parametrize("start", [0, 4000, 120_000])
 @pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_angles_made_in_float32_are_those_of_integers(theta: float, start: int) -> None:
+def test_angles_computed_in_float32_are_read_as_integers(theta: float, start: int) -> None:
     ids = np.concatenate([[0], start + np.arange(400)])
     angle = ids.astype(np.float32)[:, None] * ladder(64, theta).astype(np.float32)
     key = np.random.default_rng(int(theta)).normal(size=(64, 2)).astype(np.float32).view(np.complex64)[:, 0]
-    turned = key * (np.cos(angle) + 1j * np.sin(angle)).astype(np.complex64)
-    reading = read(np.concatenate([turned.real, turned.imag], axis=1)[:, None], Rotary(128, theta, axes=1))
+    rotated = key * (np.cos(angle) + 1j * np.sin(angle)).astype(np.complex64)
+    reading = read(np.concatenate([rotated.real, rotated.imag], axis=1)[:, None], Rotary(128, theta, axes=1))
     assert reading.position_ids.tolist() == [ids.tolist()]
     assert reading.notes == ()
 
 
-def test_tokens_that_are_not_alike_are_said_to_be() -> None:
+def test_tokens_unlike_the_reference_are_noted() -> None:
     case = CASES["1-D"]
-    keys = case.turn([np.arange(6)])
+    keys = case.rotate([np.arange(6)])
     keys[2], keys[4] = np.random.default_rng(9).normal(size=keys[2].shape), np.nan
     reading = read(keys, case.rotary)
     assert reading.position_ids.tolist() == [[0, 1, UNKNOWN, 3, UNKNOWN, 5]]
     assert reading.alike.tolist() == [True, True, False, True, False, True]
     assert np.isnan(reading.residual[[2, 4]]).all()
-    assert reading.notes[0].startswith("2 tokens, the first 2, have pairs of other lengths than the reference, or NaN")
+    assert reading.notes[0].startswith("2 tokens (first: 2) have pairs of other lengths than the reference, or NaN")
 
 
-def test_a_norm_with_weights_after_the_rotation_is_unlike() -> None:
+def test_keys_with_a_weighted_norm_after_the_rotation_are_unlike_the_reference() -> None:
     case = CASES["1-D"]
     weights = np.random.default_rng(1).uniform(0.3, 2, 64)
     ids = random_ids(case, 40, seed=5)
-    reading = read(case.turn(ids) * weights, case.rotary)
+    reading = read(case.rotate(ids) * weights, case.rotary)
     assert reading.alike.mean() < 0.5
     assert not reading.known.any()
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 9), (2, 1), (4, 9), (9, 9), (1, 1)])
-def test_heads_and_tokens_that_stand_exchanged_are_noticed(heads: int, tokens: int) -> None:
+def test_swapped_heads_and_tokens_are_noted(heads: int, tokens: int) -> None:
     for name in ("1-D", "mrope-interleaved"):
         case = CASES[name]
-        keys = case.turn(np.tile(np.arange(tokens), (case.rotary.axes, 1)), heads)
-        note = "Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?"
+        keys = case.rotate(np.tile(np.arange(tokens), (case.rotary.axes, 1)), heads)
+        note = "Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?"
         assert note not in read(keys, case.rotary).notes
-        other = keys.swapaxes(0, 1).copy()
-        other[3:] = np.nan
-        exchanged = read(other, case.rotary)
-        assert (note in exchanged.notes) == (tokens > 1)
-        assert exchanged.notes or not exchanged.known.all()  # one token says nothing in either order
+        swapped = keys.swapaxes(0, 1).copy()
+        swapped[3:] = np.nan
+        reading = read(swapped, case.rotary)
+        assert (note in reading.notes) == (tokens > 1)
+        assert reading.notes or not reading.known.all()  # one token proves nothing in either order
 
 
-def test_tokens_of_one_key_are_noticed() -> None:
+def test_tokens_with_one_key_are_noted() -> None:
     case = CASES["1-D"]
-    exchanged = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1).swapaxes(0, 1)
-    values = np.tile(case.turn([[0]]), (7, 1, 1))
+    swapped = np.repeat(case.rotate([np.arange(9)], heads=1), 4, axis=1).swapaxes(0, 1)
+    values = np.tile(case.rotate([[0]]), (7, 1, 1))
     note = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
-    assert note in read(exchanged, case.rotary).notes
+    assert note in read(swapped, case.rotary).notes
     assert note in read(values, case.rotary).notes
     assert note not in read(values[:1], case.rotary).notes
-    assert note not in read(case.turn([[5, 5, 6]]), case.rotary).notes
+    assert note not in read(case.rotate([[5, 5, 6]]), case.rotary).notes
 
 
-def test_heads_that_are_copies_do_not_look_like_tokens() -> None:
+def test_copied_heads_are_not_mistaken_for_tokens() -> None:
     case = CASES["1-D"]
-    keys = np.repeat(case.turn([np.arange(9)], heads=1), 4, axis=1)
+    keys = np.repeat(case.rotate([np.arange(9)], heads=1), 4, axis=1)
     keys[1:] = np.random.default_rng(0).normal(size=(8, 1, 64))
-    apart = np.concatenate([case.turn([97 * head * np.arange(9)], heads=1) for head in (1, 2, 3)], axis=1)
+    apart = np.concatenate([case.rotate([97 * head * np.arange(9)], heads=1) for head in (1, 2, 3)], axis=1)
     for part, rotary in ((keys, case.rotary), (keys[:1], case.rotary), (apart, Rotary(64, 77.0, axes=1))):
         assert not any("Heads" in note for note in read(part, rotary).notes)
 
 
-def test_another_rotation_is_unknown_and_not_a_number() -> None:
+def test_ids_read_with_another_rotation_are_unknown() -> None:
     ids = np.stack([np.arange(300), np.arange(300)])
-    reading = read(CASES["interleaved"].turn(ids), Rotary(128, pairing="adjacent"))
+    reading = read(CASES["interleaved"].rotate(ids), Rotary(128, pairing="adjacent"))
     assert not reading.known.any()
-    assert reading.notes[-1].startswith("No id is told, since most tokens fit none")
+    assert reading.notes[-1].startswith("No id is returned, since most tokens fit none")
 
 
-def test_pairs_that_should_stand_still_are_noticed() -> None:
+def test_rotated_pairs_that_should_not_be_rotated_are_noted() -> None:
     meant = CASES["vector"].rotary
     moving = Case(meant, np.array([1, 2] * 24 + [0] * 16), ladder(64, 1e4))
-    reading = read(moving.turn(np.tile(np.arange(200), (3, 1))), meant)
-    assert "Pairs that should stand still have turned." in reading.notes
+    reading = read(moving.rotate(np.tile(np.arange(200), (3, 1))), meant)
+    assert "Pairs that should not be rotated are rotated." in reading.notes
 
 
 PROMPT = SegmentTable.from_documents([[Text(30), Grid(17, 23), Text(50), Grid(12, 30), Text(80)]])
@@ -381,15 +381,15 @@ MEANT = place(PROMPT, "mrope-qwen3")
 IDS = MEANT.dense()
 
 
-def test_a_fused_kernel_that_drops_height_and_width() -> None:
-    """sglang#34446, #36762: ids are right, and all pairs turn by the first axis."""
-    dropped = QWEN3_VL.turn(IDS[[0, 0, 0]]).astype(np.float32)
-    found = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
-    assert found.token == 31  # the first patch whose column is not the frame's id
-    assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
-    named = identify(dropped, QWEN3_VL.rotary, MEANT)
-    assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
-    assert named.first_wrong == 31
+def test_a_fused_kernel_that_drops_height_and_width_is_named() -> None:
+    """sglang#34446, #36762: ids are right, but all pairs rotate by the first axis."""
+    dropped = QWEN3_VL.rotate(IDS[[0, 0, 0]]).astype(np.float32)
+    diagnosis = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
+    assert diagnosis.token == 31  # the first patch with a column other than the frame's id
+    assert diagnosis.cause == "axis 0 (frame) is used in place of every other axis"
+    identification = identify(dropped, QWEN3_VL.rotary, MEANT)
+    assert identification.cause == "all pairs rotate by axis 0 (frame): other axes are dropped"
+    assert identification.first_wrong == 31
 
 
 FLUX = Case(
@@ -412,91 +412,91 @@ def ids_of(scheme: str, *documents: list[Text | Grid]) -> Floats:
     ("documents", "mistaken", "first", "cause"),
     [
         (TWO, lambda name, ids: np.hstack([ids[:, :46], ids_of(name, [Text(4), Grid(5, 8)])[:, :4], ids[:, 6:46]]),
-         (55, 50, 50), "all documents have the ids of the first one, whose sizes are not theirs"),
+         (55, 50, 50), "all documents have the ids of the first one, which has other sizes"),
         ([[Text(6), Grid(1, 600)]], lambda _, ids: bfloat16(ids), (263, 1, 263),
-         "ids are cast to bfloat16 before they meet frequencies"),
+         "ids are cast to bfloat16 before the multiplication"),
         (ONE, lambda name, ids: ids_of(name, [Text(7), Grid(5, 8)])[:, :-1], (7, 6, 7),
-         "ids are made for one token of text more"),
+         "ids are computed for one text token more"),
         (ONE, lambda name, ids: np.hstack([ids[:, :6], ids_of(name, [Text(5), Grid(5, 8)])[:, 5:]]), (None, None, 6),
-         "ids are made for one token of text less"),
+         "ids are computed for one text token fewer"),
         (ONE, lambda name, ids: ids_of(name, [Text(6), Grid(8, 5)]), (11, 6, 11),
-         "height and width of grids are exchanged"),
+         "height and width of grids are swapped"),
         (ONE, lambda _, ids: ids[[0, 2, 1]], (7, 6, 7),
-         "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)"),
+         "axes are swapped: pairs of (frame, row, col) rotate by (frame, col, row)"),
         (REFERENCES, lambda _, ids: ids + [[1], [0], [0]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (1, 0, 0)"),
         (REFERENCES, lambda _, ids: ids + [[0], [0], [8]] * NUMBER.clip(0, 1), (46,) * 3, f"{SHIFTED} (0, 0, 8)"),
         (REFERENCES, lambda _, ids: ids + [[9], [0], [0]] * NUMBER, (46,) * 3,
          f"{SHIFTED} their number times (9, 0, 0)"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_in_models_that_generate_is_named(
+def test_mistakes_in_models_that_generate_images_are_named(
     documents: Any, mistaken: Callable[[str, Floats], Floats], first: tuple[int | None, ...], cause: str
 ) -> None:
     for scheme, token in zip(("flux", "qwen-image", "lumina2"), first, strict=True):
         ids, meant = ids_of(scheme, *documents), Meant(SegmentTable.from_documents(documents), get_scheme(scheme))
-        keys = FLUX.turn(mistaken(scheme, ids), heads=1).astype(np.float32)
+        keys = FLUX.rotate(mistaken(scheme, ids), heads=1).astype(np.float32)
         verdict = judge(keys, FLUX.rotary, meant)
         assert (verdict.equal, verdict.first_wrong) == (token is None, token)
         assert token is None or f"Cause: {cause}" in " ".join(verdict.sentences)
 
 
-def test_sections_instead_of_interleaved_pairs() -> None:
-    """vllm-gaudi#1437: sections of the config, pairs in blocks."""
+def test_sections_instead_of_interleaved_pairs_are_named() -> None:
+    """vllm-gaudi#1437: the sections of the config, but pairs in blocks."""
     mixed = Case(QWEN3_VL.rotary, blocks(24, 20, 20), ladder(64, 5e6))
     for positions in (MEANT, None):
-        named = identify(mixed.turn(IDS).astype(np.float32), QWEN3_VL.rotary, positions)
-        assert named.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
-        assert named.rotary is not None
-        assert named.rotary.allocation == "sections"
-        assert named.first_wrong == (None if positions is None else 31)  # as above; 30 has one id on all axes
+        identification = identify(mixed.rotate(IDS).astype(np.float32), QWEN3_VL.rotary, positions)
+        assert identification.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+        assert identification.rotary is not None
+        assert identification.rotary.allocation == "sections"
+        assert identification.first_wrong == (None if positions is None else 31)  # token 30 has one id on all axes
 
 
-def test_the_first_wrong_token_is_found_among_all_and_past_those_that_nothing_explains() -> None:
+def test_the_first_wrong_token_is_found_beyond_the_sample_and_unexplained_keys() -> None:
     documents = SegmentTable.from_documents([[Text(4500), Grid(6, 6), Text(9)]])
     table = place(documents, "mrope-qwen3")
-    keys = QWEN3_VL.turn(table.dense()[[0, 0, 0]], heads=1)
+    keys = QWEN3_VL.rotate(table.dense()[[0, 0, 0]], heads=1)
     keys[17], keys[4000] = np.nan, np.random.default_rng(1).normal(size=(1, 128))
     assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
     rows = keys[:4510].reshape(2, 2255, 1, 128)
     assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
 
 
-def test_drafts_of_several_steps() -> None:
-    """Two windows: each begins with a token that is right; ids that are wrong blame no rotation."""
+def test_wrong_ids_of_drafts_are_named_and_no_rotation_is_blamed() -> None:
+    """Two windows of drafts, each after a right token."""
     segments = SegmentTable.from_documents([[Text(4), Grid(6, 9), Text(12)]])
     ids = place(segments, "mrope-qwen3").dense()
     ids[:, [63, 64, 65, 67, 68, 69]] += 1
-    keys = QWEN3_VL.turn(ids).astype(np.float32)
-    found = check(read(keys, QWEN3_VL.rotary), segments, "mrope-qwen3")
-    assert (found.token, found.explained, found.different_tokens) == (63, 6, 6)
-    assert found.cause == "2 runs of tokens have ids that are 1 too large, and tokens between them are right"
-    named = identify(keys, QWEN3_VL.rotary, place(segments, "mrope-qwen3"))
-    assert named.cause == "no rotation that is known explains the keys"
-    assert named.residual < 0.1  # six tokens of seventy are turned by one more
-    assert not named.named
+    keys = QWEN3_VL.rotate(ids).astype(np.float32)
+    diagnosis = check(read(keys, QWEN3_VL.rotary), segments, "mrope-qwen3")
+    assert (diagnosis.token, diagnosis.explained, diagnosis.different_tokens) == (63, 6, 6)
+    assert diagnosis.cause == "2 runs of tokens have ids that are 1 too large; the tokens between them are right"
+    identification = identify(keys, QWEN3_VL.rotary, place(segments, "mrope-qwen3"))
+    assert identification.cause == "no known rotation explains the keys"
+    assert identification.residual < 0.1  # only six of seventy tokens are off by one id
+    assert not identification.named
 
 
 @pytest.mark.parametrize("seed", [0, 30])
 def test_slow_pairs_of_bfloat16_do_not_hide_which_axes_were_dropped(seed: int) -> None:
-    """A rotation like that of Qwen3.5: several leave little, and the one that leaves least is named."""
+    """Several rotations have small residuals with Qwen3.5's settings; the one with the smallest is named."""
     meant = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
     table = place(SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]]), "mrope-qwen3")
     for axis, cause in (
-        (blocks(32), "all pairs turn by axis 0 (frame): the other axes are dropped"),
+        (blocks(32), "all pairs rotate by axis 0 (frame): other axes are dropped"),
         (blocks(11, 11, 10), "pairs are allocated as 'sections', not as 'mrope-interleaved'"),
     ):
-        keys = torch.tensor(Case(meant, axis, ladder(32, 1e7)).turn(table.dense(), heads=1, seed=seed)).bfloat16()
+        keys = torch.tensor(Case(meant, axis, ladder(32, 1e7)).rotate(table.dense(), heads=1, seed=seed)).bfloat16()
         assert identify(keys, meant, table).cause == cause
 
 
-def test_tokens_are_counted_as_compared_where_an_axis_is_unknown() -> None:
+def test_tokens_are_counted_as_compared_if_an_axis_is_unknown() -> None:
     segments = SegmentTable.from_documents([[Text(4), Grid(5, 7), Text(9)]])
     ids = place(segments, "mrope").dense()
-    case = CASES["vector"]  # whose first axis turns no pair
-    assert check(read(case.turn(ids), case.rotary), segments, "mrope").num_tokens == 0
+    case = CASES["vector"]  # no pair has the first axis
+    assert check(read(case.rotate(ids), case.rotary), segments, "mrope").num_tokens == 0
     ids[1, 20:] += 7
-    found = check(read(case.turn(ids), case.rotary), segments, "mrope")
-    assert (found.different_tokens, found.num_tokens) == (28, 48)
+    diagnosis = check(read(case.rotate(ids), case.rotary), segments, "mrope")
+    assert (diagnosis.different_tokens, diagnosis.num_tokens) == (28, 48)
 
 
 MISTAKES: dict[str, tuple[Case, str]] = {
@@ -511,211 +511,215 @@ MISTAKES: dict[str, tuple[Case, str]] = {
             np.array([0, 1, 2] * 10 + [0, 0]),
             ladder(32, 5e6),
         ),
-        "64 channels of a head turn, not 128",
+        "64 channels of a head are rotated, not 128",
     ),
-    "backwards": (Case(QWEN3_VL.rotary, QWEN3, -ladder(64, 5e6)), "pairs turn backwards"),
+    "backwards": (Case(QWEN3_VL.rotary, QWEN3, -ladder(64, 5e6)), "pairs rotate backwards"),
     "swapped": (
         Case(QWEN3_VL.rotary, np.array([0, 2, 1])[QWEN3], ladder(64, 5e6)),
-        "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)",
+        "axes are swapped: pairs of (frame, row, col) rotate by (frame, col, row)",
     ),
     "missing": (
         Case(QWEN3_VL.rotary, np.array([0, -1, 2])[QWEN3], ladder(64, 5e6)),
-        "pairs of axis 1 (row) do not turn",
+        "pairs of axis 1 (row) are not rotated",
     ),
     "twice": (
         Case(QWEN3_VL.rotary, np.array([0, 2, 2])[QWEN3], ladder(64, 5e6)),
-        "pairs of axis 1 (row) turn by axis 2 (col), which counts twice",
+        "pairs of axis 1 (row) rotate by axis 2 (col)",
     ),
     "factor": (
         Case(QWEN3_VL.rotary, QWEN3, ladder(64, 5e6) / 8),
-        "all frequencies are 0.125 times those that were meant, as ids over 8 would be",
+        "all frequencies are 0.125 times the intended ones, or all ids are divided by 8",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_rotation_that_was_not_meant_is_named(name: str) -> None:
+def test_a_wrong_rotation_is_named(name: str) -> None:
     case, cause = MISTAKES[name]
-    found = identify(case.turn(IDS).astype(np.float32), QWEN3_VL.rotary, MEANT)
-    assert (found.as_meant, found.cause) == (False, cause)
-    assert found.residual < 0.01 < found.meant
-    assert found.remedy
+    identification = identify(case.rotate(IDS).astype(np.float32), QWEN3_VL.rotary, MEANT)
+    assert (identification.as_meant, identification.cause) == (False, cause)
+    assert identification.residual < 0.01 < identification.meant
+    assert identification.remedy
 
 
 @pytest.mark.parametrize(
-    ("meant", "made", "cause"),
+    ("meant", "applied", "cause"),
     [
         (YaRN(4.0, 4096), YaRN(8.0, 4096), "factor of the scaling 'yarn' is 8, not 4"),
         (YaRN(4.0, 4096), YaRN(4.0, 32768), "original_max_position of the scaling 'yarn' is 32,768, not 4,096"),
         (Llama3(8.0, 1.0, 4.0, 8192), Llama3(32.0, 1.0, 4.0, 8192), "factor of the scaling 'llama3' is 32, not 8"),
         (NTK(4.0), NTK(2.0), "factor of the scaling 'ntk' is 2, not 4"),
         (Linear(4.0), Linear(8.0), "factor of the scaling 'linear' is 8, not 4"),
-        (NTK(4.0), None, "the scaling 'ntk' is left out"),
-        (None, NTK(4.0), "the scaling 'ntk' by 4 is applied, and none was meant"),
-        (None, YaRN(4.0, 4096), "the scaling 'yarn' by 4 from 4,096 positions is applied, and none was meant"),
+        (NTK(4.0), None, "the scaling 'ntk' is missing"),
+        (None, NTK(4.0), "the scaling 'ntk' by 4 is applied, but none is intended"),
+        (None, YaRN(4.0, 4096), "the scaling 'yarn' by 4 from 4,096 positions is applied, but none is intended"),
     ],
 )
-def test_another_scaling_is_named(meant: Scaling | None, made: Scaling | None, cause: str) -> None:
+def test_another_scaling_is_named(meant: Scaling | None, applied: Scaling | None, cause: str) -> None:
     ids = np.arange(600)[None]
-    inv_freq = Rotary(64, 5e5, axes=1, scaling=made).inv_freq_array
-    keys = Case(Rotary(64, 5e5, axes=1), np.zeros(32, np.int64), inv_freq).turn(ids).astype(np.float32)
+    inv_freq = Rotary(64, 5e5, axes=1, scaling=applied).inv_freq_array
+    keys = Case(Rotary(64, 5e5, axes=1), np.zeros(32, np.int64), inv_freq).rotate(ids).astype(np.float32)
     assert identify(keys, Rotary(64, 5e5, axes=1, scaling=meant), ids).cause == cause
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 100), (torch.float16, 300), (torch.float16, 1000)])
-def test_angles_that_are_cast_are_named(dtype: torch.dtype, tokens: int) -> None:
-    """Each id times each frequency is right, and is cast then."""
+def test_cast_angles_are_named(dtype: torch.dtype, tokens: int) -> None:
+    """The products of ids and frequencies are right, and are then cast."""
     rotary, ids = Rotary(64, axes=1), np.arange(tokens)
     angle = torch.tensor(ids[:, None] * ladder(32, 1e4)).to(dtype).double().numpy()
     keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
-    assert identify(keys, rotary, ids[None]).cause.startswith(f"angles are cast to {str(dtype)[6:]}: they err by up to")
+    cause = f"angles are cast to {str(dtype)[6:]}: their error is up to"
+    assert identify(keys, rotary, ids[None]).cause.startswith(cause)
 
 
-def test_pairs_on_other_axes_are_counted_where_noise_lets_them_show() -> None:
+def test_pairs_on_other_axes_are_counted_if_they_exceed_the_noise() -> None:
     axis = QWEN3.copy()
     axis[np.flatnonzero(axis == 1)[::2]] = 2
-    keys = torch.tensor(Case(QWEN3_VL.rotary, axis, ladder(64, 5e6)).turn(IDS)).bfloat16()
-    named = identify(keys, QWEN3_VL.rotary, MEANT)
-    assert named.cause.endswith("of 64, the first 1, turn by other axes: 2 instead of 1")
+    keys = torch.tensor(Case(QWEN3_VL.rotary, axis, ladder(64, 5e6)).rotate(IDS)).bfloat16()
+    identification = identify(keys, QWEN3_VL.rotary, MEANT)
+    assert identification.cause.endswith("of 64 (first: 1) rotate by other axes: 2 instead of 1")
 
 
-def test_the_rotation_that_was_meant_is_named_so() -> None:
+def test_the_intended_rotation_is_recognized() -> None:
     for dtype in DTYPES.values():
-        keys = torch.tensor(QWEN3_VL.turn(IDS)).to(dtype)
+        keys = torch.tensor(QWEN3_VL.rotate(IDS)).to(dtype)
         for positions in (MEANT, None):
-            found = identify(keys, QWEN3_VL.rotary, positions)
-            assert found.as_meant
-            assert found.first_wrong is None
-            assert found.rotary == QWEN3_VL.rotary
-            assert str(found).startswith("The keys were turned by the rotation that was meant.")
+            identification = identify(keys, QWEN3_VL.rotary, positions)
+            assert identification.as_meant
+            assert identification.first_wrong is None
+            assert identification.rotary == QWEN3_VL.rotary
+            assert str(identification).startswith("The keys have the intended rotation.")
 
 
-def test_a_theta_that_nobody_has_is_fitted() -> None:
-    found = identify(Case(QWEN3_VL.rotary, QWEN3, ladder(64, 3.3e6)).turn(IDS), QWEN3_VL.rotary, MEANT)
-    assert found.rotary is not None
-    assert isinstance(found.rotary.theta, float)
-    assert abs(found.rotary.theta / 3.3e6 - 1) < 1e-2
+def test_an_unusual_theta_is_fitted() -> None:
+    identification = identify(Case(QWEN3_VL.rotary, QWEN3, ladder(64, 3.3e6)).rotate(IDS), QWEN3_VL.rotary, MEANT)
+    assert identification.rotary is not None
+    assert isinstance(identification.rotary.theta, float)
+    assert abs(identification.rotary.theta / 3.3e6 - 1) < 1e-2
 
 
 @pytest.mark.parametrize(
-    ("truncate", "bounds", "told"), [(False, (8, 18), "at"), (True, (8.09278, 17.39802), "between")]
+    ("truncate", "bounds", "place"), [(False, (8, 18), "at"), (True, (8.09278, 17.39802), "between")]
 )
-def test_a_ramp_of_yarn_that_is_rounded_or_not(truncate: bool, bounds: tuple[float, float], told: str) -> None:
+def test_a_wrongly_rounded_yarn_ramp_is_named(truncate: bool, bounds: tuple[float, float], place: str) -> None:
     meant = Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=truncate))
     ramp = np.clip((np.arange(32) - bounds[0]) / (bounds[1] - bounds[0]), 0, 1)
     case = Case(meant, np.zeros(32, np.int64), ladder(32, 150000.0) * (1 - ramp + ramp / 32))
     ids = np.arange(600)[None]
-    found = identify(case.turn(ids), meant, ids)
-    assert found.cause == f"YaRN's ramp begins and ends {told} whole pairs"
-    assert found.rotary == Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=not truncate))
+    identification = identify(case.rotate(ids), meant, ids)
+    assert identification.cause == f"YaRN's ramp begins and ends {place} whole pairs"
+    assert identification.rotary == Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=not truncate))
 
 
-def test_a_factor_that_is_left_out() -> None:
+def test_a_missing_attention_factor_is_named() -> None:
     meant = Rotary(128, 1e6, axes=1, scaling=YaRN(4.0, 32768))
     ids = np.arange(600)[None]
     scaled = Case(meant, np.zeros(64, np.int64), meant.inv_freq_array)
-    key = scaled.turn([[0]])[0]
-    found = identify(scaled.turn(ids), meant, ids, reference=key)
-    assert found.cause == "cos and sin are multiplied by 1, not by 1.139"  # 0.1·ln 4 + 1
-    assert identify(scaled.turn(ids) * meant.attention_factor, meant, ids, reference=key).as_meant
+    key = scaled.rotate([[0]])[0]
+    identification = identify(scaled.rotate(ids), meant, ids, reference=key)
+    assert identification.cause == "cos and sin are multiplied by 1, not by 1.139"  # 0.1·ln 4 + 1
+    assert identify(scaled.rotate(ids) * meant.attention_factor, meant, ids, reference=key).as_meant
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("what", ["ids are cast to {} before they meet frequencies", "frequencies are held in {}"])
-def test_angles_of_few_bits_are_named_with_their_error(what: str, dtype: str) -> None:
+@pytest.mark.parametrize("cause", ["ids are cast to {} before the multiplication", "frequencies are stored in {}"])
+def test_casts_to_few_bits_are_named_with_their_error(cause: str, dtype: str) -> None:
     def cast(values: Floats) -> Floats:
         return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
 
     ids = np.arange(3001)[None].astype(np.float64)
     rotary, freq = Rotary(128, 1e4, axes=1), ladder(64, 1e4)
-    one = np.zeros(64, np.int64)
-    keys = Case(rotary, one, freq).turn(cast(ids)) if "ids" in what else Case(rotary, one, cast(freq)).turn(ids)
-    found = identify(keys, rotary, ids)
-    assert found.cause.startswith(what.format(dtype) + ": they err by up to")
-    assert found.cause.endswith("rad at id 3000")
-    assert found.rotary is None
+    axis = np.zeros(64, np.int64)
+    keys = Case(rotary, axis, freq).rotate(cast(ids)) if "ids" in cause else Case(rotary, axis, cast(freq)).rotate(ids)
+    identification = identify(keys, rotary, ids)
+    assert identification.cause.startswith(cause.format(dtype) + ": their error is up to")
+    assert identification.cause.endswith("rad at id 3000")
+    assert identification.rotary is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda k: (k.astype(np.int8), {}), "keys: got dtype int8, want floats; quantised keys are multiplied"),
+        (lambda k: (k.astype(np.int8), {}), "keys: got dtype int8, want floats; multiply quantised keys"),
         (lambda k: (k[:, 0], {}), "keys: got shape (5, 64), want (tokens, kv_heads, 64) or (batch, tokens"),
         (lambda k: (k.swapaxes(1, 2), {}), "keys: got shape (5, 64, 2), want (tokens, kv_heads, 64)"),
         (lambda k: (k[:0], {}), "keys: got shape (0, 2, 64), want at least one token"),
         (lambda k: (k, {"reference": 5}), "reference: got 5, want <= 4"),
         (lambda k: (k, {"reference": k[0, 0]}), "reference: got shape (64,), want a token, or a key (2, 64)"),
-        (lambda k: (k * np.nan, {}), "reference: token 0: got NaN or infinity, want a key of finite numbers"),
-        (lambda k: (k * 0, {}), "reference: token 0: got nothing but zeros, want a key"),
+        (lambda k: (k * np.nan, {}), "reference: token 0: got NaN or infinity, want finite numbers"),
+        (lambda k: (k * 0, {}), "reference: token 0: got nothing but zeros, want finite"),
         (lambda k: (k * 1e20, {}), "reference: token 0: got numbers up to "),
         (lambda k: (k * 1e300, {}), "reference: token 0: got NaN or infinity, want"),
-        (lambda k: (k, {"lengths": [6]}), "lengths: got [6], want 0 to 5 tokens of each row"),
-        (lambda k: (k, {"lengths": [0]}), "lengths: got [0], want 0 to 5 tokens of each row, and one at least"),
+        (lambda k: (k, {"lengths": [6]}), "lengths: got [6], want 0 to 5 tokens in each row"),
+        (
+            lambda k: (k, {"lengths": [0]}),
+            "lengths: got [0], want 0 to 5 tokens in each row, and at least one in total",
+        ),
     ],
 )
-def test_bad_keys_are_refused(change: Callable[[Floats], tuple[Any, dict[str, Any]]], message: str) -> None:
+def test_invalid_keys_are_refused(change: Callable[[Floats], tuple[Any, dict[str, Any]]], message: str) -> None:
     case = CASES["1-D"]
-    keys, options = change(case.turn([np.arange(5)]))
+    keys, options = change(case.rotate([np.arange(5)]))
     with pytest.raises(InvalidInputError) as error:
         read(keys, case.rotary, **options)
     assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("inv_freq", [[0.0] * 32, [1e-30] * 32, [np.pi] * 32, [1e9] * 32])
-def test_frequencies_that_tell_nothing_give_no_id(inv_freq: list[float]) -> None:
+def test_frequencies_that_separate_no_ids_leave_them_unknown(inv_freq: list[float]) -> None:
     rotary = Rotary(64, axes=1, inv_freq=inv_freq)
     case = Case(rotary, np.zeros(32, np.int64), np.array(inv_freq))
-    keys = case.turn([[0, 1, 2, 900]])
-    for reference in (None, case.turn([[0]])[0]):
+    keys = case.rotate([[0, 1, 2, 900]])
+    for reference in (None, case.rotate([[0]])[0]):
         assert not read(keys, rotary, reference=reference).known.any()
     assert identify(keys, rotary, [[0, 1, 2, 900]]).as_meant
 
 
-def test_tokens_of_nan_and_pairs_of_no_length_do_not_hide_the_rotation() -> None:
+def test_nan_tokens_and_pairs_of_nearly_zero_length_do_not_hide_the_rotation() -> None:
     case = CASES["1-D"]
-    keys = case.turn([np.arange(40)])
+    keys = case.rotate([np.arange(40)])
     keys[[0, 7]], keys[9] = np.nan, np.inf
     assert identify(keys, case.rotary, reference=1).as_meant
     assert identify(keys, case.rotary, [np.arange(40)], reference=1).as_meant
     weak = np.where(np.arange(64) % 32 < 4, 1, 5e-4)
-    assert identify(case.turn([np.arange(40)]) * weak, case.rotary, [np.arange(40)]).as_meant
+    assert identify(case.rotate([np.arange(40)]) * weak, case.rotary, [np.arange(40)]).as_meant
 
 
 @pytest.mark.parametrize("ratio", [300, 1000])
 @pytest.mark.parametrize("name", ["1-D", "mrope-interleaved"])
-def test_pairs_far_longer_than_others_hide_neither_ids_nor_the_rotation(name: str, ratio: int) -> None:
+def test_much_longer_pairs_hide_neither_ids_nor_the_rotation(name: str, ratio: int) -> None:
     case = CASES[name]
     for seed in range(4):
         long = np.random.default_rng(seed).integers(0, case.freq.size, 1 + seed % 2)
         lengths = np.where(np.isin(np.arange(case.freq.size), long), 1, 1 / ratio)
         ids = random_ids(case, 25, seed)
-        keys = case.turn(ids, heads=4, seed=seed).astype(np.float32) * np.tile(lengths, 2)
+        keys = case.rotate(ids, heads=4, seed=seed).astype(np.float32) * np.tile(lengths, 2)
         reading = read(keys, case.rotary)
-        assert told(reading, ids)[1] == 0
+        assert known_and_wrong(reading, ids)[1] == 0
         if ratio < 1000:
             assert reading.known.all()
         assert identify(keys, case.rotary).as_meant
 
 
-def test_a_search_finds_the_id_that_fits_best_of_all() -> None:
+def test_a_search_finds_the_best_id_of_all() -> None:
     rng = np.random.default_rng(4)
     ids = np.arange(-(2**18), 2**18 + 1)
     for theta, noise in [(1e4, 0.3), (30.0, 0.2)]:
         freq = ladder(9, theta)
         turns = np.rint(freq / (2 * np.pi) * 2.0**63).astype(np.uint64) * np.uint64(2)
-        each = Ladder(turns, freq, rng.uniform(0.5, 2, 9))
+        pairs = Ladder(turns, freq, rng.uniform(0.5, 2, 9))
         wanted = [-(2**18), 2**18, *rng.integers(-(2**18), 2**18, 2)]
         angles = np.multiply.outer(np.array(wanted), freq) + noise * rng.normal(size=(4, 9))
-        for angle, found in zip(angles, each.search(np.exp(1j * angles).astype(np.complex64)), strict=True):
-            scores = sum(w * np.cos(a - ids * f) for w, a, f in zip(each.weights, angle, freq, strict=True))
-            assert scores[int(found) + 2**18] >= scores.max() - 1e-5 * each.weights.sum()
+        for angle, best in zip(angles, pairs.search(np.exp(1j * angles).astype(np.complex64)), strict=True):
+            scores = sum(w * np.cos(a - ids * f) for w, a, f in zip(pairs.weights, angle, freq, strict=True))
+            assert scores[int(best) + 2**18] >= scores.max() - 1e-5 * pairs.weights.sum()
 
 
-def test_the_doubt_about_an_id_is_the_sum_over_all_others_within_reach() -> None:
+def test_the_doubt_about_an_id_is_a_sum_over_all_other_ids_within_reach() -> None:
     rng, pairs, across = np.random.default_rng(2), 9, 0.8
     freq, lengths, by_pair = ladder(pairs, 1e4), rng.uniform(0.5, 2, pairs), rng.uniform(0.5, 2, pairs)
     turns = np.rint(freq / (2 * np.pi) * 2.0**63).astype(np.uint64) * np.uint64(2)
-    noise = 1e-6 * 2.0 ** (np.array([27, 64, 67, 69, 70, 73]) / 4) * (1 - 1e-12)  # which is rounded up to such steps
+    noise = 1e-6 * 2.0 ** (np.array([27, 64, 67, 69, 70, 73]) / 4) * (1 - 1e-12)  # rounded up to these steps
     misfit = noise * 2.0**-2.5
     weight = lengths / lengths.sum()
     own = weight**2 * by_pair / (weight @ by_pair)
@@ -726,34 +730,34 @@ def test_the_doubt_about_an_id_is_the_sum_over_all_others_within_reach() -> None
         min(float(np.exp(-((np.maximum(np.sqrt(squares) / 2 - off, 0) / (n * onward)) ** 2) / 2).sum()), 1.0)
         for n, off in zip(noise, misfit, strict=True)
     ]
-    found = Ladder(turns, freq, lengths).doubt(noise, misfit, by_pair, across)
-    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-11)
-    assert found[0] < 1e-9 < found[2] < 0.01 < found[3] < found[5] == 1
+    doubt = Ladder(turns, freq, lengths).doubt(noise, misfit, by_pair, across)
+    np.testing.assert_allclose(doubt, want, rtol=1e-6, atol=1e-11)
+    assert doubt[0] < 1e-9 < doubt[2] < 0.01 < doubt[3] < doubt[5] == 1
 
 
-def test_other_bad_arguments_are_refused() -> None:
+def test_other_invalid_arguments_are_refused() -> None:
     case = CASES["1-D"]
-    keys = case.turn([np.arange(5)])
+    keys = case.rotate([np.arange(5)])
     with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as mmpos\.rotary\.Rotary gives it"):
         read(keys, "rope")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as head_axes has"):
+    with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as in head_axes"):
         read(np.ones((3, 2, 128)), CASES["heads"].rotary)
     with pytest.raises(InvalidInputError, match=r"positions: got shape \(1, 4\), want \(1, 5\)"):
         identify(keys, case.rotary, [[0, 1, 2, 3]])
     reading = read(keys, case.rotary)
     with pytest.raises(InvalidInputError, match="reading: got 1 axes and 5 tokens, want 2 axes and 5"):
         check(reading, SegmentTable.from_documents([[Text(5)]]))
-    with pytest.raises(InvalidInputError, match="scheme, start: got one with ids, want a SegmentTable"):
+    with pytest.raises(InvalidInputError, match="scheme requires a SegmentTable, got ids"):
         check(reading, np.arange(5), "mrope-qwen3")
     other = Rotary(128, pairing="adjacent")
-    with pytest.raises(InvalidInputError, match="reading: got no id that could be told, want one"):
-        check(read(CASES["interleaved"].turn(np.tile(np.arange(300), (2, 1))), other), np.arange(300))
+    with pytest.raises(InvalidInputError, match="reading: got no known id, want at least one"):
+        check(read(CASES["interleaved"].rotate(np.tile(np.arange(300), (2, 1))), other), np.arange(300))
 
 
-def test_dense_ids_are_checked_as_well() -> None:
+def test_a_reading_is_compared_with_dense_ids() -> None:
     case = CASES["interleaved"]
     ids = np.array([[0, 1, 1, 2], [0, 1, 2, 2]])
-    assert check(read(case.turn(ids), case.rotary), ids).equal
-    found = check(read(case.turn(ids), case.rotary), [0, 1, 2, 3])
-    assert (found.token, found.axis, found.got) == (2, 0, (1.0, 2.0))
-    assert found.want == (Fraction(2), Fraction(2))
+    assert check(read(case.rotate(ids), case.rotary), ids).equal
+    diagnosis = check(read(case.rotate(ids), case.rotary), [0, 1, 2, 3])
+    assert (diagnosis.token, diagnosis.axis, diagnosis.got) == (2, 0, (1.0, 2.0))
+    assert diagnosis.want == (Fraction(2), Fraction(2))

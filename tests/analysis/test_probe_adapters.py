@@ -1,4 +1,4 @@
-"""Keys of a model of Transformers: chunks, caches, padding and patches give those of one call."""
+"""Recorded keys of Transformers models: with chunks, caches, padding and packing they are at the right positions."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def model_of(name: str, **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def turned(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """A key, (kv_heads, 16), at positions: its halves are complex numbers that turn by position·10000^(-pair/8)."""
+def rotated(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Rotate a (kv_heads, 16) key to positions: its halves are complex numbers with angle position·10000^(-pair/8)."""
     number = reference[:, :8].astype(np.float64) + 1j * reference[:, 8:]
     angle = np.asarray(positions)[..., None, None] * 10000.0 ** (-np.arange(8) / 8)
     number = number * np.exp(1j * angle)
@@ -47,11 +47,11 @@ def turned(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt.
 
 
 def assert_at(layers: Any, positions: npt.ArrayLike) -> None:
-    """Every layer has its reference at these positions, (batch, tokens)."""
-    assert [one.layer for one in layers] == [0, 1]
-    for one in layers:
-        np.testing.assert_allclose(one.keys, turned(one.reference, positions), atol=1e-5)
-        assert np.abs(one.reference).max() > 1e-3
+    """Check that every layer has its reference at these (batch, tokens) positions."""
+    assert [layer.layer for layer in layers] == [0, 1]
+    for layer in layers:
+        np.testing.assert_allclose(layer.keys, rotated(layer.reference, positions), atol=1e-5)
+        assert np.abs(layer.reference).max() > 1e-3
 
 
 IDS = torch.randint(1, 64, (1, 7), generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ def test_keys_are_the_reference_at_the_positions(name: str, attention: str) -> N
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_chunks_go_on_where_the_one_before_ended(static: bool) -> None:
+def test_chunks_continue_where_the_previous_one_ended(static: bool) -> None:
     model = model_of("llama")
     first: dict[str, Any] = {"input_ids": IDS[:, :4]}
     if static:
@@ -74,9 +74,9 @@ def test_chunks_go_on_where_the_one_before_ended(static: bool) -> None:
     assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
 
 
-def test_chunks_need_the_cache_of_the_one_before() -> None:
+def test_chunks_require_the_cache_of_the_previous_one() -> None:
     first = {"input_ids": IDS[:, :4], "use_cache": False}
-    with pytest.raises(UnsupportedError, match=r"^model: got an output without a cache, want one for the next call$"):
+    with pytest.raises(UnsupportedError, match=r"^model: got an output without a cache, want a cache for the next "):
         keys_of(model_of("llama"), first, {"input_ids": IDS[:, 4:]})
     assert_at(keys_of(model_of("llama"), first), [range(4)])
 
@@ -85,17 +85,17 @@ def test_generated_tokens_follow_the_prompt() -> None:
     assert_at(keys_of(model_of("llama"), {"input_ids": IDS}, generate=4), [range(10)])
 
 
-def test_left_padding_and_packed_rows_show_the_ids_that_the_model_takes() -> None:
+def test_left_padding_and_packed_rows_have_the_ids_that_the_model_uses() -> None:
     model = model_of("llama")
     ids, mask = IDS.repeat(2, 1), torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
     padded = keys_of(model, {"input_ids": ids, "attention_mask": mask}, generate=2)
-    # Transformers counts from the first token that is not padding.
-    assert_at([type(one)(one.layer, one.keys[1:, 3:], one.reference) for one in padded], [range(5)])
+    # Transformers counts from the first token after the padding.
+    assert_at([type(layer)(layer.layer, layer.keys[1:, 3:], layer.reference) for layer in padded], [range(5)])
     packed = [[0, 1, 2, 0, 1, 2, 3]]
     assert_at(keys_of(model, {"input_ids": IDS, "position_ids": torch.tensor(packed)}), packed)
 
 
-def test_padding_whose_embedding_is_zero_is_not_the_state_of_all() -> None:
+def test_a_zero_embedding_of_padding_is_not_used_as_the_hidden_state() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0
@@ -106,11 +106,11 @@ def test_padding_whose_embedding_is_zero_is_not_the_state_of_all() -> None:
 
 def test_a_norm_after_the_rotation_leaves_no_reference() -> None:
     layers = keys_of(model_of("hunyuan_v1_dense"), {"input_ids": IDS})
-    assert [one.reference for one in layers] == [None, None]
+    assert [layer.reference for layer in layers] == [None, None]
     assert layers[0].keys.shape == (1, 7, 2, 16)
 
 
-def test_calls_without_a_cache_are_recorded_too() -> None:
+def test_calls_without_a_cache_are_recorded() -> None:
     model = model_of("llama")
     with KeyRecorder(model) as recorder, torch.no_grad():
         model(input_ids=IDS, use_cache=False)
@@ -118,7 +118,7 @@ def test_calls_without_a_cache_are_recorded_too() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_a_backward_pass_computes_anew_are_recorded_once(reentrant: bool) -> None:
+def test_layers_recomputed_by_a_backward_pass_are_recorded_once(reentrant: bool) -> None:
     model = model_of("llama").train()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     calls = []
@@ -139,19 +139,19 @@ def test_layers_that_a_backward_pass_computes_anew_are_recorded_once(reentrant: 
         ("falcon", {}, {}),
     ],
 )
-def test_an_attention_may_call_its_cache_layer_past(name: str, sizes: dict[str, Any], rotary: dict[str, Any]) -> None:
+def test_a_cache_named_layer_past_is_recorded(name: str, sizes: dict[str, Any], rotary: dict[str, Any]) -> None:
     from mmpos.analysis.probe import read
     from mmpos.rotary import Rotary
 
     model = model_of(name, **sizes)
     layers = keys_of(model, {"input_ids": IDS[:, :4]}, {"input_ids": IDS[:, 4:]})
-    ids = [read(one.keys[0], Rotary(16, axes=1, **rotary)).position_ids.tolist() for one in layers]
+    ids = [read(layer.keys[0], Rotary(16, axes=1, **rotary)).position_ids.tolist() for layer in layers]
     assert ids == [[list(range(7))]] * 2
-    assert [one.reference is None for one in layers] == [name != "gptj"] * 2
+    assert [layer.reference is None for layer in layers] == [name != "gptj"] * 2
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_goes_by_the_name_that_the_model_has_for_it(name: str) -> None:
+def test_a_cache_is_passed_under_the_name_that_the_model_uses(name: str) -> None:
     class Attention(torch.nn.Linear):  # type: ignore[misc,name-defined]
         layer_idx = 0
 
@@ -178,14 +178,14 @@ def test_a_cache_goes_by_the_name_that_the_model_has_for_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(fails: bool) -> None:
+def test_the_model_and_its_cache_are_restored(fails: bool) -> None:
     model = model_of("llama")
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         before = model(input_ids=IDS).logits
     product = model.model.layers[1].self_attn.o_proj
     names = [set(vars(module)) for module in model.modules()] + [set(vars(cache))]
-    if fails:  # inside the attention of the second layer
+    if fails:  # in the attention of the second layer
         model.model.layers[1].self_attn.o_proj = torch.nn.Linear(3, 3)
         with pytest.raises(RuntimeError):
             keys_of(model, {"input_ids": IDS, CACHE: cache})
@@ -198,13 +198,13 @@ def test_nothing_is_left_behind(fails: bool) -> None:
         assert torch.equal(model(input_ids=IDS).logits, before)
 
 
-def test_refusals_name_what_came() -> None:
+def test_invalid_arguments_are_refused() -> None:
     model = model_of("llama")
     with pytest.raises(InvalidInputError, match=r"^calls: got 0, want 1 or more$"):
         keys_of(model)
     with pytest.raises(InvalidInputError, match=r"^calls: got 2, want 1 with generate$"):
         keys_of(model, {"input_ids": IDS}, {"input_ids": IDS}, generate=1)
-    with pytest.raises(UnsupportedError, match=r"^model: got Linear, want one whose attention takes a cache$"):
+    with pytest.raises(UnsupportedError, match=r"^model: got Linear, want a model with attention that takes a cache$"):
         keys_of(torch.nn.Linear(1, 1), {})
     wrong: Any = "x"
     with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):

@@ -1,4 +1,4 @@
-"""Checkpoints whose tokens have one hidden state: loaded as an engine would, and run."""
+"""Checkpoints in which all tokens have the same hidden state, loaded and run as by an engine."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "phi3": {**TEXT, "pad_token_id": 302},
 }
 SHORT = ("qwen2_vl", "qwen3_vl", "qwen3_5", "paddleocr_vl", "mistral3", "gemma3", "llama")
-"""Those that stand for the others where time counts."""
+"""The models of the fast tests."""
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
-    """The model and the inputs of a prompt with an image, from files alone."""
+    """Load a model, and the inputs of a prompt with an image, from the files of a checkpoint."""
     multimodal = "vision_config" in MODELS[model] or "text_config" in MODELS[model]
     auto = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
     network = auto.from_pretrained(folder).eval()
@@ -110,11 +110,11 @@ def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
     image = np.random.default_rng(1).integers(0, 256, (90, 150, 3), np.uint8)
     text = processor.apply_chat_template(chat)
     inputs = processor(images=[image], text=[text], return_tensors="pt")
-    return network, {name: it.to(network.dtype) if it.is_floating_point() else it for name, it in inputs.items()}
+    return network, {name: x.to(network.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model", [it if it in SHORT else pytest.param(it, marks=pytest.mark.slow) for it in MODELS])
+@pytest.mark.parametrize("model", [m if m in SHORT else pytest.param(m, marks=pytest.mark.slow) for m in MODELS])
 def test_every_token_has_one_hidden_state_in_every_layer(model: str, tmp_path: Path) -> None:
     network, inputs = loaded(write_checkpoint(config_of(model), tmp_path), model)
     decoder = network.get_decoder()
@@ -137,7 +137,7 @@ def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(config_of("qwen3_vl"), tmp_path_factory.mktemp("probe"))
 
 
-def test_what_keys_depend_on_is_kept(qwen3_vl: Path) -> None:
+def test_sizes_that_affect_keys_are_kept(qwen3_vl: Path) -> None:
     text = json.loads((qwen3_vl / "config.json").read_text())["text_config"]
     assert (text["head_dim"], text["rope_parameters"]["mrope_section"], text["vocab_size"]) == (32, [4, 6, 6], 600)
     assert (text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]) == (2, 4, 2)
@@ -153,7 +153,7 @@ TWO = TEXT | {
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_with_two_rotations_are_judged_by_the_references_beside_the_config(
+def test_layers_with_different_rotations_are_judged_by_the_references_next_to_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, dump = write_checkpoint(TWO, tmp_path / "probe"), tmp_path / "keys.npz"
@@ -161,23 +161,23 @@ def test_layers_with_two_rotations_are_judged_by_the_references_beside_the_confi
     assert (network.config.num_attention_heads, network.config.num_key_value_heads) == (4, 2)
     for factor in (network.model.rotary_emb.full_attention_attention_scaling, 1.0):
         network.model.rotary_emb.full_attention_attention_scaling = factor
-        np.savez(dump, *(one.keys for one in keys_of(network, {"input_ids": torch.arange(5, 45)[None]})))
+        np.savez(dump, *(layer.keys for layer in keys_of(network, {"input_ids": torch.arange(5, 45)[None]})))
         code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
         layers = json.loads(capsys.readouterr().out)["layers"]
-        assert {name: one["layer_type"] for name, one in layers.items()} == {
+        assert {name: layer["layer_type"] for name, layer in layers.items()} == {
             "arr_0": "sliding_attention",
             "arr_1": "full_attention",
         }
-        assert (code, [one["equal"] for one in layers.values()]) == (0 if factor > 1 else 3, [True, factor > 1])
-        assert all(one["factor_judged"] for one in layers.values())
+        assert (code, [layer["equal"] for layer in layers.values()]) == (0 if factor > 1 else 3, [True, factor > 1])
+        assert all(layer["factor_judged"] for layer in layers.values())
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_keys_before_their_rotation_are_written_beside_the_config(name: str, tmp_path: Path) -> None:
+def test_keys_before_their_rotation_are_written_next_to_the_config(name: str, tmp_path: Path) -> None:
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024, "factor": 4.0}
     rope = longrope | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if name == "phi3" else dict(YARN)
-    sizes = {field: value for field, value in MODELS[name].items() if field != "head_dim"}  # which Phi-3 has not
+    sizes = {field: value for field, value in MODELS[name].items() if field != "head_dim"}  # Phi-3 has no head_dim
     config = transformers.CONFIG_MAPPING[name](**sizes | {"rope_parameters": rope}).to_dict()
     write_checkpoint(config, tmp_path)
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -186,17 +186,17 @@ def test_keys_before_their_rotation_are_written_beside_the_config(name: str, tmp
     assert factor > 1.05
     with np.load(tmp_path / "reference.npz") as written:
         assert written.files == ["0", "1"]
-        for one in layers:  # its first token has id 0
-            np.testing.assert_allclose(written[str(one.layer)] * factor, one.keys[0, 0], rtol=1e-5, atol=1e-6)
+        for layer in layers:  # the first token has id 0
+            np.testing.assert_allclose(written[str(layer.layer)] * factor, layer.keys[0, 0], rtol=1e-5, atol=1e-6)
 
 
-def test_an_encoder_keeps_layers_of_both_kinds_and_a_projector_fewer_parts_than_layers(tmp_path: Path) -> None:
+def test_an_encoder_has_layers_of_both_kinds_and_more_layers_than_its_projector_has_parts(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen2_5_vl"), tmp_path)
     vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
     assert (vision["depth"], vision["fullatt_block_indexes"]) == (3, [2])
 
 
-def test_the_only_merge_is_of_bytes_that_no_prompt_has(qwen3_vl: Path) -> None:
+def test_the_only_merge_is_of_bytes_that_no_prompt_contains(qwen3_vl: Path) -> None:
     model = json.loads((qwen3_vl / "tokenizer.json").read_text())["model"]
     assert (model["merges"], len(model["vocab"])) == ([["\u0100", "\u0100"]], 600)
     tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3_vl)
@@ -220,7 +220,7 @@ def test_the_tokenizer_of_qwen2_adds_no_token(tmp_path: Path) -> None:
     assert (len(tokenizer), tokenizer.eos_token_id) == (600, 301)
 
 
-def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:
+def test_files_next_to_the_config_are_copied(tmp_path: Path) -> None:
     released = tmp_path / "released"
     released.mkdir()
     (released / "config.json").write_text(json.dumps(config_of("qwen3_vl")))
@@ -232,7 +232,7 @@ def test_files_beside_the_config_are_copied(tmp_path: Path) -> None:
     assert not (folder / "processor_config.json").exists()
 
 
-def test_weights_are_the_same_each_time_and_the_generator_is_left_alone(tmp_path: Path) -> None:
+def test_weights_are_reproducible_and_the_generator_state_is_unchanged(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     first, second = (write_checkpoint(config_of("llama"), tmp_path / name) / "model.safetensors" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
@@ -242,9 +242,13 @@ def test_weights_are_the_same_each_time_and_the_generator_is_left_alone(tmp_path
 @pytest.mark.parametrize(
     ("config", "kind", "message"),
     [
-        ({}, InvalidInputError, "config: got one without model_type"),
-        ({"model_type": "dragon"}, UnsupportedError, "config.model_type: got 'dragon', want one that Transformers has"),
-        ({"model_type": "gpt2"}, UnsupportedError, "config.model_type: got 'gpt2', whose keys do not turn"),
+        ({}, InvalidInputError, "config requires model_type"),
+        (
+            {"model_type": "dragon"},
+            UnsupportedError,
+            "config.model_type: got 'dragon', want a model type of Transformers",
+        ),
+        ({"model_type": "gpt2"}, UnsupportedError, "config.model_type: got 'gpt2' without rotary embedding"),
         (
             {"model_type": "qwen3_vl", **MODELS["qwen3_vl"], "image_token_id": 600},
             InvalidInputError,
@@ -252,7 +256,7 @@ def test_weights_are_the_same_each_time_and_the_generator_is_left_alone(tmp_path
         ),
     ],
 )
-def test_refusals_name_what_came_and_write_nothing(
+def test_an_invalid_config_is_refused_and_nothing_is_written(
     config: Any, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=f"^{message}"):
@@ -260,16 +264,16 @@ def test_refusals_name_what_came_and_write_nothing(
     assert not (tmp_path / "probe").exists()
 
 
-def test_a_model_whose_tokens_would_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_different_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model, inputs: None)
     with pytest.raises(
-        UnsupportedError, match=r"^config.model_type: got 'qwen3_vl', whose token .* differs after its embeddings"
+        UnsupportedError, match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its emb"
     ):
         write_checkpoint(config_of("qwen3_vl"), tmp_path)
 
 
-def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_files_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidInputError, match="where files are, want a new folder or an empty one"):
+    with pytest.raises(InvalidInputError, match="which has files, want a new or empty folder"):
         write_checkpoint(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

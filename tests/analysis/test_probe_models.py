@@ -1,4 +1,4 @@
-"""Models of Transformers probed while they run: no alarm where they are right."""
+"""Transformers models that are probed while they run: right ones raise no alarm."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr")
 QUICK = ("qwen3_vl", "gemma3")
-"""Those that stand for the others where time counts."""
+"""The models of the fast tests."""
 
 
 PATCHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "gemma3", "mistral3", "llava", "internvl", "phi3")
-"""Those with a language model that ``patch`` serves."""
+"""The models with a language model that ``patch`` supports."""
 WAYS = [
     pytest.param(name, way, marks=() if name in QUICK and way in ("sdpa", "patched") else pytest.mark.slow)
     for name in CONFIGS
@@ -94,7 +94,7 @@ class Model(NamedTuple):
 
 @cache
 def model_of(name: str, dtype: str = "float32") -> Model:
-    """A model with random weights, and its processor."""
+    """Build a model with random weights, and its processor."""
     with TemporaryDirectory() as folder:
         write_checkpoint(transformers.CONFIG_MAPPING[name](**CONFIGS[name]).to_dict(), folder)
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -109,9 +109,9 @@ def model_of(name: str, dtype: str = "float32") -> Model:
 
 
 def prompt(name: str, *texts: str) -> dict[str, Any]:
-    """Inputs of a batch; {image} and {video} stand for some of their own."""
+    """Return the inputs of a batch; every {image} and {video} gets random pixels."""
     model = model_of(name)
-    family = next(one for one in FAMILIES if re.match(one.types, name))
+    family = next(family for family in FAMILIES if re.match(family.types, name))
     rng = np.random.default_rng(0)
     count = {kind: sum(text.count(f"{{{kind}}}") for text in texts) for kind in ("image", "video")}
     filled = [text.format(image=family.image, video=family.video) for text in texts]
@@ -129,7 +129,7 @@ def prompt(name: str, *texts: str) -> dict[str, Any]:
 
 
 class Meant(NamedTuple):
-    """What a config and inputs say; real: (batch, seq) which tokens are no padding."""
+    """The settings of a config, the segments of inputs, and the (batch, seq) mask of tokens without padding."""
 
     settings: ModelSettings
     segments: SegmentTable
@@ -141,16 +141,16 @@ class Meant(NamedTuple):
 
 
 def meant(name: str, inputs: Mapping[str, Any], more: int = 0) -> Meant:
-    """Positions by the config, with some tokens of text at the end."""
+    """Return the intended positions by the config, with ``more`` text tokens at the end."""
     settings = mmpos.from_hf_config(model_of(name).config, layer_type="full_attention" if name == "gemma3" else None)
     tail = ((0, 0), (0, more))
     ids = np.pad(inputs["input_ids"].numpy(), tail, constant_values=5)
     real = np.pad(inputs["attention_mask"].numpy(), tail, constant_values=1) == 1
     grids = [inputs[kind].numpy() if kind in inputs else None for kind in ("image_grid_thw", "video_grid_thw")]
     seconds = inputs.get("second_per_grid_ts")
-    told: dict[str, Any] = {} if seconds is None else {"seconds_per_frame": [float(each) for each in seconds]}
+    times: dict[str, Any] = {} if seconds is None else {"seconds_per_frame": [float(value) for value in seconds]}
     offsets = np.append(0, real.sum(axis=1).cumsum())
-    return Meant(settings, settings.segments(ids[real], *grids, cu_seqlens=offsets, **told), real)
+    return Meant(settings, settings.segments(ids[real], *grids, cu_seqlens=offsets, **times), real)
 
 
 def rotary_of(name: str, layer: int) -> Rotary:
@@ -159,28 +159,28 @@ def rotary_of(name: str, layer: int) -> Rotary:
 
 
 def assert_calm(name: str, layers: Any, want: Meant, casts: tuple[str, ...] = ("float32",)) -> None:
-    """Every layer shows the positions that were meant, and no sentence blames its rotation."""
-    for one in layers:
-        rotary = rotary_of(name, one.layer)
+    """Check that every layer has the intended positions, and that no note blames its rotation."""
+    for layer in layers:
+        rotary = rotary_of(name, layer.layer)
         for cast in casts:
-            keys = torch.tensor(one.keys[want.real]).to(getattr(torch, cast))
-            for reference in (None,) if one.reference is None else (None, one.reference):
+            keys = torch.tensor(layer.keys[want.real]).to(getattr(torch, cast))
+            for reference in (None,) if layer.reference is None else (None, layer.reference):
                 reading = read(keys, rotary, reference=reference)
-                found = check(reading, want.segments, want.settings.scheme, want.settings.start)
-                assert found.equal, (one.layer, cast, str(found))
-                assert cast != "float32" or reading.known.all(), (one.layer, reading.notes)
+                diagnosis = check(reading, want.segments, want.settings.scheme, want.settings.start)
+                assert diagnosis.equal, (layer.layer, cast, str(diagnosis))
+                assert cast != "float32" or reading.known.all(), (layer.layer, reading.notes)
                 assert not [note for note in reading.notes if re.search(ALARM, note)], reading.notes
-                named = identify(keys, rotary, want.table, reference=reference)
-                assert named.as_meant, (one.layer, cast, str(named))
+                identification = identify(keys, rotary, want.table, reference=reference)
+                assert identification.as_meant, (layer.layer, cast, str(identification))
             assert identify(keys, rotary).as_meant
 
 
-ALARM = "another rotary|have turned|times as long|of other lengths|given up"
-"""Words of the notes about rotations."""
+ALARM = "another rotary|are rotated|times as long|of other lengths|abandoned"
+"""Words in the notes about wrong rotations."""
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_a_model_that_is_right_raises_no_alarm(name: str, way: str) -> None:
+def test_a_right_model_raises_no_alarm(name: str, way: str) -> None:
     network = model_of(name).network
     text = "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b"
     inputs = prompt(name, text)
@@ -210,21 +210,21 @@ def test_a_model_that_is_right_raises_no_alarm(name: str, way: str) -> None:
     assert_calm(name, keys_of(network, packed), want)
 
 
-@pytest.mark.parametrize("name", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in CONFIGS])
-def test_a_model_of_bfloat16_raises_no_alarm(name: str) -> None:
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def test_a_bfloat16_model_raises_no_alarm(name: str) -> None:
     inputs = prompt(name, "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b")
-    narrow = {key: it.bfloat16() if it.is_floating_point() else it for key, it in inputs.items()}
+    narrow = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
     layers = keys_of(model_of(name, "bfloat16").network, narrow, generate=4)
-    for one in layers:
-        rotary, want = rotary_of(name, one.layer), meant(name, inputs, 3)
-        reading = read(one.keys[0], rotary)
+    for layer in layers:
+        rotary, want = rotary_of(name, layer.layer), meant(name, inputs, 3)
+        reading = read(layer.keys[0], rotary)
         assert check(reading, want.segments, want.settings.scheme).equal
         assert not [note for note in reading.notes if re.search(ALARM, note)], reading.notes
-        assert identify(one.keys[0], rotary, want.table).as_meant
+        assert identify(layer.keys[0], rotary, want.table).as_meant
 
 
 def patched_by(name: str) -> Any:
-    """What ``patch`` takes: a rotary, or one for each type of layer."""
+    """Return the rotary for ``patch``, or one rotary for each type of layer."""
     if name != "gemma3":
         return rotary_of(name, 0)
     types = model_of(name).config["text_config"]["layer_types"]
@@ -232,10 +232,10 @@ def patched_by(name: str) -> Any:
 
 
 def packed_row(name: str, padded: Mapping[str, Any]) -> tuple[dict[str, Any], Meant]:
-    """The rows of a padded batch in one, with the position_ids of each."""
+    """Pack the rows of a padded batch into one, with their position_ids."""
     want = meant(name, padded)
     real, ids = torch.tensor(want.real), torch.tensor(want.table.dense().astype(np.int64))
-    row = {key: it[real][None] if it.shape[:2] == real.shape else it for key, it in padded.items()}
+    row = {key: value[real][None] if value.shape[:2] == real.shape else value for key, value in padded.items()}
     del row["attention_mask"]
     row["position_ids"] = ids if len(ids) == 1 else ids[:, None]
     return row, want._replace(real=np.ones((1, ids.shape[1]), np.bool_))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed; docs/probe-engines.md says what was run with it", allow_module_level=True)
+    pytest.skip("SGLang is not installed; docs/probe-engines.md lists what was tested with it", allow_module_level=True)
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,13 +38,13 @@ QWEN25 = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
 QWEN3 = Rotary(128, 5e6, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
 QWEN35 = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
 WIDE = SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]])
-"""A prompt of 85 tokens and 5 that are generated; its text goes on at 4 + 11 after 81 tokens: a delta of −66."""
+"""A prompt of 85 tokens and 5 generated ones; text continues at 4 + 11 after 81 tokens, so the delta is −66."""
 WIDE_IDS = [1, 2, 3, START] + [IMAGE] * 77 + [553, 4, 5, 6]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tell SGLang of a checkpoint and of the CPU; where it would import a kernel of vLLM, it finds none to call."""
+    """Configure SGLang with a checkpoint on the CPU, and replace the kernel that it imports from vLLM."""
     folder = tmp_path_factory.mktemp("probe") / "qwen3_vl"
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     text: dict[str, Any] = {"vocab_size": 600, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}
@@ -60,7 +60,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def rope_of(rotary: Rotary, **changes: Any) -> Any:
-    """SGLang's rotation with the settings of a rotary."""
+    """Build SGLang's rotation with the settings of a rotary."""
     settings = {
         "head_size": rotary.head_dim,
         "rotary_dim": rotary.rotary_dim,
@@ -74,8 +74,8 @@ def rope_of(rotary: Rotary, **changes: Any) -> Any:
     return MRotaryEmbedding(**{**settings, **changes})
 
 
-def turned(rope: Any, positions: Tensor, kernel: Kernel = "native") -> Tensor:
-    """(tokens, kv_heads, head_dim) keys of tokens with one hidden state; the fused kernel makes bfloat16."""
+def rotated(rope: Any, positions: Tensor, kernel: Kernel = "native") -> Tensor:
+    """Return (tokens, kv_heads, head_dim) keys of tokens with one hidden state; bfloat16 for the fused kernel."""
     tokens, width = positions.shape[-1], rope.head_size
     key = torch.randn(1, width, generator=torch.Generator().manual_seed(3)).repeat(tokens, 1)
     if kernel == "fused":
@@ -93,27 +93,27 @@ def turned(rope: Any, positions: Tensor, kernel: Kernel = "native") -> Tensor:
 
 
 def wide(model_type: str) -> Any:
-    """Positions and delta of the prompt, as the processor keeps them."""
+    """Return the positions and delta of the prompt, as stored by the processor."""
     names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "tokens_per_second": 2}
-    told = {
+    inputs = {
         "model_type": model_type,
         "input_ids": torch.tensor([WIDE_IDS]),
         "image_grid_thw": torch.tensor([[1, 14, 22]]),
     }
-    ids, delta = MRotaryEmbedding.get_rope_index(2, **names, **told)
+    ids, delta = MRotaryEmbedding.get_rope_index(2, **names, **inputs)
     return MultimodalInputs([], mrope_positions=ids[:, 0], mrope_position_delta=delta)
 
 
 def step(mode: Any, held: Any, length: int, drafts: int = 0, **batch: Any) -> Tensor:
-    """(3, tokens) positions of a step of one request that then has this length, by SGLang's ForwardBatch."""
+    """Return the (3, tokens) positions of a step of one request of this length, by SGLang's ForwardBatch."""
     forward = ForwardBatch.__new__(ForwardBatch)
     forward.seq_lens = forward.seq_lens_cpu = torch.tensor([length])
     forward.forward_mode, runner = mode, SimpleNamespace(device="cpu")
-    told = SimpleNamespace(multimodal_inputs=[held], reqs=[SimpleNamespace(session=None)], **batch)
+    requests = SimpleNamespace(multimodal_inputs=[held], reqs=[SimpleNamespace(session=None)], **batch)
     if drafts:
-        forward.compute_spec_mrope_positions(runner, told)
+        forward.compute_spec_mrope_positions(runner, requests)
     else:
-        forward._compute_mrope_positions(runner, told)
+        forward._compute_mrope_positions(runner, requests)
     return forward.mrope_positions
 
 
@@ -146,7 +146,7 @@ def test_chunks_decoding_and_drafts_raise_no_alarm(rotary: Rotary, model_type: s
     positions = torch.cat(
         [prefill(held, 0, 40), prefill(held, 40, 85), decode(held, 85, 87), verify(held, 87, 90)], dim=1
     )
-    keys = turned(rope_of(rotary), positions, kernel)
+    keys = rotated(rope_of(rotary), positions, kernel)
     reading = read(keys, rotary)
     assert reading.known.all()
     assert check(reading, WIDE, scheme).equal

@@ -1,4 +1,4 @@
-"""vLLM's whole engine on a CPU, probed: calm where it is right, and known bugs, made in its functions, are named."""
+"""vLLM's engine on a CPU, probed: it raises no alarm, and known bugs, patched into its functions, are named."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import transformers
 import vllm
 import vllm._custom_ops
 from PIL import Image
+from probe_configs import QWEN
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
@@ -36,12 +37,6 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-TOKENS: dict[str, Any] = {
-    "image_token_id": 555,
-    "video_token_id": 556,
-    "vision_start_token_id": 552,
-    "vision_end_token_id": 553,
-}
 ROPES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_theta": 1e6, "mrope_section": [16, 24, 24]},
     "qwen3_vl": {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
@@ -50,7 +45,7 @@ QWEN25 = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
 QWEN3 = Rotary(128, 5e6, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 WIDE, HIGH = (300, 200), (90, 150)
-"""Widths and heights: 7 rows of 11 tokens and 5 of 3 in Qwen2.5-VL; the first is 6 rows of 9 in Qwen3-VL."""
+"""Widths and heights: 7 rows of 11 tokens and 5 rows of 3 in Qwen2.5-VL; WIDE is 6 rows of 9 in Qwen3-VL."""
 PROMPT = f"abc{IMAGE}def"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
@@ -59,7 +54,7 @@ Documents = Sequence[Sequence[Text | Grid]]
 
 
 class Engine:
-    """An engine with a probe checkpoint, which serves one request at a time, and the keys in its paged cache."""
+    """An engine with a probe checkpoint that serves one request at a time, and the keys in its paged cache."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.pages: dict[str, dict[int, Any]] = {}
@@ -69,7 +64,7 @@ class Engine:
             config = {"num_hidden_layers": 2, "bos_token_id": 300, "eos_token_id": None}
             rope = {"rope_parameters": {"rope_type": "default", **ROPES[name]}}
             kind: Any = transformers.CONFIG_MAPPING[name]
-            write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **TOKENS).to_dict(), folder)
+            write_checkpoint(kind(text_config={**TEXT, **config, **rope}, **QWEN).to_dict(), folder)
             self.llm = vllm.LLM(
                 folder,
                 dtype="float32",
@@ -85,7 +80,7 @@ class Engine:
             )
 
     def fresh(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        """Serve the tests that follow, with an empty cache."""
+        """Prepare the engine for the next test, with an empty cache."""
         monkeypatch.setattr(Attention, "forward", lambda layer, query, key, *_, **__: self.attention(layer, query, key))
         self.llm.reset_prefix_cache()
         self.pages.clear()
@@ -95,9 +90,9 @@ class Engine:
         """Generate tokens.
 
         Returns:
-            (layers, tokens, kv_heads, head_dim) keys of all tokens but the last, which no forward has seen, as the
-            cache has them in the end, zero where nothing was written; and the tokens of the prompt whose keys were
-            there before.
+            (layers, tokens, kv_heads, head_dim) keys in the cache at the end, zero where nothing was written, of all
+            tokens except the last, which never passes through forward; and the number of prompt tokens that were
+            cached before.
         """
         data = {"multi_modal_data": {"image": [Image.new("RGB", size) for size in sizes]}} if sizes else {}
         sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
@@ -112,39 +107,39 @@ class Engine:
     def rope(self) -> MRotaryEmbedding:
         """The rotation that all layers share."""
         (modules,) = self.llm.apply_model(
-            lambda model: [it for it in model.modules() if isinstance(it, MRotaryEmbedding)]
+            lambda model: [module for module in model.modules() if isinstance(module, MRotaryEmbedding)]
         )
-        assert all(it is modules[0] for it in modules)
+        assert all(module is modules[0] for module in modules)
         return modules[0]
 
     def check(self, keys: Any, documents: Documents) -> Diagnosis:
-        """Compare the second layer, whose diagnosis the first one shares."""
+        """Diagnose the second layer, and check that the first has the same diagnosis."""
         segments = SegmentTable.from_documents(documents)
         first, second = (check(read(layer, self.rotary), segments, self.scheme) for layer in keys)
         assert (first.document, first.token, first.cause) == (second.document, second.token, second.cause)
         return second
 
     def identify(self, keys: Any, documents: Documents, rotary: Rotary | None = None) -> Identification:
-        """Find the rotation of the second layer; the first one's is the same."""
+        """Identify the rotation of the second layer, and check that the first has the same."""
         positions = place(SegmentTable.from_documents(documents), self.scheme)
         first, second = (identify(layer, rotary or self.rotary, positions) for layer in keys)
         assert first.cause == second.cause
         return second
 
     def attention(self, layer: Attention, query: Any, key: Any) -> Any:
-        """Keep keys in their slots, and give zeros: the checkpoint discards what attention gives."""
+        """Store keys in their slots, and return zeros, since the checkpoint discards the output of attention."""
         metadata: Any = get_forward_context().attn_metadata
         mine = metadata[layer.layer_name]
         rows = key.view(-1, layer.num_kv_heads, layer.head_size).numpy().copy()
         page = self.pages.setdefault(layer.layer_name, {})
-        page.update(zip(mine.slot_mapping.tolist(), rows, strict=False))  # further slots are padding
+        page.update(zip(mine.slot_mapping.tolist(), rows, strict=False))  # the remaining slots are padding
         self.blocks = mine.block_table[0].tolist()
         return torch.zeros_like(query)
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Engine]]:
-    """Make Qwen2.5-VL, and Qwen3-VL with drafts by ngram, without the kernels of a build for CPUs."""
+    """Start Qwen2.5-VL, and Qwen3-VL with ngram drafts, without the kernels of a CPU build."""
     library = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "init_cpu_memory_env"):
         library.define("init_cpu_memory_env(int[] nodes) -> ()")
@@ -170,7 +165,7 @@ def drafting(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Eng
 def test_chunks_and_prefix_hits_of_qwen25_raise_no_alarm(plain: Engine) -> None:
     for tail, hit in ((0, 0), (60, 64)):
         keys, cached = plain.serve(PROMPT + tail * "x", WIDE)
-        assert cached == hit  # text before the image, and five of its rows and five patches more
+        assert cached == hit  # the text before the image, five rows of it and five more patches
         assert plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).equal
         assert plain.identify(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).as_meant
 
@@ -186,74 +181,74 @@ def test_drafts_of_qwen3_raise_no_alarm(drafting: Engine, monkeypatch: pytest.Mo
     keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
     assert drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]]).equal
     assert drafting.identify(keys, [[Text(4), Grid(6, 9), Text(15)]]).as_meant
-    assert steps == [62, 4, 4, 4]  # the prompt, and a token with three drafts
+    assert steps == [62, 4, 4, 4]  # the prompt, then a token with three drafts in each step
 
 
-def test_a_rotation_that_reads_one_position_per_token(
+def test_a_rotation_that_reads_one_position_per_token_is_named(
     plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sglang#34446, #36762: the kernel takes positions for 1-D, and reads their first row."""
+    """sglang#34446, #36762: the kernel expects 1-D positions, and reads only the first row."""
     monkeypatch.setattr(
         MRotaryEmbedding, "forward", lambda self, positions, query, key: self.forward_native(positions[0], query, key)
     )
     for engine, grid in ((plain, Grid(7, 11)), (drafting, Grid(6, 9))):
         with monkeypatch.context() as patch:
             keys, _ = engine.fresh(patch).serve(PROMPT, WIDE)
-        found = engine.check(keys, [[Text(4), grid, Text(9)]])
-        assert found.token == 5  # the first patch stands where its frame does
-        assert found.cause == "axis 0 (frame) stands in place of every other axis, which is dropped"
-        named = engine.identify(keys, [[Text(4), grid, Text(9)]])
-        assert named.cause == "all pairs turn by axis 0 (frame): the other axes are dropped"
+        diagnosis = engine.check(keys, [[Text(4), grid, Text(9)]])
+        assert diagnosis.token == 5  # the first patch has its frame's id on all axes
+        assert diagnosis.cause == "axis 0 (frame) is used in place of every other axis"
+        identification = engine.identify(keys, [[Text(4), grid, Text(9)]])
+        assert identification.cause == "all pairs rotate by axis 0 (frame): other axes are dropped"
 
 
-def test_sections_in_blocks_where_pairs_are_interleaved(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-gaudi#1437: mrope_interleaved is set, and the rotation does not look."""
+def test_sections_instead_of_interleaved_pairs_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-gaudi#1437: the rotation ignores mrope_interleaved."""
     monkeypatch.setattr(drafting.rope, "mrope_interleaved", False)
     keys, _ = drafting.serve(PROMPT, WIDE)
-    found = drafting.identify(keys, [[Text(4), Grid(6, 9), Text(9)]])
-    assert found.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
+    identification = drafting.identify(keys, [[Text(4), Grid(6, 9), Text(9)]])
+    assert identification.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
 
 
-def test_sections_of_another_model(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_of_another_model_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain.rope, "mrope_section", [24, 20, 20])
     keys, _ = plain.serve(PROMPT, WIDE)
-    found = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]])
-    assert found.cause == "12 pairs of 64, the first 16, turn by other axes: 0, 1 instead of 1, 2"
+    identification = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]])
+    assert identification.cause == "12 pairs of 64 (first: 16) rotate by other axes: 0, 1 instead of 1, 2"
 
 
-def test_half_of_the_frequencies_on_the_wrong_axis(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm-omni#1784: frequencies of rows and columns alternate in the model, and lie in two blocks in vLLM."""
+def test_half_of_the_frequencies_on_the_wrong_axis_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-omni#1784: frequencies of rows and columns alternate in the model, but are in two blocks in vLLM."""
     monkeypatch.setattr(plain.rope, "mrope_section", [0, 32, 32])
     keys, _ = plain.serve(PROMPT, WIDE)
     meant = Rotary(128, 1e6, axes=3, allocation=[1, 2] * 32)
-    found = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]], meant)
-    assert found.cause == "pairs are allocated as 'sections', not as 'a vector'"
-    assert found.rotary is not None
-    assert found.rotary.pair_axis.tolist() == [1] * 32 + [2] * 32
+    identification = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]], meant)
+    assert identification.cause == "pairs are allocated as 'sections', not as 'a vector'"
+    assert identification.rotary is not None
+    assert identification.rotary.pair_axis.tolist() == [1] * 32 + [2] * 32
 
 
-def test_a_delta_that_is_lost_before_decoding(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-LLM#15661: what decodes gets no delta."""
+def test_a_delta_that_is_lost_before_decoding_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-LLM#15661: decoding gets no delta."""
     use_delta(monkeypatch, lambda deltas: 0)
     keys, _ = plain.serve(PROMPT, WIDE)
-    found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9)]])
-    assert found.token == 85  # the first that was generated
-    assert found.cause == "from the first difference on ids are the token's index: the delta -66 is forgotten"
+    diagnosis = plain.check(keys, [[Text(4), Grid(7, 11), Text(9)]])
+    assert diagnosis.token == 85  # the first generated token
+    assert diagnosis.cause == "from the first difference on, ids are the token's index: the delta -66 is forgotten"
 
 
-def test_a_delta_of_the_request_before(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-vlm#1619, #1983: the delta is the model's, and not the request's."""
+def test_a_delta_of_the_previous_request_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-vlm#1619, #1983: the delta is stored on the model, not with the request."""
     use_delta(monkeypatch, lambda deltas: deltas[0])
     before, _ = plain.serve(f"hello {IMAGE}!", HIGH)
     keys, _ = plain.serve(PROMPT, WIDE)
     documents: Documents = [[Text(7), Grid(5, 3), Text(7)], [Text(4), Grid(7, 11), Text(9)]]
-    found = plain.check(np.concatenate([before, keys], axis=1), documents)
-    assert (found.document, found.token) == (1, 85)
-    assert found.cause == "the delta -10 of documents[0] is used for documents[1], from the first difference on"
+    diagnosis = plain.check(np.concatenate([before, keys], axis=1), documents)
+    assert (diagnosis.document, diagnosis.token) == (1, 85)
+    assert diagnosis.cause == "the delta -10 of documents[0] is used for documents[1], from the first difference on"
 
 
 def use_delta(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[int]], int]) -> None:
-    """Decode by one of the deltas of the requests so far."""
+    """Decode with one of the deltas of the requests so far."""
     deltas, own = list[int](), RopeState.init_prefill_positions
 
     def init_prefill_positions(self: RopeState, request: int, *rest: Any, **named: Any) -> None:
@@ -264,30 +259,32 @@ def use_delta(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[int]], int
     monkeypatch.setattr(RopeState, "init_prefill_positions", init_prefill_positions)
 
 
-def test_a_prefix_hit_after_which_ids_begin_at_zero(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#48835: what follows a cached prefix is placed as a prompt of its own."""
+def test_ids_that_restart_after_a_prefix_hit_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#48835: tokens after a cached prefix are placed as a separate prompt."""
     plain.serve(70 * "a")
     begin_prompts_at(monkeypatch, 64)
     keys, cached = plain.serve(70 * "a" + 60 * "b")
     assert cached == 64
-    found = plain.check(keys, [[Text(135)]])
-    assert found.token == 64
-    assert found.cause == "ids are reset inside a document: they begin anew at this token"
+    diagnosis = plain.check(keys, [[Text(135)]])
+    assert diagnosis.token == 64
+    assert diagnosis.cause == "ids are reset inside a document: they restart at this token"
 
 
-def test_a_chunk_that_takes_the_first_positions_of_its_prompt(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-vlm#1741: every chunk is given the positions of the whole prompt, and takes their beginning."""
+def test_a_chunk_with_the_first_positions_of_its_prompt_is_named(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-vlm#1741: every chunk gets the positions of the whole prompt, and uses the first ones."""
     begin_prompts_at(monkeypatch, None)
     for tail in (0, 60):
         keys, cached = plain.fresh(monkeypatch).serve(PROMPT + tail * "x", WIDE)
         assert cached == 0
-        found = plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]])
-        assert found.token == CHUNK
-        assert found.cause == "from token 64 on ids are those of the document's beginning again"
+        diagnosis = plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]])
+        assert diagnosis.token == CHUNK
+        assert diagnosis.cause == "from token 64 on, ids repeat those of the document's beginning"
 
 
 def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> None:
-    """Count tokens of prompts from those that a step has computed, all of them or so many."""
+    """Count prompt tokens from the computed ones: all tokens computed before the step, or a fixed number of them."""
     own = RopeState.prepare_positions
 
     def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
@@ -297,8 +294,8 @@ def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> N
     monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
 
 
-def test_drafts_one_place_too_far(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#54498: tokens of a draft are not where the one before them leads."""
+def test_drafts_one_id_too_far_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#54498: draft tokens do not continue after the token before them."""
     own = RopeState.prepare_positions
 
     def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
@@ -308,26 +305,26 @@ def test_drafts_one_place_too_far(drafting: Engine, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
     keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
-    found = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
-    assert found.token == 63  # 62 is the token that was generated, which comes with drafts
-    assert found.cause == "3 runs of tokens have ids that are 1 too large, and tokens between them are right"
-    assert found.explained == found.different_tokens == 8
+    diagnosis = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
+    assert diagnosis.token == 63  # the first draft; 62 is the generated token
+    assert diagnosis.cause == "3 runs of tokens have ids that are 1 too large; the tokens between them are right"
+    assert diagnosis.explained == diagnosis.different_tokens == 8
 
 
-def test_drafts_in_the_slots_of_their_ids(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#54498: slots of drafts come from their positions on the first axis, and overwrite keys of the prompt."""
+def test_drafts_in_the_slots_of_their_ids_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#54498: slots of drafts are their positions on the first axis, and overwrite keys of the prompt."""
     own = BlockTables.compute_slot_mappings
 
     def compute_slot_mappings(self: Any, rows: Tensor, starts: Tensor, positions: Tensor, **named: Any) -> Tensor:
         if int(starts[len(rows)]) == 4:
             positions = positions.clone()
-            positions[1:4] -= 45  # 58 tokens before the text that follows take 13 ids
+            positions[1:4] -= 45  # the 58 tokens before the last text consume 13 ids
         return own(self, rows, starts, positions, **named)
 
     monkeypatch.setattr(BlockTables, "compute_slot_mappings", compute_slot_mappings)
     keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
-    found = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
-    assert found.token == 18  # the slot of 63, the first draft
-    assert found.cause is not None
-    assert found.cause.endswith(", or keys lie in the slots of their ids")
-    assert found.explained == found.different_tokens == 9
+    diagnosis = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
+    assert diagnosis.token == 18  # the slot of 63, the first draft
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.endswith(", or keys are in the cache slots of their ids")
+    assert diagnosis.explained == diagnosis.different_tokens == 9

@@ -1,4 +1,4 @@
-"""Commands in this process, in an empty folder, with no colours asked for by the surroundings."""
+"""Commands that run in this process, in an empty folder, without colours from the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in."""
+    """Create an empty working folder."""
     for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command; gives its exit code, output and errors."""
+    """Return a function that runs a command and returns its exit code, output and errors."""
 
     def command(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def fail(run: Run) -> Callable[..., tuple[int, str]]:
-    """Run a wrong command; gives its exit code and the one line of its error."""
+    """Return a function that runs an invalid command and returns its exit code and the line of its error."""
 
     def command(*arguments: str) -> tuple[int, str]:
         code, out, err = run(*arguments)

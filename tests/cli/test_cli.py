@@ -1,4 +1,4 @@
-"""The command line: what it prints word for word, and that every error is one line with the right exit code."""
+"""The command line: its exact output, and errors of one line with the right exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: str) -> str:
     return str(result.stdout)
 
 
-def test_positions_of_a_short_document() -> None:
+def test_all_ids_of_a_short_document_are_printed() -> None:
     assert (
         run("positions", "3,2x3,2")
         == """\
@@ -58,7 +58,7 @@ next position 16, delta 5
     )
 
 
-def test_positions_of_a_long_document_are_one_line_per_segment() -> None:
+def test_a_long_document_is_printed_as_one_line_per_segment() -> None:
     lines = run("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7").splitlines()
     assert lines[0] == "1,552 tokens, scheme mrope, positions (frame, row, col)"
     assert [line.split()[0] for line in lines[4:] if line] == ["0–99", "100–1251", "+(0,", "1252–1551", "next"]
@@ -71,16 +71,16 @@ def test_fractions_are_printed_as_fractions() -> None:
     assert lines[8] == "   id  0  1/4  1/2"
 
 
-def test_several_documents_and_a_scheme_without_next_positions() -> None:
+def test_documents_are_numbered_and_a_missing_next_position_is_explained() -> None:
     lines = run("positions", "1", "2,1x1", "--scheme", "rows").splitlines()
     assert lines[0] == "document 1: 1 token, scheme rows, positions (row, col)"
     assert lines[12] == "document 2: 3 tokens, scheme rows, positions (row, col)"
     assert [line for line in lines if line.startswith("no next")] == [
-        "no next position: under rows the end is not one whole id"
+        "no next position: in rows the end is not a single integer id"
     ] * 2
 
 
-def test_many_segments_and_documents_are_elided() -> None:
+def test_long_lists_of_segments_and_documents_are_shortened() -> None:
     lines = run("positions", ",".join(["1,1x1"] * 20)).splitlines()
     assert lines[19:22] == [
         "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
@@ -90,7 +90,7 @@ def test_many_segments_and_documents_are_elided() -> None:
     assert run("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
 
 
-def test_json_holds_everything() -> None:
+def test_json_contains_documents_and_positions() -> None:
     assert json.loads(run("positions", "1,2x3,1", "2", "--json", "--scheme", "rope-tie")) == {
         "scheme": "rope-tie",
         "axes": 2,
@@ -102,29 +102,23 @@ def test_json_holds_everything() -> None:
     }
 
 
-def test_json_of_fractional_schemes_is_exact_too() -> None:
-    found = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
-    assert found["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
-    assert found["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
+def test_json_of_fractional_schemes_contains_exact_ids() -> None:
+    printed = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
+    assert printed["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
+    assert printed["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
 
 
-def test_json_of_a_scheme_without_next_positions() -> None:
-    found = json.loads(run("positions", "2", "--json", "--scheme", "rows"))
-    assert (found["next_positions"], found["deltas"]) == (None, None)
-
-
-def test_what_json_prints_can_be_read_again(tmp_path: Path) -> None:
-    first = run("positions", "3,4x2x3,1", "--scheme", "mrope", "--json")
-    (tmp_path / "again.json").write_text(first)
-    assert run("positions", "again.json", "--scheme", "mrope", "--json") == first
+def test_json_has_null_for_missing_next_positions() -> None:
+    printed = json.loads(run("positions", "2", "--json", "--scheme", "rows"))
+    assert (printed["next_positions"], printed["deltas"]) == (None, None)
 
 
 def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
     parts = [{"audio": 2}, {"clip": [2, 1, 1], "audio": 3, "seconds_per_frame": 0.5}, {"text": 1}]
     (tmp_path / "clip.json").write_text(json.dumps({"documents": [parts]}))
-    found = json.loads(run("positions", "clip.json", "--scheme", "tmrope", "--json"))
-    assert found["documents"] == [parts]
-    assert found["position_ids"][0] == [0, 1, 2, 2, 3, 15, 3, 4, 5, 6, 6, 7]
+    printed = json.loads(run("positions", "clip.json", "--scheme", "tmrope", "--json"))
+    assert printed["documents"] == [parts]
+    assert printed["position_ids"][0] == [0, 1, 2, 2, 3, 15, 3, 4, 5, 6, 6, 7]
     assert "clip 2×1×1 with audio 3" in run("positions", "clip.json", "--scheme", "tmrope")
     assert run("explain", "clip.json", "7", "--scheme", "tmrope") == (
         "token 7 (documents[0], token 7) is token 1 of the audio of a clip (segment 1): position (4, 4, 4)\n"
@@ -137,20 +131,20 @@ def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
         assert read_part("part", written[0]) == part
     parts = [{"thumbnail": [1, 1]}, {"tile": [1, 2], "tokens_after": 1}, {"text": 1}]
     (tmp_path / "tiles.json").write_text(json.dumps({"documents": [parts]}))
-    found = json.loads(run("positions", "tiles.json", "--scheme", "mrope-canvas", "--json"))
-    assert found["documents"] == [parts]
-    assert found["position_ids"][2] == [0, 0, 2, 0, 0, 1, 1, 0, 3]
+    printed = json.loads(run("positions", "tiles.json", "--scheme", "mrope-canvas", "--json"))
+    assert printed["documents"] == [parts]
+    assert printed["position_ids"][2] == [0, 0, 2, 0, 0, 1, 1, 0, 3]
     assert "tile 1×2 and 1 token after it" in run("positions", "tiles.json", "--scheme", "mrope-canvas")
 
 
-def test_explain_is_the_librarys_sentence() -> None:
+def test_explain_prints_the_sentence_of_the_library() -> None:
     assert run("explain", "3,2x3", "4") == (
         "token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): "
         "position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)\n"
     )
 
 
-def test_schemes_lists_every_scheme_with_its_own_words() -> None:
+def test_schemes_lists_every_scheme_with_its_summary() -> None:
     printed = run("schemes")
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] and line.split()[0] in SCHEMES]
     assert [row[0] for row in rows] == list(SCHEMES)
@@ -177,13 +171,13 @@ tokens    what                               first        last         steps
 142–229   8×11 patches                       (173, 170)   (257, 260)   row +(12, 0), col +(0, 9)
 230–231   '[/IMG].'                          (269, 269)   (270, 270)   token +1
 
-Next      position 271 on every axis: there the answer begins
-Delta     39: while decoding, a token's id is its index plus this
+Next      position 271 on every axis, where the answer begins
+Delta     39, which decoding adds to the index of a token
 Picture   mmpos-demo.png
 """
 
 
-def test_the_demo_in_a_process_of_its_own_needs_no_torch(tmp_path: Path) -> None:
+def test_the_demo_runs_without_torch(tmp_path: Path) -> None:
     root = Path(str(resources.files("mmpos"))).parent
     script = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['mmpos', 'demo']; "
@@ -209,16 +203,16 @@ def test_a_terminal_without_unicode_shows_question_marks(tmp_path: Path) -> None
     assert b"0?2    | text 3 | (0, 0) | (2, 2) | token +1" in done.stdout
 
 
-def test_the_demo_takes_other_schemes(tmp_path: Path) -> None:
+def test_the_demo_accepts_other_schemes(tmp_path: Path) -> None:
     lines = run("demo", "--scheme", "rope-tie-v2", "-o", "v2.svg").splitlines()
     assert lines[2] == "Ids       232 tokens, scheme rope-tie-v2, positions (row, col)"
-    assert lines[-2:] == ["Delta     0: while decoding, a token's id is its index plus this", "Picture   v2.svg"]
+    assert lines[-2:] == ["Delta     0, which decoding adds to the index of a token", "Picture   v2.svg"]
     assert lines[9].split()[:7] == ["142–229", "8×11", "patches", "(182,", "361/2)", "(189,", "381/2)"]
     assert (tmp_path / "v2.svg").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         ("ids 3,2x3,2", ["image", "next position 16"]),
         ("ids 3,2x3,2 -s mrope -s flatten --start 7", ["mrope", "flatten", "next position 15", "token"]),
@@ -232,10 +226,10 @@ def test_the_demo_takes_other_schemes(tmp_path: Path) -> None:
         ("growth -s rope-tie -s mrope", ["rope-tie", "mrope"]),
     ],
 )
-def test_plot_writes_its_picture_and_says_where(tmp_path: Path, arguments: str, words: list[str]) -> None:
+def test_plot_writes_its_file_and_prints_its_name(tmp_path: Path, arguments: str, expected: list[str]) -> None:
     assert run("plot", *arguments.split(), "-o", "ids.svg") == "ids.svg\n"
-    found = texts(tmp_path / "ids.svg")
-    assert [word for word in words if word not in found] == []
+    labels = texts(tmp_path / "ids.svg")
+    assert [label for label in expected if label not in labels] == []
 
 
 def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:
@@ -274,7 +268,7 @@ patch_size             14
 
 
 @pytest.mark.parametrize("command", ["demo", "positions", "plot ids", "plot attention", "explain", "schemes"])
-def test_help_teaches_every_command(command: str) -> None:
+def test_help_describes_every_command(command: str) -> None:
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*command.split(), "--help")).split())
     if command in ("demo", "schemes"):
         assert "24×24" in words or "photographs" in words
@@ -283,18 +277,18 @@ def test_help_teaches_every_command(command: str) -> None:
         assert "rope-tie-lcm" in words
 
 
-def test_info_prints_what_mmpos_says_of_itself() -> None:
+def test_info_prints_the_values_of_info() -> None:
     lines = [line.split(maxsplit=1) for line in run("info").splitlines()]
     assert dict(lines) == info()
     assert len({line.index(value) for line, (_, value) in zip(run("info").splitlines(), lines, strict=True)}) == 1
 
 
-def test_no_words_print_the_help() -> None:
+def test_no_arguments_print_the_help() -> None:
     assert run() == run("-h")
     assert "mmpos positions 3,2x3,2" in re.sub(r"\x1b\[[0-9;]*m", "", run())
 
 
-def test_commands_stand_in_the_order_in_which_one_meets_them() -> None:
+def test_help_lists_commands_in_a_fixed_order() -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
         "demo", "positions", "check", "conformance", "plot", "explore", "compare", "probe", "explain", "schemes",
@@ -325,7 +319,7 @@ def test_image_files_become_documents() -> None:
     assert read_specs([str(PHOTOS / "chelsea.jpg")]).documents == [[Text(1), Grid(8, 11), Text(1)]]
 
 
-def test_the_photographs_are_small_and_their_licences_beside_them() -> None:
+def test_the_photographs_are_small_and_have_licences() -> None:
     for name in ("coffee", "chelsea"):
         assert (PHOTOS / f"{name}.jpg").stat().st_size < 25_000
         assert f"`{name}.jpg`" in (PHOTOS / "LICENSES.md").read_text(encoding="utf-8")
@@ -334,7 +328,7 @@ def test_the_photographs_are_small_and_their_licences_beside_them() -> None:
 WANT_PART = "want a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
 WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg .png .webp .gif"
 
-WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of your own"
+WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Class"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +341,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
         (["positions", "2x0"], "SPEC '2x0', part 1: Grid.width: got 0, want >= 1"),
         (["positions", "ids.txt"], f"SPEC|FILE: got 'ids.txt', {WANT_SUFFIX}"),
         (["positions", "."], f"SPEC|FILE: got '.', {WANT_SUFFIX}"),
-        (["positions", "none.json"], "none.json: got no such file, want a readable file"),
+        (["positions", "none.json"], "none.json: no such file"),
         (["explain", "3", "3"], "token: got 3, want <= 2"),
         (["explain", "3", "x"], None),
         (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', {WANT_SCHEME}"),
@@ -364,7 +358,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or package.module:Class of you
             ["plot", "attention", "3,2x3", "--mrope-section", "1,x", "-o", "a.svg"],
             "--mrope-section: got '1,x', want numbers such as 16,24,24",
         ),
-        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want one to look from"),
+        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want at least one"),
         (["plot", "phase", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["plot", "attention", "2x3", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
@@ -420,12 +414,12 @@ WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
         ),
     ],
 )
-def test_errors_of_json_files(fail: Fail, content: str, line: str | None, tmp_path: Path) -> None:
+def test_errors_of_json_files_are_one_line(fail: Fail, content: str, line: str | None, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
     code, message = fail("positions", "bad.json")
     assert code == 2
     assert message == line or (
-        line is None and re.fullmatch(rf"bad.json: got no valid JSON \(.+\), {re.escape(WANT_FILE)}", message)
+        line is None and re.fullmatch(rf"bad.json: got invalid JSON \(.+\), {re.escape(WANT_FILE)}", message)
     )
 
 
@@ -436,7 +430,7 @@ def test_a_broken_image_is_named(fail: Fail, tmp_path: Path) -> None:
     assert message.startswith("broken.png: image: ")
 
 
-def test_errors_of_specs_are_of_the_librarys_tree() -> None:
+def test_errors_of_specs_are_exceptions_of_the_library() -> None:
     with pytest.raises(InvalidInputError, match=r"part 1: Text\.length: got 99999999999, want <= 2147483647"):
         read_specs(["99999999999"])
     with pytest.raises(LimitExceededError, match="got 4000000000000 tokens"):
@@ -449,14 +443,14 @@ def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail("plot", "ids", "3", "-o", "ids.png")
-    what = {"typer": "the command line", "matplotlib": "plots"}[missing]
-    assert (code, message) == (1, f"{what}: {missing} is not installed, want {pip_install('cli')}")
+    feature = {"typer": "the command line", "matplotlib": "plots"}[missing]
+    assert (code, message) == (1, f"{feature}: {missing} is not installed, want {pip_install('cli')}")
     if missing == "typer":
-        assert fail("serve") == (1, f"{what}: {missing} is not installed, want {pip_install('server')}")
+        assert fail("serve") == (1, f"{feature}: {missing} is not installed, want {pip_install('server')}")
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
-def test_packages_that_want_another_protobuf_are_one_line(
+def test_incompatible_protobuf_versions_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     versions = pytest.importorskip("google.protobuf.runtime_version")
@@ -468,11 +462,11 @@ def test_packages_that_want_another_protobuf_are_one_line(
     for name in ("mmpos.cli", "mmpos_server.options"):
         monkeypatch.setattr(importlib.import_module(name), "app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
-    said = f"Install all packages that need protobuf in one command: {pip_install('server')}"
+    remedy = f"Install all packages that need protobuf in one command: {pip_install('server')}"
     assert capsys.readouterr().err == (
-        f"{module}: error: Detected incompatible versions when loading health.proto. {said}\n"
+        f"{module}: error: Detected incompatible versions when loading health.proto. {remedy}\n"
     )
 
 
-def test_a_spec_may_be_longer_than_a_file_name() -> None:
+def test_a_spec_may_be_longer_than_a_valid_file_name() -> None:
     assert "387 tokens" in run("positions", ",".join(["2,3x4"] * 27 + ["9"]))

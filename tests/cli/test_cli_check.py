@@ -1,4 +1,4 @@
-"""mmpos check: what it says of ids in a file, and with which exit code."""
+"""mmpos check: its output and exit code for ids in a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RIGHT = [[0, 1, 2, 6, 6, 6, 10, 10, 10, 14, 15], [0, 1, 2, 5, 8, 11, 5, 8, 11, 1
 
 
 def check(ids: npt.ArrayLike, *arguments: str) -> tuple[int, str]:
-    """The exit code and what is printed about these ids."""
+    """Run mmpos check on ids, and return its exit code and output."""
     np.save("ids.npy", np.asarray(ids))
     result = testing.CliRunner().invoke(app, ["check", "ids.npy", *arguments])
     assert result.stderr == ""
@@ -37,7 +37,7 @@ def test_equal_ids_are_one_sentence() -> None:
     assert check(RIGHT, "--spec", "3,2x3,2") == (0, "All 11 tokens of 1 document have the ids of rope-tie.\n")
 
 
-def test_a_text_row_before_the_axes_is_compared_too() -> None:
+def test_a_text_row_before_the_axes_is_compared() -> None:
     specs = ("--spec", "1,2x1,1", "--spec", "2", "--scheme", "mrope-qwen3")
     rows = [[0, 1, 1, 3, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 1, 3, 0, 1]]
     counted, through, other = [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 9]
@@ -47,41 +47,41 @@ def test_a_text_row_before_the_axes_is_compared_too() -> None:
     )
     padded = [[row[:4], [*row[4:], 7, 7]] for row in (counted, *rows)]
     assert check(padded, *specs)[0] == 0
-    code, said = check([[through], *([row] for row in rows)], *specs)
-    assert (code, said.splitlines()) == (
+    code, output = check([[through], *([row] for row in rows)], *specs)
+    assert (code, output.splitlines()) == (
         3,
         [
             "documents[1], token 0, is token 0 of a run of text (segment 3): "
             "got 4, want 0 in the text row of mrope-qwen3.",
             "2 of 6 tokens differ, in 1 of 2 documents.",
-            "Cause: the text row counts through the pack, and documents that follow on are one to Transformers.",
+            "Cause: the text row is not reset at each document, so Transformers reads the pack as one document.",
             "To do: count the tokens of each document from 0, as position_ids(text_row=True) does.",
         ],
     )
     assert (
-        "repeats axis 0, and Transformers begins a new document" in check([[rows[0]], *([r] for r in rows)], *specs)[1]
+        "repeats axis 0, and Transformers starts a new document" in check([[rows[0]], *([r] for r in rows)], *specs)[1]
     )
     assert "Cause unknown" in check([[other], *([row] for row in rows)], *specs)[1]
     wrong = [[0, 1, 1, 2, 0, 1], *rows[1:]]
     assert "documents[0], token 3" in check([[counted], *([row] for row in wrong)], *specs)[1]
 
 
-def test_the_program_ends_with_three_if_ids_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_3_if_ids_differ(capsys: pytest.CaptureFixture[str]) -> None:
     np.save("ids.npy", np.array([0, 1, 3]))
     assert main(["check", "ids.npy", "--spec", "3"]) == 3
     assert capsys.readouterr().out.startswith("documents[0], token 2, is token 2 of a run of text (segment 0): got 3")
     assert main(["check", "ids.npy", "--spec", "3", "--tolerance", "1"]) == 0
 
 
-def test_several_documents_schemes_starts_and_files() -> None:
+def test_documents_come_from_files_and_options_with_scheme_and_start() -> None:
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, {"grid": [2, 1, 2]}], [{"text": 2}]]}))
     segments = mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=2)], [Text(2)], [Text(3)]])
     ids = mmpos.place(segments, "mrope", 7).dense()
     arguments = ("--spec", "batch.json", "--spec", "3", "--scheme", "mrope")
-    said = "All 10 tokens of 3 documents have the ids of mrope.\n"
-    assert check(ids, *arguments, "--start", "7") == (0, said)
-    code, words = check(ids, *arguments)
-    assert (code, words.splitlines()[2]) == (3, "Cause: documents start at 7, not at 0.")
+    sentence = "All 10 tokens of 3 documents have the ids of mrope.\n"
+    assert check(ids, *arguments, "--start", "7") == (0, sentence)
+    code, output = check(ids, *arguments)
+    assert (code, output.splitlines()[2]) == (3, "Cause: documents start at 7, not at 0.")
     video = mmpos.place(
         mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 1, frames=2)]]), mmpos.schemes.RopeTie(axes=3)
     )
@@ -89,16 +89,16 @@ def test_several_documents_schemes_starts_and_files() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches(side: Any) -> None:
+def test_padded_batches_are_compared(side: Any) -> None:
     ids, _ = mmpos.place(mmpos.SegmentTable.from_documents([[Text(3), Grid(2, 3)], [Text(4)]])).padded(side=side)
     specs = ("--spec", "3,2x3", "--spec", "4")
     assert check(ids, *specs, "--padding", side)[0] == 0
     other = "left" if side == "right" else "right"
-    code, words = check(ids, *specs, "--padding", other)
-    assert (code, words.splitlines()[2]) == (3, "Cause: ids are padded on the other side than the tokens.")
+    code, output = check(ids, *specs, "--padding", other)
+    assert (code, output.splitlines()[2]) == (3, "Cause: position ids and token ids are padded on opposite sides.")
 
 
-def test_json_has_every_field_and_the_sentences() -> None:
+def test_json_contains_every_field_and_the_sentences() -> None:
     ids = mmpos.place(mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2)]]), "rope-tie-v2").dense()
     assert json.loads(check(np.floor(ids), "--spec", "1,1x2", "--scheme", "rope-tie-v2", "--json")[1]) == {
         "equal": False,
@@ -113,21 +113,22 @@ def test_json_has_every_field_and_the_sentences() -> None:
         "axis": 0,
         "got": [1, 1],
         "want": ["3/2", 1],
-        "cause": "fractions are cut off, as .long() and .astype(int) do",
-        "remedy": "keep ids as float64, or as exact integers in the table; never .long() them",
+        "cause": "fractions are truncated, as by .long() or .astype(int)",
+        "remedy": "keep ids as float64, or as exact integers in the table; never call .long() on them",
         "explained": 2,
         "message": "documents[0], token 1, is row 0, column 0 of a grid of width 2 (segment 1): got (1, 1), want "
-        "(3/2, 1) in rope-tie-v2. 2 of 3 tokens differ, in 1 of 1 document. Cause: fractions are cut off, as .long() "
-        "and .astype(int) do. To do: keep ids as float64, or as exact integers in the table; never .long() them.",
+        "(3/2, 1) in rope-tie-v2. 2 of 3 tokens differ, in 1 of 1 document. Cause: fractions are truncated, as by "
+        ".long() or .astype(int). To do: keep ids as float64, or as exact integers in the table; never call .long() on "
+        "them.",
     }
-    found = json.loads(check([0], "--spec", "1", "--json")[1])
-    assert (found["equal"], found["want"], found["message"]) == (
+    printed = json.loads(check([0], "--spec", "1", "--json")[1])
+    assert (printed["equal"], printed["want"], printed["message"]) == (
         True, None, "All 1 token of 1 document have the ids of rope-tie.",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("ids", "got"), [(np.array([0, np.inf]), ["inf"]), (np.array([0, 1.5], np.longdouble), [1.5])])
-def test_infinite_ids_and_those_of_long_floats_are_legal_json(ids: npt.ArrayLike, got: list[object]) -> None:
+def test_infinite_and_longdouble_ids_are_valid_json(ids: npt.ArrayLike, got: list[object]) -> None:
     assert json.loads(check(ids, "--spec", "2", "--json")[1])["got"] == got
 
 
@@ -147,19 +148,19 @@ QWEN = {
 }  # fmt: skip
 
 
-def test_the_scheme_of_a_config_and_the_times_of_a_video() -> None:
+def test_a_config_gives_the_scheme_and_a_file_the_times_of_a_video() -> None:
     Path("config.json").write_text(json.dumps(QWEN))
     clip = {"grid": [3, 1, 1], "seconds_per_frame": 0.5}
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, clip, {"text": 1}]]}))
     arguments = ("--spec", "batch.json", "--config", "config.json")
-    said = "All 5 tokens of 1 document have the ids of mrope-transformers(tokens_per_second=4).\n"
-    assert check([[0, 1, 3, 5, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments) == (0, said)
-    code, words = check([[0, 1, 5, 9, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments)
+    sentence = "All 5 tokens of 1 document have the ids of mrope-transformers(tokens_per_second=4).\n"
+    assert check([[0, 1, 3, 5, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments) == (0, sentence)
+    code, output = check([[0, 1, 5, 9, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], *arguments)
     assert code == 3
-    assert words.splitlines()[2] == "Cause: seconds_per_frame is forgotten: frames are one second apart."
+    assert output.splitlines()[2] == "Cause: seconds_per_frame is forgotten: frames are one second apart."
 
 
-def test_ids_begin_where_those_of_the_model_do() -> None:
+def test_the_start_defaults_to_the_first_id_of_the_model() -> None:
     Path("config.json").write_text(json.dumps({"model_type": "paligemma", "text_config": {}, "vision_config": {}}))
     arguments = ("--spec", "3", "--config", "config.json")
     assert check([[1, 2, 3]], *arguments) == (0, "All 3 tokens of 1 document have the ids of flatten.\n")
@@ -167,7 +168,7 @@ def test_ids_begin_where_those_of_the_model_do() -> None:
     assert check([[0, 1, 2]], *arguments)[0] == 3
 
 
-def test_a_config_comes_from_standard_input(
+def test_a_config_is_read_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(json.dumps(QWEN).encode())))
@@ -181,8 +182,8 @@ def test_a_config_comes_from_standard_input(
 @pytest.mark.parametrize(
     ("content", "arguments", "line"),
     [
-        (json.dumps(QWEN), ["-s", "mrope"], "--config: got one with --scheme or --axes, want it alone"),
-        (json.dumps(QWEN), ["--axes", "3"], "--config: got one with --scheme or --axes, want it alone"),
+        (json.dumps(QWEN), ["-s", "mrope"], "--config cannot be combined with --scheme or --axes"),
+        (json.dumps(QWEN), ["--axes", "3"], "--config cannot be combined with --scheme or --axes"),
         ("{", [], None),
         ("[" * 100_000, [], None),
         (None, [], "config.json: got No such file or directory, want the config.json of a model"),
@@ -190,9 +191,7 @@ def test_a_config_comes_from_standard_input(
         ("{}", [], None),
     ],
 )
-def test_configs_that_give_no_scheme_are_named(
-    fail: Fail, content: str | None, arguments: list[str], line: str | None
-) -> None:
+def test_invalid_configs_are_named(fail: Fail, content: str | None, arguments: list[str], line: str | None) -> None:
     np.save("ids.npy", np.arange(3))
     if content is not None:
         Path("config.json").write_text(content)
@@ -221,7 +220,7 @@ WANT = "want an array saved with numpy.save"
         (lambda path: path.write_text("[0, 1]"), f"ids.npy: got no .npy file, {WANT}"),
         (lambda path: path.mkdir(), f"ids.npy: got Is a directory, {WANT}"),
         (lambda path: None, f"ids.npy: got No such file or directory, {WANT}"),
-        (save_archive, f"ids.npy: got an archive (.npz, or of torch.save), {WANT}"),
+        (save_archive, f"ids.npy: got an archive (.npz or torch.save), {WANT}"),
         (lambda path: np.save(path, np.array([None])), None),
         (lambda path: np.save(path, np.array(["a"])), None),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), None),
@@ -234,14 +233,14 @@ WANT = "want an array saved with numpy.save"
         (lambda path: np.save(path, np.array([0, np.nan, 0])), "ids[1]: got nan, want a number"),
     ],
 )
-def test_files_that_hold_no_ids_are_named(fail: Fail, save: Any, line: str | None) -> None:
+def test_files_without_ids_are_named(fail: Fail, save: Any, line: str | None) -> None:
     save(Path("ids.npy"))
     code, message = fail("check", "ids.npy", "--spec", "3")
     assert code == 2
     assert (message == line) if line else message.startswith(("ids.npy: got ", "ids: got "))
 
 
-def test_a_header_that_promises_too_much_costs_nothing(fail: Fail) -> None:
+def test_a_header_with_a_false_size_is_refused_without_allocation(fail: Fail) -> None:
     np.save("ids.npy", np.zeros(3))
     content = Path("ids.npy").read_bytes()
     Path("ids.npy").write_bytes(content.replace(b"(3,), }          ", b"(3000000000000,), }"[:17].ljust(17)))
@@ -258,7 +257,7 @@ def test_a_header_that_promises_too_much_costs_nothing(fail: Fail) -> None:
         (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a finite number >= 0"),
     ],
 )
-def test_wrong_command_lines_are_one_line(fail: Fail, arguments: list[str], line: str | None) -> None:
+def test_invalid_command_lines_are_one_line(fail: Fail, arguments: list[str], line: str | None) -> None:
     np.save("ids.npy", np.arange(3))
     code, message = fail("check", *arguments)
     assert code == 2
@@ -275,10 +274,10 @@ def test_positions_writes_the_file_that_check_reads(capsys: pytest.CaptureFixtur
     assert fail("positions", "3", "-o", "ids.txt") == (2, "--output: got 'ids.txt', want a file ending in .npy")
 
 
-def test_help_says_what_the_exit_codes_mean() -> None:
-    def words(*arguments: str) -> str:
+def test_help_explains_the_exit_codes() -> None:
+    def help_text(*arguments: str) -> str:
         result = testing.CliRunner().invoke(app, [*arguments, "--help"])
         return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", result.stdout).split())
 
-    assert "Exit codes: 0 equal, 3 different." in words("check")
-    assert f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}." in words()
+    assert "Exit codes: 0 equal, 3 different." in help_text("check")
+    assert f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}." in help_text()

@@ -1,4 +1,4 @@
-"""mmpos probe: the checkpoint that it writes, and its refusals."""
+"""mmpos probe checkpoint: the files that it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ LLAMA = {"model_type": "llama", "vocab_size": 300, "head_dim": 16, "hidden_size"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_checkpoint_writes_a_folder_that_an_engine_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_writes_a_folder_that_an_engine_can_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     output = tmp_path / "probe"
     assert main(["probe", "checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
-    wanted = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert wanted | {"reference.npz", "tokenizer_config.json"} == {path.name for path in output.iterdir()}
+    files = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert files | {"reference.npz", "tokenizer_config.json"} == {path.name for path in output.iterdir()}
     assert json.loads((output / "config.json").read_text())["head_dim"] == 16
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     output = tmp_path / "config.json" / "probe"
     assert main(["probe", "checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)]) == 1
@@ -38,11 +40,11 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest
     ("text", "message"),
     [
         (None, "config: got .*config.json: No such file or directory, want a config.json"),
-        ("{", "config: got .*config.json, no valid JSON .*"),
-        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2', whose keys do not turn, want one with rotations"),
+        ("{", "config: got .*config.json, which is not valid JSON .*"),
+        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embedding, want one with it"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_one_line(
+def test_an_invalid_config_is_an_error_of_one_line(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""The commands that serve and that ask a server: what they print, and that every error is one line."""
+"""The commands that start and use a server: their output, and errors of one line."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_errors_are_printed_as_in_process(server: str, run: Run) -> None:
     assert here[0] == 2
 
 
-def test_a_sequence_is_built_of_text_and_a_photo(server: str, run: Run) -> None:
+def test_a_sequence_is_built_from_text_and_a_photo(server: str, run: Run) -> None:
     code, out, err = run("remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
     assert (code, err) == (0, "")
     assert out.startswith("InterleavedSequence(112 tokens, 1 image, patches=uint8 (396, 14, 14, 3))\n")
     assert "grid 11×9" in out
 
 
-def test_info_and_health_say_what_the_server_is(server: str, run: Run) -> None:
+def test_info_and_health_describe_the_server(server: str, run: Run) -> None:
     assert run("remote", "health", "--server", server) == (0, f"{server} is serving\n", "")
     code, out, _ = run("remote", "info", "--server", server)
     assert code == 0
@@ -60,7 +60,7 @@ def test_info_and_health_say_what_the_server_is(server: str, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[str]:
-    """A server whose profiles have other schemes than the command line does by default."""
+    """Start a server with profiles whose schemes differ from the default of the command line."""
     config = """
         [profiles.floor]
         scheme = { name = "rope-tie-v2", rounding = "floor" }
@@ -83,50 +83,50 @@ def profiles() -> Iterator[str]:
 def test_a_profile_keeps_its_scheme_unless_another_is_asked_for(
     options: list[str], scheme: str, profiles: str, run: Run
 ) -> None:
-    asked = "positions", "3,2x3,2", "--json"
-    there = json.loads(run("remote", *asked, *options, "--server", profiles)[1])
-    here = json.loads(run(*asked, "--scheme", scheme)[1])
+    command = "positions", "3,2x3,2", "--json"
+    there = json.loads(run("remote", *command, *options, "--server", profiles)[1])
+    here = json.loads(run(*command, "--scheme", scheme)[1])
     assert there["position_ids"] == here["position_ids"]
     assert make_scheme(there["scheme"]) == make_scheme(scheme)
 
 
-def test_documents_keep_the_scheme_of_their_file_there_too(profiles: str, run: Run, tmp_path: Path) -> None:
+def test_a_server_uses_the_scheme_in_the_file_of_documents(profiles: str, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
     assert run("remote", "positions", str(file), "--server", profiles) == run("positions", str(file))
 
 
-def test_axes_need_a_scheme_that_they_are_of(profiles: str, run: Run) -> None:
+def test_axes_require_a_scheme(profiles: str, run: Run) -> None:
     assert run("remote", "positions", "3", "--axes", "3", "--server", profiles) == (
         2,
         "",
-        "mmpos: error: --axes: got 3 without --scheme, want both: the profile has a scheme of its own\n",
+        "mmpos: error: --axes requires --scheme, since the profile has its own scheme and axes\n",
     )
 
 
 @pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
-def test_a_server_that_is_down_is_one_sentence_with_the_remedy(command: list[str], run: Run) -> None:
-    with socket.socket() as free:  # bound, and nobody listens
+def test_a_server_that_is_down_is_an_error_of_one_line_with_the_remedy(command: list[str], run: Run) -> None:
+    with socket.socket() as free:  # bound, but not listening
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
         code, out, err = run("remote", *command, "--server", address, "--timeout", "20")
     assert (code, out) == (4, "")
-    want = "want a server there: start one with mmpos serve, or name another with --server"
+    want = "want a running server: start one with mmpos serve, or pass another --server"
     assert re.fullmatch(rf"mmpos: error: {address}: got [A-Za-z, _]+, {want}\n", err)
 
 
-def test_a_server_that_does_not_answer_is_one_sentence_with_the_remedy(run: Run) -> None:
+def test_a_server_that_does_not_answer_is_an_error_of_one_line_with_the_remedy(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert run("remote", "info", "--server", address, "--timeout", "0.2") == (
             4,
             "",
-            f"mmpos: error: {address}: got no answer in 0.2 s, want one: see that mmpos serve runs there, or give it "
-            "more time with --timeout\n",
+            f"mmpos: error: {address}: got no answer in 0.2 s; check that mmpos serve is running, or pass a longer "
+            "--timeout\n",
         )
 
 
-def test_serve_serves_until_it_is_told_to_stop(run: Run, tmp_path: Path) -> None:
+def test_serve_runs_until_it_is_terminated(run: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
@@ -139,7 +139,7 @@ def test_serve_serves_until_it_is_told_to_stop(run: Run, tmp_path: Path) -> None
     assert process.returncode == 0
 
 
-def test_serve_refuses_a_wrong_option_in_one_line(run: Run) -> None:
+def test_serve_refuses_an_invalid_option_in_one_line(run: Run) -> None:
     code, out, err = run("serve", "--port", "many")
     assert (code, out) == (2, "")
     assert err.startswith("mmpos: error: Invalid value for '--port'")

@@ -1,4 +1,4 @@
-"""Schemes as a command line names them: with parameters, of one's own, or in the file of the documents."""
+"""Schemes on the command line: with parameters, of the user's own, and in the file of the documents."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Half(Scheme):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to work in, with modules of its own; those of other tests are forgotten."""
+    """Create a working folder with modules, and forget the modules of other tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("own", "broken", "ends"):
@@ -70,13 +70,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_scheme_is_made_again_of_its_label() -> None:
+def test_every_scheme_can_be_built_from_its_label() -> None:
     schemes = [*every_scheme(), RopeTieV2(3, "floor"), Grid2D("merged", 2), MRopeQwen25(Fraction(25, 6))]
     assert [make_scheme(scheme.label) for scheme in schemes] == schemes
 
 
 @pytest.mark.parametrize(
-    ("words", "axes", "scheme"),
+    ("name", "axes", "scheme"),
     [
         ("rope-tie", None, RopeTie()),
         ("rope-tie", 3, RopeTie(3)),
@@ -88,15 +88,15 @@ def test_every_scheme_is_made_again_of_its_label() -> None:
         ("mmpos.schemes:RopeTie,axes=3", None, RopeTie(3)),
     ],
 )
-def test_names_take_parameters(words: str, axes: int | None, scheme: object) -> None:
-    assert make_scheme(words, axes) == scheme
+def test_names_accept_parameters(name: str, axes: int | None, scheme: object) -> None:
+    assert make_scheme(name, axes) == scheme
 
 
-WANT = "want package.module:Class of a Scheme that is made so"
+WANT = "want the package.module:Class of a valid Scheme"
 
 
 @pytest.mark.parametrize(
-    ("words", "axes", "message"),
+    ("name", "axes", "message"),
     [
         ("rope-tie,axes", None, "--scheme: got 'axes', want PARAMETER=VALUE after the comma"),
         ("rope-tie,axes=", None, "--scheme: got 'axes=', want PARAMETER=VALUE after the comma"),
@@ -126,15 +126,15 @@ WANT = "want package.module:Class of a Scheme that is made so"
         ("own:Half", None, None),
     ],
 )
-def test_mistakes_in_words_are_named(words: str, axes: int | None, message: str | None) -> None:
+def test_invalid_names_are_refused(name: str, axes: int | None, message: str | None) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        make_scheme(words, axes)
+        make_scheme(name, axes)
     assert str(raised.value) == message or (
         message is None and str(raised.value).startswith("--scheme: got 'own:Half' (TypeError: Can't instantiate")
     )
 
 
-def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(run(capsys, "positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
@@ -145,13 +145,13 @@ def test_own_schemes_serve_every_command(capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
 
 
-@pytest.mark.slow  # the processes that do the work import torch
-def test_own_schemes_reach_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+@pytest.mark.slow  # the worker processes import torch
+def test_own_schemes_work_in_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    words = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
-    assert re.search(r"^documents +2$", run(capsys, *words), re.MULTILINE)
+    arguments = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
+    assert re.search(r"^documents +2$", run(capsys, *arguments), re.MULTILINE)
 
 
 def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -160,8 +160,8 @@ def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[s
     assert run(capsys, "positions", "first.json", "--json") == first
     assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
     np.save("ids.npy", json.loads(first)["position_ids"])
-    found = run(capsys, "check", "ids.npy", "--spec", "first.json")
-    assert found.endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
+    output = run(capsys, "check", "ids.npy", "--spec", "first.json")
+    assert output.endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
     assert "in rope-tie-v2" not in run(capsys, "explain", "first.json", "3", "-s", "mrope")
     assert run(capsys, "plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
     assert "rope-tie-v2" in (folder / "a.svg").read_text()
@@ -179,5 +179,5 @@ def test_files_must_agree_on_a_scheme(capsys: pytest.CaptureFixture[str], folder
     assert capsys.readouterr().err == "mmpos: error: rows.json: scheme: got 3, want a name\n"
 
 
-def test_a_parameter_keeps_the_others() -> None:
+def test_axes_keep_the_other_parameters() -> None:
     assert make_scheme("rope-tie-v2,rounding=floor", 3) == replace(RopeTieV2(rounding="floor"), axes=3)

@@ -1,4 +1,4 @@
-"""The explorer: what its page shows is what mmpos computes, in a browser too."""
+"""The explorer: its page shows the values that mmpos computes, also in a browser."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ DOCUMENTS = [  # spec, schemes
 
 
 @pytest.mark.parametrize(("spec", "schemes"), DOCUMENTS)
-def test_the_answer_holds_the_ids_of_each_scheme_and_the_python_that_makes_them(
+def test_the_answer_contains_the_ids_of_each_scheme_and_python_code_that_computes_them(
     spec: str, schemes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer: Any = Explorer().answer({"spec": spec, "schemes": schemes}, every_token=True)
-    for words, shown in zip(schemes, answer["schemes"], strict=True):
-        ids = _ids(spec, words)
+    for name, shown in zip(schemes, answer["schemes"], strict=True):
+        ids = _ids(spec, name)
         assert shown["ids"] == ids.tolist()
         assert len(shown["sentences"]) == answer["tokens"] == ids.shape[1]
         exec(shown["python"], {})
         assert capsys.readouterr().out == f"{ids}\n"
 
 
-def test_rotation_is_that_of_text_where_a_scheme_has_one_axis() -> None:
+def test_the_rotation_of_a_scheme_with_one_axis_is_that_of_text() -> None:
     answer: Any = Explorer().answer({"spec": "4", "schemes": ["flatten"], "token": 1, "pair": 0})
     (shown,) = answer["schemes"]
     assert shown["pair"] == {"index": 0, "axis": "id", "inv_freq": 1.0, "phases": [0.0, 1.0, 2.0, 3.0]}
@@ -68,7 +68,7 @@ def test_a_picture_becomes_its_patches_between_markers() -> None:
     assert answer["spec"] == "2,1,2x3,1"
 
 
-def test_input_ids_are_read_by_the_config_of_their_model() -> None:
+def test_input_ids_are_read_with_the_config_of_their_model() -> None:
     config = {
         "model_type": "qwen2_vl", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "image_token_id": 9,
         "video_token_id": 8, "vision_start_token_id": 6, "vision_end_token_id": 7,
@@ -85,7 +85,7 @@ def test_input_ids_are_read_by_the_config_of_their_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "message"),
     [
         ([], "request: got list, want an object"),
         ({}, "request: got no document, want one of spec, parts, input_ids"),
@@ -100,10 +100,10 @@ def test_input_ids_are_read_by_the_config_of_their_model() -> None:
         ({"input_ids": [1], "config": "/etc"}, "config: got str, want the content of a config.json"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_refused(request_: object, words: str) -> None:
+def test_an_invalid_request_is_refused(request_: object, message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         Explorer().answer(request_)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_document_too_long_for_a_page_is_refused() -> None:
@@ -111,13 +111,13 @@ def test_a_document_too_long_for_a_page_is_refused() -> None:
         Explorer().answer({"spec": "4097"})
 
 
-def test_a_scheme_of_the_command_line_may_be_a_class_of_the_callers_own() -> None:
+def test_a_scheme_of_the_command_line_may_be_an_own_class() -> None:
     own = RopeTieV2(axes=3)
     answer: Any = Explorer({"mine:Own": own}).answer({"spec": "2,2x2", "schemes": ["mine:Own"]})
     assert answer["schemes"][0]["ids"] == _ids("2,2x2", own).tolist()
 
 
-def test_only_this_machine_and_only_the_page_get_answers() -> None:
+def test_only_the_page_on_this_machine_gets_answers() -> None:
     async def statuses() -> list[int]:
         async with _served() as address, ClientSession() as session:
             request = {"spec": "3", "schemes": ["flatten"]}
@@ -137,7 +137,7 @@ def test_only_this_machine_and_only_the_page_get_answers() -> None:
     assert asyncio.run(statuses()) == [200, 403, 415, 400, 404]
 
 
-def test_a_file_holds_the_page_whole(tmp_path: Path) -> None:
+def test_a_written_file_is_self_contained(tmp_path: Path) -> None:
     path = tmp_path / "ids.html"
     app(args=["explore", "3,2x3,2", "-s", "rope-tie", "-o", str(path)], prog_name="mmpos", standalone_mode=False)
     text = path.read_text("utf-8")
@@ -149,11 +149,11 @@ def test_a_file_holds_the_page_whole(tmp_path: Path) -> None:
         app(args=["explore", "-o", str(tmp_path / "ids.txt")], prog_name="mmpos", standalone_mode=False)
 
 
-def test_no_text_of_a_request_ends_the_script_that_holds_it(tmp_path: Path) -> None:
-    path, words = tmp_path / "ids.html", "a</script>&<b>"
-    write_page(Explorer({words: RopeTieV2()}), {"spec": "3", "schemes": [words]}, path)
+def test_text_of_a_request_cannot_end_its_script(tmp_path: Path) -> None:
+    path, name = tmp_path / "ids.html", "a</script>&<b>"
+    write_page(Explorer({name: RopeTieV2()}), {"spec": "3", "schemes": [name]}, path)
     (state,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', path.read_text("utf-8"))
-    assert json.loads(state)["request"] == {"spec": "3", "schemes": [words]}
+    assert json.loads(state)["request"] == {"spec": "3", "schemes": [name]}
 
 
 no_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed: no page was opened")
@@ -176,8 +176,8 @@ def test_the_page_shows_the_ids_of_twelve_documents(tmp_path: Path) -> None:
                 await page.evaluate(f"ask({{...ofParts(null), spec: {spec!r}, schemes: {json.dumps(schemes)}}})")
                 shown = await page.evaluate(_SHOWN)
                 assert len(shown) == len(schemes)
-                for (_, rows), words in zip(shown, schemes, strict=True):
-                    ids = place(SegmentTable.from_documents([read_spec(spec)]), make_scheme(words))
+                for (_, rows), name in zip(shown, schemes, strict=True):
+                    ids = place(SegmentTable.from_documents([read_spec(spec)]), make_scheme(name))
                     numerators, denominators = ids.rationals()
                     got = np.array([[_number(cell) for cell in row] for row in rows])
                     assert (got[:, 0] == np.arange(ids.num_tokens)).all()
@@ -189,7 +189,7 @@ def test_the_page_shows_the_ids_of_twelve_documents(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @no_browser
-def test_the_page_answers_keys_and_drags_at_every_width(tmp_path: Path) -> None:
+def test_the_page_responds_to_keys_and_drags_at_every_width(tmp_path: Path) -> None:
     async def steps(page: browser.Page) -> None:
         async with _served() as address:
             for width in (400, 1400):
@@ -259,10 +259,10 @@ async def _served() -> AsyncIterator[str]:
 
 
 def _ids(spec: str, scheme: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    made = make_scheme(scheme) if isinstance(scheme, str) else scheme
-    return place(SegmentTable.from_documents([read_spec(spec)]), made).dense()
+    chosen = make_scheme(scheme) if isinstance(scheme, str) else scheme
+    return place(SegmentTable.from_documents([read_spec(spec)]), chosen).dense()
 
 
-def _number(words: str) -> float:
-    numerator, _, denominator = words.partition("/")
+def _number(text: str) -> float:
+    numerator, _, denominator = text.partition("/")
     return int(numerator) / int(denominator or 1)

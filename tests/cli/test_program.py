@@ -1,4 +1,4 @@
-"""The frame of the programs: input and output streams, exit codes, and what shells and terminals make of them."""
+"""The behaviour of all commands: input and output streams, exit codes, shell completion and help."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CAT_SPEC = "1,8x11,1"
 
 
 def start(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> Any:
-    """The program in a process of its own."""
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **(env or {})}
+    """Run the program in another process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **(env or {})}
     command = [sys.executable, "-m", "mmpos", *arguments]
-    return subprocess.run(command, env=surroundings, **{"capture_output": True, "check": False} | options)
+    return subprocess.run(command, env=environment, **{"capture_output": True, "check": False} | options)
 
 
 def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """Give the next command this standard input."""
+    """Set the standard input of the next command."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
@@ -50,14 +50,14 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
         (PHOTO.read_bytes(), [CAT_SPEC]),
     ],
 )
-def test_documents_come_from_standard_input(
+def test_documents_are_read_from_standard_input(
     data: bytes, arguments: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, data)
     assert run("positions", "-") == run("positions", *arguments)
 
 
-def test_ids_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_read_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = io.BytesIO()
     np.save(ids, [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
     feed(monkeypatch, ids.getvalue())
@@ -71,7 +71,7 @@ def test_ids_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (b"", "positions -", "standard input: got nothing, want specs, one a line, a JSON file or an image"),
+        (b"", "positions -", "standard input: got nothing, want specs (one per line), a JSON file or an image"),
         (b"3,x\n", "positions -", None),
         (b"{", "positions -", None),
         (b"\xff\xd8\xff", "positions -", None),
@@ -79,7 +79,7 @@ def test_ids_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch)
         (b"\x93NUMPY\x01\x00", "check - --spec 3", None),
     ],
 )
-def test_a_wrong_standard_input_is_one_line(
+def test_an_invalid_standard_input_is_an_error_of_one_line(
     data: bytes, arguments: str, message: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, data)
@@ -89,7 +89,7 @@ def test_a_wrong_standard_input_is_one_line(
     assert message is None or err == f"mmpos: error: {message}\n"
 
 
-def test_ids_and_pictures_go_to_standard_output() -> None:
+def test_ids_and_plots_are_written_to_standard_output() -> None:
     ids = start("positions", "3,2x3,2", "-s", "mrope", "-o", "-")
     assert (ids.returncode, ids.stderr) == (0, b"")
     assert main(["positions", "3,2x3,2", "-s", "mrope", "-o", "ids.npy"]) == 0
@@ -100,11 +100,11 @@ def test_ids_and_pictures_go_to_standard_output() -> None:
     assert picture.stdout == Path("ids.png").read_bytes()
 
 
-def test_standard_output_takes_one_thing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_output_is_refused_with_json_and_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("positions", "3", "--json", "-o", "-") == (
         2,
         "",
-        "mmpos: error: --output: got - beside --json, want one of them on standard output\n",
+        "mmpos: error: --output cannot be combined with --json when it is -, standard output\n",
     )
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
     assert run("positions", "3", "-o", "-") == (
@@ -115,7 +115,7 @@ def test_standard_output_takes_one_thing(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
-def test_a_reader_that_has_gone_ends_the_program_quietly(arguments: str) -> None:
+def test_a_closed_pipe_ends_the_program_quietly(arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
@@ -123,31 +123,31 @@ def test_a_reader_that_has_gone_ends_the_program_quietly(arguments: str) -> None
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
 @pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
-def test_a_full_disk_is_one_line(arguments: str) -> None:
+def test_a_full_disk_is_an_error_of_one_line(arguments: str) -> None:
     with open("/dev/full", "wb") as full:
         done = start(*arguments.split(), capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, b"mmpos: error: No space left on device\n")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.skipif(os.name != "posix", reason="requires a shell")
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("arguments", "code", "message"),
     [
         ("positions 3 >&-", 0, ""),
         ("positions - <&-", 2, "mmpos: error: -: standard input is closed\n"),
         ("positions 3 --bogus 2>&-", 2, ""),
     ],
 )
-def test_streams_may_be_closed(words: str, code: int, message: str) -> None:
-    command = ["sh", "-c", f'"$0" -m mmpos {words}', sys.executable]
+def test_streams_may_be_closed(arguments: str, code: int, message: str) -> None:
+    command = ["sh", "-c", f'"$0" -m mmpos {arguments}', sys.executable]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.decode()) == (code, b"", message)
 
 
 def ends(error: BaseException) -> Callable[..., Any]:
-    """Make what imports an app that ends so."""
+    """Return a function that imports an app which raises the error."""
 
     def app(**options: object) -> None:
         raise error
@@ -171,7 +171,7 @@ def ends(error: BaseException) -> Callable[..., Any]:
         ),
     ],
 )
-def test_every_end_has_a_code_and_at_most_one_line(
+def test_every_error_has_an_exit_code_and_at_most_one_line(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program("mmpos", ends(error), []) == code
@@ -179,7 +179,7 @@ def test_every_end_has_a_code_and_at_most_one_line(
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
 
 
-def test_a_mistake_of_ours_keeps_its_traceback() -> None:
+def test_an_unexpected_error_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_program("mmpos", ends(ZeroDivisionError()), [])
 
@@ -194,21 +194,14 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "mmpos: warning: a glyph is missing\n")
 
 
-def test_the_page_tells_every_exit_code() -> None:
-    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+def test_the_documentation_lists_every_exit_code() -> None:
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8").replace("`", "")
     assert re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE) == [(str(k), v) for k, v in EXIT_CODES.items()]
 
 
 @pytest.mark.parametrize("command", ["", "plot", "plot ids"])
-def test_help_is_a_command_too(command: str, run: Run) -> None:
+def test_help_is_also_a_command(command: str, run: Run) -> None:
     assert run("help", *command.split()) == run(*command.split(), "--help")
-
-
-def test_help_of_the_server_is_that_of_its_own_command(run: Run) -> None:
-    pytest.importorskip("mmpos_server.options")
-    code, out, err = run("help", "serve")
-    assert (code, err) == (0, "")
-    assert "--drain-seconds" in out
 
 
 def test_the_version_has_a_short_option(run: Run) -> None:
@@ -229,19 +222,19 @@ COMPLETIONS = [
     ("mmpos bench pos", ["positions"]),
     ("mmpos bench positions --malloc t", ["tuned"]),
     ("mmpos serve --log-level d", ["debug"]),
-    ("mmpos check id", []),  # nothing of ours: the shell goes on with its files
+    ("mmpos check id", []),  # the shell completes files
 ]
 
 
 def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Complete a line as a shell does."""
+    """Complete a line like a shell."""
     words = line.split(" ")
     monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process that begins with it
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process that is started for completion
     with pytest.raises(SystemExit):
         main([])
     captured = capsys.readouterr()
@@ -255,20 +248,20 @@ def test_a_line_is_completed(
 ) -> None:
     pytest.importorskip("mmpos_server.options")
     assert complete("bash", line, capsys, monkeypatch).split() == values
-    said = complete("fish", line, capsys, monkeypatch).splitlines()
-    assert [each.partition("\t")[0] for each in said if each] == values
-    said = re.findall(r'"([^"]+)"(?::"[^"]*")?', complete("zsh", line, capsys, monkeypatch))
-    assert said == values
+    fish = complete("fish", line, capsys, monkeypatch).splitlines()
+    assert [completion.partition("\t")[0] for completion in fish if completion] == values
+    zsh = re.findall(r'"([^"]+)"(?::"[^"]*")?', complete("zsh", line, capsys, monkeypatch))
+    assert zsh == values
 
 
-def test_help_beside_a_completion_is_one_line() -> None:
+def test_the_help_of_a_completion_is_one_line() -> None:
     line = {"_MMPOS_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "mmpos positions 3 --sch"}
     done = start(env={**line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
     assert re.fullmatch(rb"--scheme\t[^\n]{200,}\n", done.stdout)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_by_the_script_that_we_print(folder: Path) -> None:
+@pytest.mark.skipif(shutil.which("bash") is None, reason="requires bash")
+def test_the_printed_completion_script_works_in_bash(folder: Path) -> None:
     program = folder / "mmpos"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mmpos "$@"\n')
     program.chmod(0o755)
@@ -283,7 +276,7 @@ def test_bash_completes_by_the_script_that_we_print(folder: Path) -> None:
     assert (done.stdout, done.stderr) == ("v2pe\n", "")
 
 
-def test_help_of_the_program_imports_nothing_heavy() -> None:
+def test_help_imports_no_large_packages() -> None:
     code = (
         "import sys; from mmpos.__main__ import main; main(['--help']); "
         "heavy = {'torch', 'matplotlib', 'PIL', 'grpc', 'pyarrow', 'transformers', 'mmpos.rotary', 'mmpos.encodings', "

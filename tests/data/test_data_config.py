@@ -90,4 +90,4 @@ def test_a_text_model_takes_only_text(tmp_path: Path, monkeypatch: Any, capsys: 
     (example,) = SequenceShard("out/chat.parquet").examples()
     assert example.sequence.positions.axes == 1
     printed = run(capsys, "--image-option", "max_tokens=8")
-    assert printed == "mmpos: error: --config: got --image-option beside a model of text alone, want none\n"
+    assert printed == "mmpos: error: --config: got a text-only model with --image-option, want a model with images\n"

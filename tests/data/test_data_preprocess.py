@@ -608,7 +608,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--format-option", "separator"], "--format-option: got 'separator', want NAME=VALUE"),
         (
             ["s0.jsonl", "--format-option", "separator.x=1"],
-            "--format-option separator.x=1: got 'x' of 'separator', want a name without it",
+            "--format-option separator.x=1: got 'x' of 'separator', which has no fields: want separator=VALUE",
         ),
         (["s0.jsonl", "--image-option", "patch_size=big"], "--image-option patch_size=big: got 'big', want JSON"),
         (["s0.jsonl", "--image-option", "patch_size=0"], "patch_size: got 0, want >= 1"),
@@ -624,10 +624,10 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
             ["s0.jsonl", "--config", "none"],
             "--config: got 'none', want the folder of a model",
         ),
-        (["s0.jsonl", "--config", ".", "--scheme", "tie"], "--config: got --scheme beside it, want one of them"),
+        (["s0.jsonl", "--config", ".", "--scheme", "tie"], "--config cannot be combined with --scheme"),
         (
             ["s0.jsonl", "--config", ".", "--tokenizer", "bytes"],
-            "--config: got --tokenizer beside it, want one of them",
+            "--config cannot be combined with --tokenizer",
         ),
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
@@ -716,7 +716,7 @@ def test_an_interrupted_command_stops_its_workers_and_prints_one_message(tmp_pat
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
     code, printed, errors = interrupt(arguments, ready)
     *progress, last = errors.splitlines()
-    assert (code, printed, last) == (130, "", "mmpos: stopped; the same command goes on from here")
+    assert (code, printed, last) == (130, "", "mmpos: stopped; run the same command to resume")
     assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), errors
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 

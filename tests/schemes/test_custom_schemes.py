@@ -84,7 +84,7 @@ def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
     assert diagnose(ids, SEGMENTS, Five()).equal
     swapped = ", ".join(f"axis {axis}" for axis in order)
     assert diagnose(ids[order], SEGMENTS, Five()).cause == (
-        f"axes are swapped: they stand in the order ({swapped}) and should be (axis 0, axis 1, axis 2, axis 3, axis 4)"
+        f"axes are swapped: got the order ({swapped}), want (axis 0, axis 1, axis 2, axis 3, axis 4)"
     )
 
 
@@ -105,7 +105,7 @@ def test_swapped_axes_are_diagnosed_among_sixteen() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(1)]])
     cause = diagnose(place(segments, Sixteen()).dense()[::-1], segments, Sixteen()).cause
     assert cause is not None
-    assert cause.startswith("axes are swapped: they stand in the order (axis 15, axis 14, axis 13, ")
+    assert cause.startswith("axes are swapped: got the order (axis 15, axis 14, axis 13, ")
 
 
 def test_unnamed_axes_are_printed_and_drawn_by_number() -> None:

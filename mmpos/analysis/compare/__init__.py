@@ -1,4 +1,4 @@
-"""Measure which scheme and which encoding has which property, with the smallest counterexample."""
+"""Measure the properties of schemes and encodings, with the smallest counterexample for each that fails."""
 
 from mmpos.analysis.compare.encodings import ENCODING_PROPERTIES, measure_encodings
 from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue

@@ -43,17 +43,17 @@ VIDEOS = tuple(
         key=_smallest_first,
     )
 )
-"""Every video of 2 to 4 frames of up to 4×4 patches: without times, with four and thirty frames a second, and with slow
-ones."""
+"""Every video of 2 to 4 frames of up to 4×4 patches: without times, at 4 and at 30 frames per second, and at 1.5
+seconds per frame."""
 
 
 def grids(scheme: Scheme) -> tuple[Grid, ...]:
-    """Images, then videos where the scheme takes them, the smallest first."""
+    """Return the images, then the videos if the scheme supports frames, each from smallest to largest."""
     return STILLS + VIDEOS if scheme.frames else STILLS
 
 
 def around(scheme: Scheme, grid: Grid, before: int = 1, after: int = 1) -> Document:
-    """The grid between two runs of text, or alone where the scheme takes no text."""
+    """Return the grid between two runs of text, or alone if the scheme does not support text."""
     return [Text(before), grid, Text(after)] if scheme.text else [grid]
 
 
@@ -62,10 +62,10 @@ class PlacedDocument:
     """A document with the exact ids of its tokens.
 
     Args:
-        document: what was placed.
-        values: (axes, tokens) ids times denominator, as Python integers where ids may be fractions.
-        denominator: the common one of all ids.
-        delta: of decoding; 0 where the document ends between two ids.
+        document: the segments that were placed.
+        values: (axes, tokens) ids times denominator, as Python integers if ids may be fractions.
+        denominator: the common denominator of all ids.
+        delta: the decode delta; 0 where the document ends between two ids.
     """
 
     document: Document
@@ -75,7 +75,7 @@ class PlacedDocument:
 
     @property
     def spec(self) -> str:
-        """The document as the command line has it, with the times of a video."""
+        """The document in the syntax of the command line, with the seconds per frame of its videos."""
         parts = []
         for part in self.document:
             sides = [part.length] if isinstance(part, Text) else part.extents[1 if part.frames == 1 else 0 :]
@@ -84,11 +84,11 @@ class PlacedDocument:
         return ",".join(parts) + "".join(f" ({seconds} s per frame)" for seconds in times)
 
     def at(self, token: int) -> str:
-        """The position of a token as people write it."""
+        """Format the position of a token."""
         return self.written(self.values[:, token])
 
     def written(self, values: npt.NDArray[Any]) -> str:
-        """A position, or a difference of two: a number, or several in brackets."""
+        """Format a position, or a difference of two positions: a number, or several in parentheses."""
         numbers = [str(Fraction(int(value), self.denominator)) for value in values]
         return numbers[0] if len(numbers) == 1 else f"({', '.join(numbers)})"
 
@@ -100,18 +100,18 @@ def placed(scheme: Scheme, documents: Sequence[Document], start: int = 0) -> lis
     if table.fractional:
         numerators, denominators = numerators.astype(object), denominators.astype(object)
     deltas = np.where(table.resumable, table.documents[DELTA], 0).tolist()
-    whole = []
+    results = []
     for document, delta, (begin, stop) in zip(documents, deltas, pairwise(table.cu_seqlens.tolist()), strict=True):
         values, common = numerators[:, begin:stop], 1
         if table.fractional:
             common = lcm(*set(denominators[begin:stop]))
             values = values * (common // denominators[begin:stop])
-        whole.append(PlacedDocument(document, values, common, delta))
-    return whole
+        results.append(PlacedDocument(document, values, common, delta))
+    return results
 
 
 def first_token(mask: npt.NDArray[np.bool_]) -> int | None:
-    """The first of the tokens that are marked on any axis."""
+    """Return the first token that the (axes, tokens) mask marks on any axis, or None."""
     tokens = mask.any(axis=0)
     return int(tokens.argmax()) if tokens.any() else None
 
@@ -124,26 +124,26 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
     "h = 1": lambda g: g.height == 1,
     "h = 1 or w = 1": lambda g: g.height == 1 or g.width == 1,
 }
-"""Properties that images may have in common for which a property of a scheme holds."""
+"""Conditions on the sides of an image that may describe all images for which a property of a scheme holds."""
 
 
 def verdict(failures: Iterable[tuple[int, str]]) -> PropertyValue:
-    """Sum up: all grids passed, or the words for the smallest that did not, and which images passed.
+    """Summarize failures: True without any, else the reason for the smallest failed grid, and which images passed.
 
     Args:
-        failures: index in ``grids`` of one and words for its failure, of every way in which grids were tried.
+        failures: index in ``grids`` and reason of each failed grid; a grid that was tried several times may recur.
     """
     failed: dict[int, str] = {}
-    for i, words in failures:
-        failed.setdefault(i, words)
+    for i, reason in failures:
+        failed.setdefault(i, reason)
     if not failed:
         return PropertyValue(True)
-    words = failed[min(failed)]
+    reason = failed[min(failed)]
     passed = [i not in failed for i in range(len(STILLS))]
     if not any(passed):
-        return PropertyValue(False, words)
+        return PropertyValue(False, reason)
     if all(passed):
-        return PropertyValue(False, f"{words}; holds for every image")
-    alike = (name for name, shape in _SHAPES.items() if [shape(grid) for grid in STILLS] == passed)
-    shapes = "".join(f", those with {name}" for name in alike)
-    return PropertyValue(False, f"{words}; holds for {sum(passed)} of {counted(len(STILLS), 'image')}{shapes}")
+        return PropertyValue(False, f"{reason}; holds for every image")
+    matching = (name for name, shape in _SHAPES.items() if [shape(grid) for grid in STILLS] == passed)
+    shapes = "".join(f", those with {name}" for name in matching)
+    return PropertyValue(False, f"{reason}; holds for {sum(passed)} of {counted(len(STILLS), 'image')}{shapes}")

@@ -16,15 +16,17 @@ from mmpos.support.checks import IntArray, one_of
 
 Float64Array = npt.NDArray[np.float64]
 Known = AdditiveTable | AttentionBias | Rotation
-"""The kinds of encodings."""
+"""The kinds of encodings with measured properties."""
 
 
 def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
-    """Give the vector of each position: rows of a table, a vector of ones that was turned (by all heads where they have
-    axes of their own), or the biases of all heads for a query at the position and a key at 0.
+    """Return the vector of each position.
+
+    A table gives its rows, a rotation a rotated vector of ones (for every head, if heads have their own axes), and a
+    bias the biases of all heads for a query at the position and a key at 0.
 
     Args:
-        encoding: of any kind.
+        encoding: an encoding of any of the three kinds.
         positions: (n,); (axes, n) for rotations with several axes.
 
     Returns:
@@ -39,7 +41,7 @@ def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
 
 
 def first_positions(encoding: Known) -> IntArray:
-    """(n,) 0, 1, …, 255, or as many as the encoding has."""
+    """Return the positions 0, 1, …, 255, or fewer if the encoding ends earlier."""
 
     def refused(last: int) -> bool:
         try:
@@ -48,49 +50,51 @@ def first_positions(encoding: Known) -> IntArray:
             return True
         return False
 
-    return np.arange(bisect_left(range(_FIRST), True, key=refused))
+    return np.arange(bisect_left(range(_MOST_POSITIONS), True, key=refused))
 
 
-_FIRST = 256
+_MOST_POSITIONS = 256
 _TOLERANCE = 1e-9
 
 
 def axes(encoding: Known) -> PropertyValue:
-    """The numbers in a position: more than one where pictures and videos have a place of their own."""
+    """Count the numbers in a position: more than one if images and videos have axes of their own."""
     return PropertyValue(encoding.axes if isinstance(encoding, Rotation) else 1)
 
 
 def unique(encoding: Known) -> PropertyValue:
-    """No two of about 256 positions, the first ones on every axis, have the same vector, up to 1e-9 of the largest
-    distance between two.
+    """Check that no two of the first positions (about 256 over all axes) have the same vector.
 
-    Of a bias: a query tells any two of 256 keys apart, its own and those before it.
+    Vectors are the same if they differ by at most 1e-9 of the largest distance between two. For a bias: no two of 256
+    keys, the query's own and those before it, have the same bias.
     """
     share, (p, q) = _nearest(encoding)
     if share > _TOLERANCE:
         return PropertyValue(True)
-    what = "keys {} and {} before a query have the same bias" if isinstance(encoding, AttentionBias) else "{} is as {}"
-    return PropertyValue(False, what.format(p, q))
+    if isinstance(encoding, AttentionBias):
+        return PropertyValue(False, f"keys {p} and {q} before a query have the same bias")
+    return PropertyValue(False, f"positions {p} and {q} have the same vector")
 
 
 def separation(encoding: Known) -> PropertyValue:
-    """Distance of the two nearest of the same positions, as a share of the two farthest."""
+    """Compute the smallest distance between two of these vectors, as a fraction of the largest."""
     return PropertyValue(_nearest(encoding)[0])
 
 
 def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
-    """The distance of the two nearest positions as a share of that of the two farthest, and which two they are."""
+    """Compute the smallest distance between two positions' vectors as a fraction of the largest, and find these two."""
     count = encoding.axes if isinstance(encoding, Rotation) else 1
     places = first_positions(encoding)[None]
     if count > 1:
-        places = np.indices((round(_FIRST ** (1 / count)),) * count).reshape(count, -1)
+        places = np.indices((round(_MOST_POSITIONS ** (1 / count)),) * count).reshape(count, -1)
     rows = vectors(encoding, places if count > 1 else places[0])
     distances = np.zeros((len(rows), len(rows)))
     for channel in rows.T:
         np.maximum(distances, np.abs(channel[:, None] - channel), out=distances)
     largest = distances.max()
     np.fill_diagonal(distances, np.inf)
-    p, q = (", ".join(map(str, places[:, i].tolist())) for i in divmod(int(distances.argmin()), len(rows)))
+    pair = (places[:, i].tolist() for i in divmod(int(distances.argmin()), len(rows)))
+    p, q = (str(tuple(position) if count > 1 else position[0]) for position in pair)
     return float(distances.min() / largest) if largest else 0.0, (p, q)
 
 
@@ -103,22 +107,23 @@ ENCODING_PROPERTIES = (
 
 
 def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matrix:
-    """Every property of encodings, measured in float64.
+    """Measure every property of encodings, in float64.
 
     Args:
-        encodings: names, which stand for the defaults, or objects such as your own; None is every one of mmpos.
+        encodings: names, which mean the default parameters, or objects, which may be your own; None measures every
+            encoding of mmpos.
 
     Raises:
-        InvalidInputError: an unknown encoding, none, one twice, or one that is of no kind.
+        InvalidInputError: an encoding is unknown, repeated, or of another kind; or the list is empty.
     """
     if encodings is not None and (isinstance(encodings, str) or not isinstance(encodings, Iterable)):
         raise InvalidInputError(f"encodings: got {encodings!r}, want a list of names or Encoding objects")
-    chosen = [_encoding(each) for each in (ENCODINGS if encodings is None else encodings)]
-    return measured("encoding", ((label(each), each) for each in chosen), ENCODING_PROPERTIES)
+    chosen = [_encoding(name) for name in (ENCODINGS if encodings is None else encodings)]
+    return measured("encoding", ((label(encoding), encoding) for encoding in chosen), ENCODING_PROPERTIES)
 
 
-def _encoding(each: str | Encoding) -> Known:
-    made = each if isinstance(each, Encoding) else ENCODINGS[one_of("encoding", each, ENCODINGS)]()
-    if not isinstance(made, Known):
-        raise InvalidInputError(f"encoding: got {made!r}, want an AdditiveTable, an AttentionBias or a Rotation")
-    return made
+def _encoding(name: str | Encoding) -> Known:
+    encoding = name if isinstance(name, Encoding) else ENCODINGS[one_of("encoding", name, ENCODINGS)]()
+    if not isinstance(encoding, Known):
+        raise InvalidInputError(f"encoding: got {encoding!r}, want an AdditiveTable, an AttentionBias or a Rotation")
+    return encoding

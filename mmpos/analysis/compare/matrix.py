@@ -1,4 +1,4 @@
-"""The matrix of properties: what was measured of every scheme or encoding, as data, JSON, text and Markdown."""
+"""The matrix of measured properties of schemes or encodings, as data, JSON, text and Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PropertyValue:
 
     Args:
         value: True or False, a number, or None where the property does not apply.
-        why: the smallest counterexample where the value is False, the reason where it is None; else empty.
+        why: the smallest counterexample if the value is False, the reason if it is None; else empty.
     """
 
     value: bool | int | float | None
@@ -26,7 +26,7 @@ class PropertyValue:
 
     @property
     def cell(self) -> str:
-        """The value as tables have it.
+        """The value as shown in tables.
 
         >>> PropertyValue(True).cell, PropertyValue(False, "1x2").cell, PropertyValue(None, "no text").cell
         ('✓', '✗', '–')
@@ -43,9 +43,9 @@ class Property:
     """A column of the matrix.
 
     Args:
-        name: for programs.
-        title: for people, short.
-        measure: finds the value for a scheme or an encoding; its docstring is the definition.
+        name: identifier for programs.
+        title: short title for readers.
+        measure: measures the value for a scheme or an encoding; its docstring is the definition.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Matrix:
     >>> print(matrix["naive-2d", "symmetric"].why)
     1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
 
-    Printed, it is a table, and a notebook shows it as one.
+    It prints as a table, also in a notebook.
 
     Args:
         subject: "scheme" or "encoding".
         properties: the columns.
-        rows: the findings of each scheme or encoding by its name, and by the name of the property.
+        rows: the values by the name of the scheme or encoding, then by the name of the property.
     """
 
     subject: str
@@ -82,41 +82,43 @@ class Matrix:
     rows: Mapping[str, Mapping[str, PropertyValue]]
 
     def __getitem__(self, key: tuple[str, str]) -> PropertyValue:
-        """The finding of a row and a property by their names."""
+        """Return the value of a property of a scheme or encoding, by their names."""
         row, name = key
         return self.rows[one_of(self.subject, row, self.rows)][one_of("property", name, self.rows[row])]
 
     def part(self, rows: Collection[str]) -> Matrix:
-        """Some of the rows, in the order that they have here, and the properties that apply to one of them."""
-        some = {name: findings for name, findings in self.rows.items() if name in rows}
-        applying = [each for each in self.properties if any(some[name][each.name].value is not None for name in some)]
-        kept = {name: {each.name: findings[each.name] for each in applying} for name, findings in some.items()}
+        """Select rows, in the order of this matrix, and the properties that apply to at least one of them."""
+        some = {name: row for name, row in self.rows.items() if name in rows}
+        applying = [
+            column for column in self.properties if any(row[column.name].value is not None for row in some.values())
+        ]
+        kept = {name: {column.name: row[column.name] for column in applying} for name, row in some.items()}
         return replace(self, properties=tuple(applying), rows=kept)
 
     @property
     def reasons(self) -> list[tuple[str, Property, str]]:
-        """Name, property and words of everything that is not so or does not apply."""
+        """Name, property and reason for each property that does not hold or does not apply."""
         return [
-            (name, each, findings[each.name].why)
-            for name, findings in self.rows.items()
-            for each in self.properties
-            if findings[each.name].why
+            (name, column, row[column.name].why)
+            for name, row in self.rows.items()
+            for column in self.properties
+            if row[column.name].why
         ]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, bool | float | str | None]]]:
-        """Value and words by name and property, for JSON."""
-        return {name: {key: dict(vars(each)) for key, each in row.items()} for name, row in self.rows.items()}
+        """Return values and reasons by name and property, for JSON."""
+        return {name: {key: dict(vars(value)) for key, value in row.items()} for name, row in self.rows.items()}
 
     def to_text(self, width: int = 100) -> str:
-        """The table in plain text: as many below each other as the columns need.
+        """Format the matrix as plain text; columns beyond the width continue in a further table below.
 
         Args:
-            width: of the text, in characters; a column has a table of its own where two are wider.
+            width: the most characters in a line; a single column may be wider.
         """
         names = [self.subject, *self.rows]
         tables: list[list[list[str]]] = []
-        for each in self.properties:
-            column = [each.title, *(findings[each.name].cell for findings in self.rows.values())]
+        for prop in self.properties:
+            column = [prop.title, *(row[prop.name].cell for row in self.rows.values())]
             if not tables or max(map(len, _lines([*tables[-1], column]))) > width:
                 tables.append([names])
             tables[-1].append(column)
@@ -129,36 +131,36 @@ class Matrix:
         return f"Matrix({counted(len(self.rows), self.subject)}, {counted(len(self.properties), 'property')})"
 
     def to_markdown(self) -> str:
-        """A table with a row per scheme or encoding; ✓ holds, ✗ does not, – does not apply."""
-        head = [self.subject, *(each.title for each in self.properties)]
-        rows = [[f"`{name}`", *(finding.cell for finding in findings.values())] for name, findings in self.rows.items()]
+        """Format the matrix as a Markdown table: ✓ holds, ✗ does not hold, – does not apply."""
+        head = [self.subject, *(column.title for column in self.properties)]
+        rows = [[f"`{name}`", *(value.cell for value in row.values())] for name, row in self.rows.items()]
         lines = [head, ["---", *[":-:"] * len(self.properties)], *rows]
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def _repr_html_(self) -> str:
         """Show the table in a notebook."""
         rows = ([name, *(value.cell for value in row.values())] for name, row in self.rows.items())
-        return html.table([self.subject, *(each.title for each in self.properties)], rows)
+        return html.table([self.subject, *(column.title for column in self.properties)], rows)
 
 
 def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequence[Property]) -> Matrix:
-    """The matrix of what is named.
+    """Measure the properties of named schemes or encodings.
 
     Raises:
-        InvalidInputError: nothing is named, or two by one name.
+        InvalidInputError: there is nothing to measure, or two have the same name.
     """
     rows: dict[str, dict[str, PropertyValue]] = {}
-    for name, each in named:
+    for name, scheme_or_encoding in named:
         if name in rows:
             raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
-        rows[name] = {one.name: one.measure(each) for one in properties}
+        rows[name] = {column.name: column.measure(scheme_or_encoding) for column in properties}
     if not rows:
         raise InvalidInputError(f"{subject}s: got none, want at least one")
     return Matrix(subject, tuple(properties), rows)
 
 
 def _lines(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: the titles, a rule, and the rows."""
+    """Format the lines of a table: the titles, a rule, and the rows."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     lines = ["   ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

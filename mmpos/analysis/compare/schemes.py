@@ -27,10 +27,10 @@ from mmpos.segments.kinds import Grid, Text
 
 Measure = Callable[[Scheme], PropertyValue]
 Failures = Iterator[tuple[int, str]]
-"""Index and words of every grid that fails."""
+"""Index and reason of every grid that fails."""
 
-NEEDS = {"text": "takes no text", "resumable": "has no next position"}
-"""Attributes of a scheme, and what is said of one without."""
+NEEDS = {"text": "does not support text", "resumable": "has no next position"}
+"""Attributes that a property may require of a scheme, and the reason given for a scheme without them."""
 
 
 def needing(attribute: str) -> Callable[[Measure], Measure]:
@@ -49,135 +49,136 @@ def needing(attribute: str) -> Callable[[Measure], Measure]:
 
 
 def of_grids(failures: Callable[[Scheme], Failures]) -> Measure:
-    """Make a property of a generator of failures: it holds if no grid fails."""
+    """Turn a generator of failures into a property, which holds if no grid fails."""
     return wraps(failures)(lambda scheme: verdict(failures(scheme)))
 
 
 def axes(scheme: Scheme) -> PropertyValue:
-    """The numbers in a position."""
+    """Count the numbers in a position."""
     return PropertyValue(scheme.axes)
 
 
 @needing("text")
 def text_is_rope_1d(scheme: Scheme) -> PropertyValue:
-    """Text alone, in one run or in two, has the ids start, start + 1, … on every axis.
+    """Check that text alone, in one run or two, has the ids start, start + 1, … on every axis.
 
-    A rotation with one ladder of frequencies for all axes then turns it as RoPE-1D does, so that a language model
-    finds what it was trained on.
+    A rotation with one ladder of frequencies for all axes then equals RoPE-1D on text, as the language model was
+    trained.
     """
     runs: list[Document] = [[Text(n)] for n in range(1, 9)]
     runs += [[Text(n), Text(8 - n)] for n in range(1, 8)]
     for start in STARTS:
-        for each in placed(scheme, runs, start):
-            want = start + np.arange(each.values.shape[1])
-            token = first_token(each.values != want * each.denominator)
+        for document in placed(scheme, runs, start):
+            want = start + np.arange(document.values.shape[1])
+            token = first_token(document.values != want * document.denominator)
             if token is not None:
-                return PropertyValue(False, f"{each.spec}: start {start} puts token {token} at {each.at(token)}")
+                reason = f"{document.spec}: start {start} puts token {token} at {document.at(token)}"
+                return PropertyValue(False, reason)
     return PropertyValue(True)
 
 
 @needing("text")
 @of_grids
 def symmetric(scheme: Scheme) -> Failures:
-    """A grid is as far from the text before it as from the text after it: on every axis, the gap from the last text to
-    a patch is the gap from the opposite patch to the next text.
+    """Check that a grid is equally far from the text before and after it.
+
+    On every axis, the gap from the last text token before the grid to a patch must equal the gap from the opposite
+    patch to the next text token.
     """
     for before in (1, 3):
         documents = [around(scheme, grid, before) for grid in grids(scheme)]
         for start in STARTS:
-            for d, each in enumerate(placed(scheme, documents, start)):
-                patches = each.values[:, before:-1]
-                left = patches - each.values[:, before - 1 : before]
-                right = each.values[:, -1:] - patches[:, ::-1]
+            for d, document in enumerate(placed(scheme, documents, start)):
+                patches = document.values[:, before:-1]
+                left = patches - document.values[:, before - 1 : before]
+                right = document.values[:, -1:] - patches[:, ::-1]
                 patch = first_token(left != right)
                 if patch is not None:
-                    gaps = f"gaps {each.written(left[:, patch])} and {each.written(right[:, patch])}"
-                    yield d, f"{each.spec}: {gaps}" + (f" at patch {patch}" if patch else "")
+                    gaps = f"gaps {document.written(left[:, patch])} and {document.written(right[:, patch])}"
+                    yield d, f"{document.spec}: {gaps}" + (f" at patch {patch}" if patch else "")
 
 
 @of_grids
 def unique(scheme: Scheme) -> Failures:
-    """No two tokens of a document have the same position, be there one grid or two of one size."""
+    """Check that no two tokens of a document have the same position, with one grid or two equal grids."""
     between: Document = [Text(1)] if scheme.text else []
     for repeats in (1, 2):
         documents = [[*between, *[part for _ in range(repeats) for part in (grid, *between)]] for grid in grids(scheme)]
         for start in STARTS:
-            for d, each in enumerate(placed(scheme, documents, start)):
+            for d, document in enumerate(placed(scheme, documents, start)):
                 first: dict[tuple[int, ...], int] = {}
-                for token, position in enumerate(zip(*each.values.tolist(), strict=True)):
+                for token, position in enumerate(zip(*document.values.tolist(), strict=True)):
                     other = first.setdefault(position, token)
                     if other < token:
-                        yield d, f"{each.spec}: tokens {other} and {token} are both at {each.at(token)}"
+                        yield d, f"{document.spec}: tokens {other} and {token} are both at {document.at(token)}"
                         break
 
 
 @of_grids
 def integer(scheme: Scheme) -> Failures:
-    """Every id is a whole number."""
-    for d, each in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
-        token = first_token(each.values % each.denominator != 0)
+    """Check that every id is an integer."""
+    for d, document in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
+        token = first_token(document.values % document.denominator != 0)
         if token is not None:
-            yield d, f"{each.spec}: token {token} is at {each.at(token)}"
+            yield d, f"{document.spec}: token {token} is at {document.at(token)}"
 
 
 @of_grids
 def prefix_stable(scheme: Scheme) -> Failures:
-    """A document that grows at its end, by a token of text or by a frame of its video, keeps the positions that it has.
+    """Check that positions stay the same if a document grows at its end, by a text token or a video frame.
 
-    Where the scheme has no frames, the next one is a grid of its own after a token of text.
+    If the scheme does not support frames, the new frame is another grid after a text token.
     """
     documents: list[Document] = [around(scheme, grid)[:-1] or [grid] for grid in grids(scheme)]
-    longer = placed(scheme, [_with_a_frame_more(scheme, document) for document in documents])
-    yield from _moved("a frame more moves", placed(scheme, documents), longer)
+    longer = placed(scheme, [_with_another_frame(scheme, document) for document in documents])
+    yield from _moved("another frame moves", placed(scheme, documents), longer)
     if scheme.text:
         short, long = ([around(scheme, grid, after=after) for grid in grids(scheme)] for after in (1, 2))
-        yield from _moved("a token more moves", placed(scheme, short), placed(scheme, long))
+        yield from _moved("another text token moves", placed(scheme, short), placed(scheme, long))
 
 
-def _with_a_frame_more(scheme: Scheme, document: Document) -> Document:
+def _with_another_frame(scheme: Scheme, document: Document) -> Document:
     *before, grid = document
     if scheme.frames and isinstance(grid, Grid):
         return [*before, replace(grid, frames=grid.frames + 1)]
     return [*document, *before, grid]
 
 
-def _moved(what: str, before: Sequence[PlacedDocument], after: Sequence[PlacedDocument]) -> Failures:
-    """Find documents with a token whose ids are others afterwards."""
+def _moved(change: str, before: Sequence[PlacedDocument], after: Sequence[PlacedDocument]) -> Failures:
+    """Yield the documents in which the change moves a token."""
     for d, (old, new) in enumerate(zip(before, after, strict=True)):
         want = old.values * new.denominator
         token = first_token(want != new.values[:, : want.shape[1]] * old.denominator)
         if token is not None:
-            yield d, f"{old.spec}: {what} token {token} from {old.at(token)} to {new.at(token)}"
+            yield d, f"{old.spec}: {change} token {token} from {old.at(token)} to {new.at(token)}"
 
 
 @needing("resumable")
 @of_grids
 def delta_0(scheme: Scheme) -> Failures:
-    """Generation goes on at the id that is the number of tokens before it, counted from the start, whatever grids are
-    among them: the decode delta is 0.
-    """
-    for d, each in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
-        if each.delta:
-            yield d, f"{each.spec}: delta {each.delta}"
+    """Check that generation continues at start plus the number of tokens: the decode delta is 0 after any grid."""
+    for d, document in enumerate(placed(scheme, [around(scheme, grid) for grid in grids(scheme)])):
+        if document.delta:
+            yield d, f"{document.spec}: delta {document.delta}"
 
 
 @needing("resumable")
 def ids_of_a_square(scheme: Scheme) -> PropertyValue:
-    """The ids that an image of 24×24 patches consumes: by so much does text after it go on."""
+    """Count the ids that an image of 24×24 patches consumes: by how much the ids of the text after it advance."""
     return PropertyValue(_most_ids(scheme, [Grid(24, 24)]))
 
 
 @needing("resumable")
 def ids_of_a_row(scheme: Scheme) -> PropertyValue:
-    """The ids that an image of 1×576 patches consumes: as many patches as 24×24, in one row."""
+    """Count the ids that an image of 1×576 patches consumes: the same number of patches as 24×24, in one row."""
     return PropertyValue(_most_ids(scheme, [Grid(1, 576)]))
 
 
 @needing("resumable")
 def growth(scheme: Scheme) -> PropertyValue:
-    """The power of its side with which the ids of an image grow: twice the side takes 2^p times as many.
+    """Compute the exponent p with which the ids of an image grow: twice the side consumes 2^p times as many ids.
 
-    From side 64 to side 128, each time the image of sides up to 8 shorter that takes the most.
+    Measured from side 64 to side 128; for each, the image with the most ids among images with sides up to 8 shorter.
     """
     families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in (64, 128))
     small, large = (max(1, _most_ids(scheme, images)) for images in families)
@@ -204,14 +205,14 @@ SCHEME_PROPERTIES = (
 
 
 def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
-    """Every property of schemes, measured with exact ids on a fixed family of documents.
+    """Measure every property of schemes, with exact ids on a fixed family of documents.
 
     Args:
-        schemes: names, or objects such as your own; None is every scheme of mmpos where grids follow text, and again
-            with three axes those that have the choice.
+        schemes: names, or objects, which may be your own; None measures every scheme of mmpos except LatentScheme, for
+            models that generate images or videos, and the three-axis variants of schemes that take ``axes``.
 
     Raises:
-        InvalidInputError: an unknown scheme, none, or one twice.
+        InvalidInputError: a scheme is unknown or repeated, or the list is empty.
     """
     if schemes is not None and (isinstance(schemes, str) or not isinstance(schemes, Iterable)):
         raise InvalidInputError(f"schemes: got {schemes!r}, want a list of names or Scheme objects")
@@ -220,10 +221,10 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
 
 
 def every_scheme() -> list[Scheme]:
-    """Every scheme with its default parameters, then with three axes those that have the choice.
+    """Return every scheme with its default parameters, then the three-axis variants of schemes that take ``axes``.
 
-    Those of models that generate are left out where nothing before a grid pushes it: most properties are about that.
+    Schemes of class LatentScheme are omitted: most properties are about grids whose ids depend on the text before them.
     """
-    made: list[Scheme] = [scheme() for scheme in SCHEMES.values() if not issubclass(scheme, LatentScheme)]
-    choice = [type(scheme) for scheme in made if "axes" in vars(scheme)]  # where the axes are a parameter
-    return made + [scheme(axes=3) for scheme in choice]  # type: ignore[call-arg]
+    schemes: list[Scheme] = [scheme() for scheme in SCHEMES.values() if not issubclass(scheme, LatentScheme)]
+    choice = [type(scheme) for scheme in schemes if "axes" in vars(scheme)]  # axes is a parameter
+    return schemes + [scheme(axes=3) for scheme in choice]  # type: ignore[call-arg]

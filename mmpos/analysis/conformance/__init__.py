@@ -1,6 +1,6 @@
 """Conformance of any program with the schemes and models: cases as data, and a runner that compares its answers.
 
-For other projects, whose CI feeds the cases to their own code; docs/conformance.md has the format and the protocol.
+Other projects feed the cases to their own code in CI; docs/conformance.md describes the format and the protocol.
 """
 
 from mmpos.analysis.conformance.cases import Case, Tolerances, load_cases

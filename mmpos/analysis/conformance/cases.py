@@ -1,4 +1,4 @@
-"""Cases: what a program is asked, the answer that is wanted, and the first difference of another answer."""
+"""Cases: a request to a program, the expected answer, and the comparison of an answer with it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ VECTORS = resources.files("mmpos.analysis.conformance") / "vectors"
 MANIFEST = "manifest.json"
 
 FRACTION = re.compile("-?[0-9]{1,40}/[1-9][0-9]{0,39}")
-"""Text that is a number."""
+"""Pattern of fractions that are written as text."""
 
 INEXACT = ("cos", "sin")
-"""Fields whose numbers are rounded, in float32 by most programs."""
+"""Fields with rounded numbers, which most programs compute in float32."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Distances that are no difference.
+    """Largest distances at which numbers count as equal.
 
     Args:
-        turned: of cos and sin; as stored, they are within 1e-10 of the truth.
-        ids: of ids that are floats in the answer, or integers in the place of fractions, for programs that keep
-            fractions as floats.
+        turned: distance of cos and sin; the stored ones are within 1e-10 of the true values.
+        ids: distance of ids that are floats in the answer, or integers where fractions are expected, for programs that
+            store fractions as floats.
     """
 
     turned: float = 1e-5
@@ -48,12 +48,12 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Case:
-    """One question and its answer.
+    """A request and its answer.
 
     Args:
-        name: file, line and number of the question, such as "rope-tie/0/3-chunk".
-        request: the JSON object that a program is asked.
-        want: the fields of its answer; null in them stands for anything.
+        name: file, line and number of the request, such as "rope-tie/0/3-chunk".
+        request: the JSON object that is sent to a program.
+        want: the fields of the answer; a null in them matches any value.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Case:
     want: Mapping[str, Any]
 
     def difference(self, answer: Mapping[str, Any], tolerances: Tolerances = Tolerances()) -> str | None:
-        """Describe the first difference of an answer, field by field; None where there is none.
+        """Return the first difference of an answer in words, or None if there is none.
 
         >>> Case("mine/0/0-prefill", {}, {"position_ids": [[0, 1], [0, "1/2"]]}).difference({"position_ids": [[0, 1]]})
         'position_ids: got 1 value, want 2'
@@ -77,19 +77,19 @@ class Case:
 
 
 def load_cases(patterns: Sequence[str] = ()) -> list[Case]:
-    """Load the cases whose names match a pattern of the shell, or all, after comparing the checksums of their files.
+    """Load all cases, or those with names that match a shell pattern, after verifying the checksums of their files.
 
     Args:
-        patterns: such as "rope-tie/*", "*-chunk" or "qwen2_vl/0/*"; * also stands for slashes.
+        patterns: shell patterns such as "rope-tie/*", "*-chunk" or "qwen2_vl/0/*"; * also matches slashes.
 
     Raises:
-        InvalidInputError: a file is not the one that the manifest names, or a pattern matches no case.
+        InvalidInputError: the checksum of a file differs from the manifest, or a pattern matches no case.
     """
     cases: list[Case] = []
     for path, digest in json.loads((VECTORS / MANIFEST).read_bytes())["files"].items():
         data = (VECTORS / path).read_bytes()
         if hashlib.sha256(data).hexdigest() != digest:
-            raise InvalidInputError(f"{path}: got another checksum than {MANIFEST} has, want the file as installed")
+            raise InvalidInputError(f"{path}: the checksum differs from {MANIFEST}; reinstall mmpos")
         for line in data.decode().splitlines():
             cases += _cases_of(json.loads(line))
     chosen: dict[str, Case] = {} if patterns else {case.name: case for case in cases}
@@ -102,7 +102,7 @@ def load_cases(patterns: Sequence[str] = ()) -> list[Case]:
 
 
 def _cases_of(group: dict[str, Any]) -> Iterator[Case]:
-    """Write out the questions about one batch: each has the batch in it, or the one document that it names."""
+    """Yield the cases about one batch: each request contains the batch, or the one document that it names."""
     questions, name = group.pop("cases"), group.pop("group")
     for number, question in enumerate(questions):
         case = f"{name}/{number}-{question['ask']}"
@@ -131,22 +131,22 @@ def _difference(where: str, got: Any, want: Any, near: float) -> str | None:
 
 
 def _number(value: Any) -> Fraction | None:
-    """Convert an integer, a finite float or text such as "9/2"; no other text, for 1e999999999 is long to compute."""
+    """Convert an integer, a finite float or text such as "9/2"; other text, such as 1e999999999, may take too long."""
     if isinstance(value, str):
         return Fraction(value) if FRACTION.fullmatch(value) else None
-    if isinstance(value, int) and not isinstance(value, bool):  # of any size, which isfinite does not take
+    if isinstance(value, int) and not isinstance(value, bool):  # isfinite refuses large integers
         return Fraction(value)
     return Fraction(value) if isinstance(value, float) and math.isfinite(value) else None
 
 
 def as_json(value: object) -> str:
-    """Write a value for a message, cut short."""
+    """Format a value for a message, shortened."""
     try:
         return cut(json.dumps(value))
     except RecursionError:
         return "lists in lists"
 
 
-def cut(words: str) -> str:
-    """Cut words to 60 characters."""
-    return words if len(words) <= 60 else f"{words[:57]}..."
+def cut(text: str) -> str:
+    """Shorten text to 60 characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""The runner: starts a program, asks it case by case over its standard input, and reports what differs."""
+"""The runner: it starts a program, sends it the cases over its standard input, and reports the differences."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mmpos.errors import InvalidInputError
 __all__ = ["Mismatch", "Outcome", "run"]
 
 LONGEST_ANSWER = 2**24
-"""Bytes of an answer; the longest that is wanted has a few thousand."""
+"""Largest number of bytes in an answer; the longest expected answer has a few thousand."""
 
 LONGEST_WAIT = 3600.0
-"""Seconds that a wait for a program may have; longer limits are several."""
+"""Longest single wait for a program in seconds; longer time limits are split."""
 
 PATIENCE = 3
-"""Cases in a row in which a program may fail as a program before no more are asked."""
+"""Number of consecutive cases without an answer after which the remaining cases are skipped."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A case whose answer is another, or none."""
+    """A case with a wrong answer, or without an answer."""
 
     case: str
     message: str
@@ -44,11 +44,11 @@ class Outcome:
     """The result of a run.
 
     Args:
-        same: cases whose answers were as wanted.
-        findings: those that were not, in order.
-        unsupported: names of cases that the program declined, and the reasons that it gave.
-        not_asked: cases that were left when the program had failed too often in a row.
-        require_all: whether a program that declines a case does not pass.
+        same: number of cases with the expected answer.
+        findings: the other cases, in order.
+        unsupported: reasons of the program for declining cases, by the name of the case.
+        not_asked: number of cases that were skipped after too many consecutive failures.
+        require_all: whether a program that declines a case fails.
     """
 
     same: int = 0
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differed, and something was compared, or all."""
+        """Whether no answer differed, at least one was compared and, with ``require_all``, no case was declined."""
         return not self.findings and self.same > 0 and not (self.require_all and self.unsupported)
 
 
@@ -71,23 +71,23 @@ def run(
     tolerances: Tolerances | None = None,
     require_all: bool = False,
 ) -> Outcome:
-    """Ask a program every case, one JSON object a line, and compare its answers.
+    """Send every case to a program, one JSON object per line, and compare its answers.
 
-    A program that crashes, is too slow or answers with something else is a finding, and is started anew for the next
-    case; what it writes to standard error is passed on.
+    A program that crashes, is too slow or gives an invalid answer counts as a mismatch, and is restarted for the next
+    case. Its standard error is passed through.
 
     Args:
         command: the program and its arguments.
-        cases: of ``load_cases``.
-        time_limit: seconds for each answer; the first includes the start of the program.
-        tolerances: distances that are no difference.
-        require_all: do not pass a program that declines a case.
+        cases: cases from ``load_cases``.
+        time_limit: seconds for each answer; for the first, including the start of the program.
+        tolerances: largest distances at which numbers count as equal.
+        require_all: whether a program that declines a case fails.
 
     Raises:
-        InvalidInputError: there is no such program.
+        InvalidInputError: the program cannot be run.
     """
     if not command:
-        raise InvalidInputError("command: got no words, want a program and its arguments")
+        raise InvalidInputError("command: got an empty list, want a program and its arguments")
     if not time_limit > 0:
         raise InvalidInputError(f"time_limit: got {time_limit!r}, want seconds > 0")
     report, failures = Outcome(require_all=require_all), 0
@@ -124,11 +124,11 @@ def run(
 
 
 class _NoAnswerError(Exception):
-    """The program gave no answer to a case; the message says what it did."""
+    """The program gave no valid answer to a case; the message says what it did."""
 
 
 class _Program:
-    """A program that answers; started when asked, and again after it was stopped."""
+    """A program that answers cases; it is started for the first case, and again after it was stopped."""
 
     def __init__(self, command: Sequence[str], time_limit: float) -> None:
         self.command, self.time_limit = list(command), time_limit
@@ -136,7 +136,7 @@ class _Program:
         self._read = bytearray()
 
     def ask(self, case: Case) -> dict[str, Any]:
-        """Give the object that answers a case."""
+        """Return the answer to a case."""
         line = self._line(self._started(), json.dumps(case.request, separators=(",", ":")).encode() + b"\n")
         try:
             answer = json.loads(line)
@@ -145,11 +145,11 @@ class _Program:
         if not isinstance(answer, dict):
             raise _NoAnswerError(f"got the line {_quoted(line)}, want a JSON object; logs belong on standard error")
         if answer.get("case") != case.name:
-            raise _NoAnswerError(f"got an answer with case {_quoted(answer.get('case'))}, want that of the request")
+            raise _NoAnswerError(f"got an answer with case {_quoted(answer.get('case'))}, want {case.name!r}")
         return answer
 
     def finish(self) -> str | None:
-        """Close the input of the program and say what it did instead of ending well; None where none runs."""
+        """Close the input of the program; return an error message if it does not exit properly."""
         process = self._process
         if process is None:
             return None
@@ -159,16 +159,17 @@ class _Program:
         try:
             code = process.wait(self.time_limit)
         except subprocess.TimeoutExpired:
-            return f"after it, the program did not end within {self.time_limit:g} s of the end of its input"
+            return f"after the last case, the program did not exit within {self.time_limit:g} s of the end of its input"
         if code:
-            return f"after it, the program ended with {_code(code)}, want 0"
-        with suppress(BlockingIOError):  # where a child of it keeps the output open
+            return f"after the last case: {_code(code)}, want exit code 0"
+        with suppress(BlockingIOError):  # a child process may keep the output open
             os.set_blocking(process.stdout.fileno(), False)
             self._read += os.read(process.stdout.fileno(), 2**16)
-        return f"after it, got the line {_quoted(bytes(self._read))}, want one line a case" if self._read else None
+        line = _quoted(bytes(self._read))
+        return f"after the last case: got the line {line}, want one line per case" if self._read else None
 
     def stop(self) -> None:
-        """Kill the program and its children, if it runs."""
+        """Kill the program and its children, if it is running."""
         process, self._process, self._read = self._process, None, bytearray()
         if process is None:
             return
@@ -191,7 +192,7 @@ class _Program:
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
-        """Write a request, and read one line of the program's output; neither waits for the other."""
+        """Write a request while reading one line of the program's output, so that neither blocks the other."""
         assert process.stdin is not None
         assert process.stdout is not None
         deadline, searched = time.monotonic() + self.time_limit, 0
@@ -208,7 +209,7 @@ class _Program:
                 if process.stdin in ready:
                     try:
                         request = request[os.write(process.stdin.fileno(), request) :]
-                    except BrokenPipeError:  # it reads no more: its output says why
+                    except BrokenPipeError:  # the program has closed its input; its output is still read
                         request = b""
                     if not request:
                         selector.unregister(process.stdin)
@@ -231,7 +232,7 @@ class _Program:
 
 
 def _code(code: int) -> str:
-    """Name how a program ended."""
+    """Format how a program ended."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
@@ -242,5 +243,5 @@ def _quoted(value: Any) -> str:
 
 
 def _reason(value: object) -> str:
-    """Give text as it is if it is a line that can be printed, anything else as JSON."""
+    """Return printable text unchanged, and format anything else as JSON."""
     return value if isinstance(value, str) and value.isprintable() else as_json(value)

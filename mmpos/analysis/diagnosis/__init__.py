@@ -1,4 +1,4 @@
-"""Find what is wrong with the position ids of a pipeline, and since which token."""
+"""Diagnosis of position ids: the first difference between a pipeline and a scheme, and the mistake that explains it."""
 
 from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from mmpos.analysis.diagnosis.two_sides import Positions, same_positions

@@ -1,4 +1,4 @@
-"""Ids that came beside those that a scheme gives, and what mistakes are judged by."""
+"""The received ids and the ids of a scheme, and the values from which mistakes are computed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Deviation:
-    """Ids of tokens against those of a placed table, padding left out of both.
+    """Received ids and the ids of a placed table, both without padding.
 
     Args:
-        came: (axes, tokens) ids as they came; one row stands for all axes.
+        received: (axes, tokens) ids in their own dtype; one row is used for all axes.
         positions: the table.
         start: (documents,) first id of every document.
-        tolerance: how far an id may be from the exact one.
-        segments: what was placed; None if only its table is known.
-        scheme: how; None likewise.
-        mask: (batch, length) which places of a padded batch are tokens; None if the ids were packed.
+        tolerance: largest allowed distance of an id from the exact one.
+        segments: the segments of the table; None if only the table is known.
+        scheme: the scheme of the table; None if only the table is known.
+        mask: (batch, length) true for the tokens of a padded batch; None if the ids were packed.
     """
 
-    came: npt.NDArray[Any]
+    received: npt.NDArray[Any]
     positions: PositionTable
     start: IntArray
     tolerance: float = 0.0
@@ -45,8 +45,8 @@ class Deviation:
 
     @cached_property
     def got(self) -> Ids:
-        """(axes, tokens) the ids that came, as floats."""
-        return np.broadcast_to(self.came.astype(np.float64), self.want.shape)
+        """(axes, tokens) the received ids, as floats."""
+        return np.broadcast_to(self.received.astype(np.float64), self.want.shape)
 
     @cached_property
     def want(self) -> Ids:
@@ -70,7 +70,7 @@ class Deviation:
 
     @cached_property
     def segment(self) -> IntArray:
-        """(tokens,) the segment of every token, where segments are known."""
+        """(tokens,) the segment of every token; requires ``segments``."""
         assert self.segments is not None
         return np.arange(self.segments.lengths.size).repeat(self.segments.lengths)
 
@@ -81,22 +81,22 @@ class Deviation:
 
     @cached_property
     def index(self) -> IntArray:
-        """(tokens,) tokens before every token in its document."""
+        """(tokens,) the index of every token in its document."""
         return np.arange(self.positions.num_tokens) - self.begin
 
     @cached_property
     def column(self) -> IntArray | None:
-        """(tokens,) place in the padded row; None if the ids were packed."""
+        """(tokens,) the index of every token in its padded row; None if the ids were packed."""
         return None if self.mask is None else self.mask.nonzero()[1]
 
     @cached_property
     def counted(self) -> IntArray:
-        """(tokens,) the ids that text alone would have."""
+        """(tokens,) the ids of the tokens if all were text."""
         return self.start[self.document] + self.index
 
     @cached_property
     def late(self) -> Flags:
-        """(tokens,) whether a token or one before it in its document differs."""
+        """(tokens,) whether a token, or an earlier token of its document, differs."""
         since = np.full(self.positions.num_documents, self.positions.num_tokens)
         documents, where = np.unique(self.document[self.wrong], return_index=True)
         since[documents] = self.wrong.nonzero()[0][where]
@@ -104,35 +104,35 @@ class Deviation:
 
     @property
     def deltas(self) -> IntArray | None:
-        """(documents,) deltas, where the scheme has them."""
+        """(documents,) decode deltas; None if a document has none."""
         return self.positions.deltas if self.positions.resumable.all() else None
 
     @property
     def runs(self) -> int:
-        """How many runs of tokens differ, with others between."""
+        """The number of runs of tokens that differ."""
         return int((self.wrong & ~np.concatenate([[False], self.wrong[:-1]])).sum())
 
     @cached_property
     def offset(self) -> float | None:
-        """The amount by which the first token that differs is too large, if the same on all axes."""
+        """How much the ids of the first token that differs are too large, if it is the same on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 
     @property
-    def too_much(self) -> str:
-        """This amount in words."""
+    def offset_in_words(self) -> str:
+        """The offset in words, such as "3 too large"."""
         assert self.offset is not None
         return f"{abs(self.offset):g} too {'large' if self.offset > 0 else 'small'}"
 
-    def held(self, ids: npt.NDArray[Any]) -> Ids:
-        """The ids as the dtype in which they came would hold them."""
-        if self.came.dtype.kind == "f":
+    def rounded(self, ids: npt.NDArray[Any]) -> Ids:
+        """Round ids to the dtype of the received ids, if it is a float."""
+        if self.received.dtype.kind == "f":
             with np.errstate(over="ignore"):
-                ids = ids.astype(self.came.dtype)
+                ids = ids.astype(self.received.dtype)
         return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
-        """(tokens,) whether ids agree with those that came on every axis."""
+        """Return (tokens,) whether ids agree with ``got`` on every axis."""
         with np.errstate(invalid="ignore"):  # inf - inf
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 
@@ -143,16 +143,18 @@ class Deviation:
         start: npt.ArrayLike | None = None,
         any_length: bool = False,
     ) -> Ids | None:
-        """(axes, tokens) ids of these documents placed otherwise; None where that cannot be.
+        """Place the documents with another scheme, other segments or another start.
 
-        Of as many tokens as came, but for ``any_length``.
+        Returns:
+            (axes, tokens) ids; None if the documents cannot be placed that way or, without ``any_length``, if the
+            number of tokens changes.
         """
         scheme, segments = scheme or self.scheme, segments or self.segments
         if scheme is None or segments is None or scheme.axes != self.positions.axes:
             return None
         start = self.start if start is None else np.broadcast_to(np.asarray(start), self.start.shape)
         if (start == start[:1]).all() and start.size:
-            start = start[0]  # what schemes that cannot be resumed take, too
+            start = start[0]  # a scheme that cannot be resumed accepts one start only
         try:
             ids = place(segments, scheme, start, strict=False).dense(dtype=np.float64)
         except MmposError:

@@ -1,4 +1,4 @@
-"""Compare the ids of a pipeline with a scheme, find the first difference, and name the mistake that explains it."""
+"""Comparison of a pipeline's ids with a scheme: the first difference, and the mistake that explains it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Diagnosis:
     """The result of comparing ids with a scheme: equal, or where they first differ and why.
 
     Args:
-        equal: whether all ids that were compared agree; the fields after num_documents are then empty.
+        equal: whether all compared ids agree; the fields after num_documents are then empty.
         scheme: name of the scheme, with the parameters that are not the defaults.
-        num_tokens: tokens that were compared, padding left out.
-        num_documents: their documents.
-        different_tokens: tokens of which an id differs.
-        different_documents: documents with such a token.
+        num_tokens: number of compared tokens, without padding.
+        num_documents: number of compared documents.
+        different_tokens: number of tokens with an id that differs.
+        different_documents: number of documents with such a token.
         document: the first document with such a token.
-        token: its first such token, counted from the document's first.
-        what: what this token is, such as "row 0, column 1 of a grid of width 3 (segment 1)".
-        axis: the first axis on which it differs.
-        got: its ids as they came, one per row of the ids; none where there is no such token, NaN for an id that is
-            unknown.
-        want: its ids in the scheme, one per axis, exactly; likewise.
-        cause: the mistake that explains the difference, if one is known that does.
-        remedy: what to do about that mistake.
-        explained: how many of the different tokens have exactly the ids that the mistake gives.
-        unknown_tokens: tokens of which an id is unknown and was not compared, where ids are read from keys.
-        wrong: (tokens,) which tokens differ, document after document; None where all are equal.
-        owner: (tokens,) the document of each.
+        token: index in that document of the first token that differs.
+        what: description of this token, such as "row 0, column 1 of a grid of width 3 (segment 1)".
+        axis: the first axis on which this token differs.
+        got: received ids of this token, one per row of the ids; empty if the received document has no such token, NaN
+            for an unknown id.
+        want: exact ids of this token in the scheme, one per axis; empty if the scheme's document has no such token.
+        cause: the mistake that explains the difference; None if no known mistake does.
+        remedy: how to fix that mistake.
+        explained: number of different tokens that have exactly the ids of the mistake.
+        unknown_tokens: number of tokens that were not compared because an id could not be read from their keys.
+        wrong: (tokens,) whether each token differs, document after document; None if all are equal.
+        owner: (tokens,) the document of each token.
     """
 
     equal: bool
@@ -70,7 +70,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The result in words: all equal; or the first difference, the count, the cause and the remedy."""
+        """The result in sentences: all equal, or the first difference, the counts, the cause and the remedy."""
         return (*self.difference, *self.explanation)
 
     @property
@@ -94,14 +94,14 @@ class Diagnosis:
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """The sentences about cause and remedy; none where all is equal."""
+        """The sentences about cause and remedy; none if all ids are equal."""
         if self.equal:
             return ()
         if self.cause is None:
-            many = self.different_tokens > 1
-            why = "no known mistake gives the first two differences" if many else "one token alone proves no mistake"
-            return (f"Cause unknown: {why}.",)
-        part = f" (so {self.explained} of the {self.different_tokens})"
+            if self.different_tokens > 1:
+                return ("Cause unknown: no known mistake gives the first two differences.",)
+            return ("Cause unknown: a single wrong token does not identify a mistake.",)
+        part = f" of {self.explained} of the {self.different_tokens} differences"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
         return cause, f"To do: {self.remedy}."
 
@@ -110,7 +110,7 @@ class Diagnosis:
 
     @property
     def token_map(self) -> str:
-        """A map of right and wrong tokens, as HTML; empty where all are equal."""
+        """A map of right and wrong tokens, as HTML; empty if all ids are equal."""
         if self.wrong is None or self.owner is None:
             return ""
         offsets = np.searchsorted(self.owner, np.arange(self.num_documents + 1))
@@ -124,22 +124,22 @@ class Diagnosis:
 def first_difference(
     positions: PositionTable, wrong: Flags, owner: IntArray, index: IntArray, **fields: Any
 ) -> Diagnosis:
-    """Make the diagnosis of tokens that differ.
+    """Build the diagnosis of tokens that differ.
 
     Args:
-        positions: what they differ from.
-        wrong: (tokens,) which do.
-        owner: (tokens,) the document of each.
-        index: (tokens,) its place there.
-        fields: of the first difference, and others than those of the positions.
+        positions: the table that they differ from.
+        wrong: (tokens,) whether each token differs.
+        owner: (tokens,) the document of each token.
+        index: (tokens,) the index of each token in its document.
+        fields: other fields of the diagnosis; they take precedence over those derived from the table.
     """
     first, count = int(wrong.argmax()), int(wrong.sum())
     counts = {"different_tokens": count, "different_documents": np.unique(owner[wrong]).size}
     if fields.get("cause") is not None:
         fields = {"explained": count, **fields}
     where = {"document": int(owner[first]), "token": int(index[first]), "wrong": wrong, "owner": owner}
-    whole = {"scheme": positions.scheme, "num_tokens": wrong.size, "num_documents": positions.num_documents}
-    return Diagnosis(**{"equal": False, **whole, **counts, **where, **fields})
+    compared = {"scheme": positions.scheme, "num_tokens": wrong.size, "num_documents": positions.num_documents}
+    return Diagnosis(**{"equal": False, **compared, **counts, **where, **fields})
 
 
 def fractions_of(positions: PositionTable, token: int) -> tuple[Fraction, ...]:
@@ -172,38 +172,38 @@ def diagnose(
     >>> diagnose([[0, 2, 2, 4], [0, 3, 5, 7]], segments).got
     (2, 3)
 
-    A cause is computed and not guessed: each known mistake is made on these documents, and is named only if it gives
-    the first two differences; the first that gives every id that came is preferred.
+    A cause is computed, not guessed: each known mistake is applied to these documents, and is named only if it gives
+    the first two differences. A mistake that gives every received id is preferred.
 
     Args:
-        ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes, which stands for all
-            axes; integers or floats, a list, an array or a tensor on the host. Where a shape can be both,
-            it is packed, unless it comes with an attention_mask. With one row more, (axes + 1, 1, tokens) or
-            (axes + 1, batch, length), the first is the text row, from which Transformers reads the documents of a pack.
-        documents: what the ids are of; mistakes in placing are found only for a SegmentTable.
-        scheme: for a SegmentTable, a name or a scheme object; "rope-tie" if not given.
-        start: for a SegmentTable, id of each document's first token, one or (documents,).
-        attention_mask: (batch, length) of 0 and 1; else padding is where the table has it, or at the side.
+        ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes if all axes have the same ids;
+            integers or floats, a list, an array or a tensor on the host. A shape that fits both is read as packed
+            unless attention_mask is passed. With one more row, (axes + 1, 1, tokens) or (axes + 1, batch, length), the
+            first is the text row, from which Transformers reads the documents of a pack.
+        documents: the documents of the ids; mistakes in placement are found only for a SegmentTable.
+        scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
+        start: with a SegmentTable, id of each document's first token, one or (documents,).
+        attention_mask: (batch, length) of 0 and 1; without it, padding is read from the table, or else from side.
         side: "left" or "right".
-        tolerance: how far an id may be from the exact one; 0 is exact up to float64.
+        tolerance: largest allowed distance of an id from the exact one; 0 compares float64 values for equality.
 
     Raises:
-        InvalidInputError: ids that are no numbers, or of another shape than the documents.
+        InvalidInputError: ids are not numbers, or their shape does not match the documents.
         UnsupportedError, LimitExceededError: as for place.
     """
     tolerance = finite("tolerance", tolerance, minimum=0)
-    whole, segments, how = _placed(documents, scheme, start)
+    padded, segments, placed_by = _placed(documents, scheme, start)
     array = host_array("ids", ids)
-    text_row = array.ndim == 3 and len(array) == whole.axes + 1
-    rows, mask = read_ids(array[1:] if text_row else array, whole, attention_mask, side, array.shape)
-    positions = without_padding(whole)
-    first_ids = per_document("start", start, whole.num_documents, minimum=INT32_MIN) if segments else starts(positions)
-    came = np.broadcast_to(rows, (positions.axes, positions.num_tokens))
-    case = Deviation(came, positions, first_ids, tolerance, segments, how, mask)
+    text_row = array.ndim == 3 and len(array) == padded.axes + 1
+    rows, mask = read_ids(array[1:] if text_row else array, padded, attention_mask, side, array.shape)
+    positions = without_padding(padded)
+    first_ids = per_document("start", start, padded.num_documents, minimum=INT32_MIN) if segments else starts(positions)
+    received = np.broadcast_to(rows, (positions.axes, positions.num_tokens))
+    case = Deviation(received, positions, first_ids, tolerance, segments, placed_by, mask)
     if case.wrong.any():
         return different(case, len(rows))
     if text_row:
-        ((text,), _) = read_ids(array[:1], whole, attention_mask, side)
+        ((text,), _) = read_ids(array[:1], padded, attention_mask, side)
         if (text != case.index).any():
             return _different_text_row(case, text)
     return Diagnosis(True, positions.scheme, positions.num_tokens, positions.num_documents)
@@ -212,14 +212,15 @@ def diagnose(
 def _placed(
     documents: SegmentTable | PositionTable, scheme: str | Scheme | None, start: npt.ArrayLike
 ) -> tuple[PositionTable, SegmentTable | None, Scheme | None]:
-    """The table with its padding, the segments without, and the scheme."""
+    """Return the table with its padding, the segments without padding, and the scheme."""
     if isinstance(documents, PositionTable):
-        if scheme is not None or np.ndim(start) or start != 0:
-            raise InvalidInputError("scheme, start: got one with a PositionTable, which has its own, want none")
+        for name, passed in (("scheme", scheme is not None), ("start", np.ndim(start) or start != 0)):
+            if passed:
+                raise InvalidInputError(f"{name} cannot be combined with a PositionTable, which is placed already")
         return documents, None, None
     if not isinstance(documents, SegmentTable):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a SegmentTable or a PositionTable")
-    how = get_scheme("rope-tie" if scheme is None else scheme)
+    chosen = get_scheme("rope-tie" if scheme is None else scheme)
     keep = documents.kind != PAD
     segments = documents
     if not keep.all():
@@ -232,11 +233,11 @@ def _placed(
             None if separator is None else separator[keep],
             None if extra is None else extra[keep],
         )
-    return place(documents, how, start), segments, how
+    return place(documents, chosen, start), segments, chosen
 
 
 def without_padding(positions: PositionTable) -> PositionTable:
-    """The table without its padding."""
+    """Return the table without its padding."""
     keep = ~positions.is_padding
     if keep.all():
         return positions
@@ -245,13 +246,13 @@ def without_padding(positions: PositionTable) -> PositionTable:
 
 
 def starts(positions: PositionTable) -> IntArray:
-    """(documents,) first ids, 0 where the scheme has no cursor to tell them by."""
+    """Return the (documents,) first ids, 0 for a document without a next position."""
     header = positions.documents
     return np.where(positions.resumable, header[NEXT_POSITION] - header[DELTA] - positions.lengths, 0)
 
 
 def different(case: Deviation, rows: int) -> Diagnosis:
-    """The first difference between tokens, and its cause; rows are those of the ids as they came."""
+    """Diagnose ids that differ, and find the cause; rows is the number of rows of the received ids."""
     token = case.first
     return first_difference(
         case.positions,
@@ -260,22 +261,23 @@ def different(case: Deviation, rows: int) -> Diagnosis:
         case.index,
         what=case.positions.describe(token, case.segments),
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
-        got=tuple(case.came[:rows, token].tolist()),
+        got=tuple(case.received[:rows, token].tolist()),
         want=fractions_of(case.positions, token),
         **find_cause(case),
     )
 
 
 def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
-    """The first difference of a text row from tokens counted in their documents, where all other rows agree."""
+    """Diagnose a text row that does not count the tokens of each document; all other rows agree."""
     wrong = text != case.index
     token, cause = int(wrong.argmax()), None
-    alike = next((axis for axis, row in enumerate(case.came) if (text == row).all()), None)
+    repeated = next((axis for axis, row in enumerate(case.received) if (text == row).all()), None)
     if (text == np.arange(text.size)).all():
-        cause = "the text row counts through the pack, and documents that follow on are one to Transformers"
-    elif alike is not None:
+        cause = "the text row is not reset at each document, so Transformers reads the pack as one document"
+    elif repeated is not None:
         cause = (
-            f"the text row repeats axis {alike}, and Transformers begins a new document where that does not count on"
+            f"the text row repeats axis {repeated}, and Transformers starts a new document wherever that axis does not "
+            "increase by 1"
         )
     return first_difference(
         case.positions,
@@ -293,11 +295,11 @@ def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
 
 
 def find_cause(case: Deviation) -> dict[str, Any]:
-    """The fields cause, remedy and explained of a Diagnosis, by the first mistake that gives every id that came; else
-    by the one that explains most. None where there is no such mistake.
+    """Return the fields cause, remedy and explained of a Diagnosis; an empty dict if no mistake explains the ids.
 
-    A mistake is chosen by the first difference, so that one proves nothing: it must give the second as well, and agree
-    with more tokens than the scheme does, by more than those that it was made to fit.
+    The first mistake that gives every received id is chosen, or else the one that explains the most tokens. Mistakes
+    are fitted to the first difference, which therefore proves nothing: a mistake must give the second difference as
+    well, and agree with more tokens than the scheme does, not counting those that it was fitted to.
     """
     best, most = dict[str, Any](), 0
     wrong = np.flatnonzero(case.wrong)
@@ -318,5 +320,5 @@ def find_cause(case: Deviation) -> dict[str, Any]:
 
 
 def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
-    """(tokens,) whether each token has the ids that a mistake gives."""
-    return case.near(case.held(ids[..., tokens]), case.got[:, tokens])
+    """Return (tokens,) whether each token has the ids that a mistake gives."""
+    return case.near(case.rounded(ids[..., tokens]), case.got[:, tokens])

@@ -1,4 +1,4 @@
-"""The known mistakes of pipelines: the ids that each gives for some documents, and what to do about it."""
+"""The known mistakes of pipelines: the wrong ids that each gives, and its remedy."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Guess:
     """A mistake and the ids that it gives.
 
     Args:
-        cause: the mistake in words, which follow "Cause: ".
-        ids: (axes, tokens), or (tokens,) the same on all axes; None where these documents cannot be placed so.
-        evidence: how many of the tokens that differ it was made to fit: the first at least, by which it was chosen.
+        cause: the mistake in words that follow "Cause: ".
+        ids: (axes, tokens), or (tokens,) if the same on all axes; None if the documents cannot be placed that way.
+        evidence: number of different tokens that the guess was fitted to: at least the first.
     """
 
     cause: str
@@ -52,8 +52,8 @@ class Mistake:
     """A known mistake.
 
     Args:
-        remedy: what to do about it, in words that follow "To do: ".
-        guesses: the ids that it gives in a comparison, one guess for each of its forms.
+        remedy: how to fix it, in words that follow "To do: ".
+        guesses: yields the ids that the mistake gives, one guess for each of its forms.
     """
 
     remedy: str
@@ -61,23 +61,23 @@ class Mistake:
 
 
 def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], Mistake]:
-    """Make a mistake of the function that guesses its ids."""
+    """Turn a function that guesses ids into a mistake with this remedy."""
     return lambda guesses: Mistake(remedy, guesses)
 
 
 def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
-    """Make a scheme that does what this one does, but for these methods."""
+    """Copy a scheme with some methods replaced."""
     wrong = copy(right)
-    # Of a class of its own, so that it equals no other and has no plan.
+    # A new class, so that the scheme equals no other and has no plan.
     object.__setattr__(wrong, "__class__", type(type(right).__name__, (type(right),), {}))
     for name in ("unit", "advance", "place", "cleared", "advance_text", "place_text", "next_after"):
-        # Methods of the right scheme: where they need each other, they find no mistake.
+        # Bind the methods to the right scheme, so that they do not call the replaced ones.
         object.__setattr__(wrong, name, methods.get(name, getattr(right, name)))
     return wrong
 
 
 def other_advance(right: Scheme, ids: Callable[[Scheme, Grids], IntArray | None]) -> Scheme:
-    """Grids in their place, and what comes after them not: they take so many ids, or None where the scheme is right."""
+    """Change the number of ids that grids consume, which moves only the tokens after them; None keeps the number."""
 
     def advance(grids: Grids) -> IntArray:
         count, unit = ids(right, grids), right.unit(grids)
@@ -100,20 +100,20 @@ def _beyond_maximum(right: Scheme, grids: Grids) -> IntArray | None:
     return highest.max(axis=0) // placement.denominator + 1
 
 
-def unmerged_scheme(right: Scheme, side: int, whole: bool) -> Scheme:
-    """Patches that were not merged in blocks of this side: in the ids that grids take, or in their strides, too."""
+def unmerged_scheme(right: Scheme, side: int, strides: bool) -> Scheme:
+    """Forget to merge blocks of this side, in the ids that grids consume and, with ``strides``, in their patches."""
 
     def before(grids: Grids) -> Grids:
         return replace(grids, extents=grids.extents * np.array([[1], [side], [side]]))
 
     methods: dict[str, Callable[..., Any]] = {"advance": lambda grids: right.advance(before(grids))}
-    if whole:
+    if strides:
         methods["place"] = lambda grids, cursor: right.place(before(grids), cursor)
     return mistaken(right, **methods)
 
 
 def column_major_scheme(right: Scheme) -> Scheme:
-    """Patches column after column, for documents whose grids have height and width exchanged."""
+    """Place patches column by column, in documents with height and width of grids swapped."""
 
     def exchanged(grids: Grids) -> Grids:
         return replace(grids, extents=grids.extents[[0, 2, 1]])
@@ -128,22 +128,22 @@ def column_major_scheme(right: Scheme) -> Scheme:
     return mistaken(right, place=place, advance=lambda grids: right.advance(exchanged(grids)))
 
 
-@mistake("keep ids as float64, or as exact integers in the table; never .long() them")
+@mistake("keep ids as float64, or as exact integers in the table; never call .long() on them")
 def cut_fractions(case: Deviation) -> Iterator[Guess]:
-    """Integers in place of fractions."""
+    """Guess that fractions were turned into integers."""
     if not case.positions.fractional:
         return
-    yield Guess("fractions are cut off, as .long() and .astype(int) do", np.trunc(case.want))
-    yield Guess("fractions are rounded down, as floor and // do", np.floor(case.want))
-    yield Guess("fractions are rounded to integers, halves to the even one, as round does", np.rint(case.want))
+    yield Guess("fractions are truncated, as by .long() or .astype(int)", np.trunc(case.want))
+    yield Guess("fractions are rounded down, as by floor or //", np.floor(case.want))
+    yield Guess("fractions are rounded to integers, halves to even, as by round", np.rint(case.want))
     yield Guess("fractions are rounded to integers, halves up", np.floor(case.want + 0.5))
     yield Guess("fractions are rounded up", np.ceil(case.want))
-    yield Guess("ids are twice as large, as if to have no halves", 2 * case.want)
+    yield Guess("ids are doubled, as if to avoid halves", 2 * case.want)
 
 
-@mistake("keep ids out of casts to low precision: in int32, in float64, or in the table")
+@mistake("never cast ids to low precision: keep them in int32, in float64 or in the table")
 def low_precision(case: Deviation) -> Iterator[Guess]:
-    """Ids that went through a float with too few bits."""
+    """Guess that ids were cast to a float with too few bits."""
     with np.errstate(over="ignore"):
         forms: dict[str, Ids] = {
             "float16": case.want.astype(np.float16).astype(np.float64),
@@ -155,60 +155,57 @@ def low_precision(case: Deviation) -> Iterator[Guess]:
         yield Guess(f"ids are rounded to {name}, by up to {error:.3g}", ids)
 
 
-@mistake("hold ids in int32 or int64")
+@mistake("keep ids in int32 or int64")
 def narrow_integers(case: Deviation) -> Iterator[Guess]:
-    """Integers that wrapped around, ids or the numerators they were computed from."""
-    whole = case.want.astype(np.int64)
+    """Guess that integers wrapped around: ids, or the numerators that they were computed from."""
+    integers = case.want.astype(np.int64)
     for kind in (np.int16, np.uint16, np.int8, np.uint8):
         name = np.dtype(kind).name
-        yield Guess(f"ids wrap around in {name}", whole.astype(kind))
+        yield Guess(f"ids wrap around in {name}", integers.astype(kind))
     if case.positions.fractional:
         numerators, denominators = case.positions.rationals()
         yield Guess("numerators wrap around in int32", numerators.astype(np.int32) / denominators)
 
 
 def bfloat16(ids: Ids) -> Ids:
-    """Ids rounded to bfloat16, halves to the even one: float32 with its last 16 bits rounded away."""
+    """Round ids to bfloat16, halves to even: float32 without its last 16 bits."""
     bits = ids.astype(np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
-@mistake("give the model ids with all axes, as positions.dense() has them, in place of arange")
+@mistake("pass the model ids for all axes, such as positions.dense(), instead of arange")
 def token_index(case: Deviation) -> Iterator[Guess]:
-    """1-D ids, of the document, of the whole batch, or of the padded row."""
-    words = "ids are the token's index{}: 1-D ids, which know no images"
-    counts = {
-        " in its document": case.index,
-        " in the whole batch, not restarted at a document": np.arange(case.index.size),
-    }
+    """Guess that ids are 1-D: they count the tokens of the document, of the whole batch, or of the padded row."""
+    words = "ids are the token's index in {}, as if there were no images"
+    counts = {"its document": case.index, "the whole batch, not reset at each document": np.arange(case.index.size)}
     if case.column is not None:
-        counts[" in its padded row"] = case.column
-    meant = bool((case.want == case.counted).all())  # then the index is right, and its start is not
+        counts["its padded row"] = case.column
+    only_start_differs = bool((case.want == case.counted).all())  # another_start names that
     for where, count in counts.items():
-        if meant and (count == case.index).all():
+        if only_start_differs and (count == case.index).all():
             continue
         for first in sorted({0, 1, *case.start[:1].tolist()}):
             yield Guess(words.format(where), count + first)
 
 
-@mistake("begin at the same id as the scheme, or tell it yours as start")
+@mistake("begin at the scheme's first id, or pass your first id as start")
 def another_start(case: Deviation) -> Iterator[Guess]:
-    """Documents that begin at another id."""
+    """Guess that documents start at another id."""
     if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
-        return  # no start is so far from another
+        return  # no two starts within int32 are that far apart
     first = case.start + int(case.offset)
     ids = case.want + case.offset if case.segments is None else case.placed(start=first)
     document = case.document[case.first]
     yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
 
 
-@mistake("shift labels and not position ids: id and token have the same index")
+@mistake("shift labels, not position ids: token i has ids[:, i]")
 def one_token_off(case: Deviation) -> Iterator[Guess]:
-    """Every token has the ids of its neighbour, as if ids had been shifted like labels."""
+    """Guess that ids were shifted by one token, like labels."""
     token = np.arange(case.index.size)
     for step, neighbour in ((1, "after"), (-1, "before")):
-        words = f"every token has the ids of the one {neighbour} it"
+        words = f"every token has the ids of the token {neighbour} it"
         moved = case.index + step
         inside = (moved >= 0) & (moved < case.positions.lengths[case.document])
         shifted = case.want[:, np.where(inside, token + step, token)]
@@ -219,18 +216,18 @@ def one_token_off(case: Deviation) -> Iterator[Guess]:
             yield Guess(words, np.where(inside, shifted, following))
 
 
-@mistake("look at what stands before the first difference: it takes another number of ids")
+@mistake("check the segment before the first difference: it consumes another number of ids")
 def constant(case: Deviation) -> Iterator[Guess]:
-    """From the first difference to the end of the document, the same too much or too little."""
+    """Guess that ids are off by a constant from the first difference to the end of the document."""
     if not case.offset:
         return
-    words = f"from the first difference to the end of the document, ids are {case.too_much}"
+    words = f"from the first difference to the end of the document, ids are {case.offset_in_words}"
     yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
 
 
-@mistake("count each token once, as the scheme does, and leave factors to the rotation")
+@mistake("count each token once, as the scheme does, and leave scale factors to the rotation")
 def multiplied(case: Deviation) -> Iterator[Guess]:
-    """Ids times a whole number, or over one."""
+    """Guess that ids were multiplied or divided by an integer."""
     got, want = case.got[:, case.first], case.want[:, case.first]
     times = got[want != 0] / want[want != 0]
     if times.size and (times == times[0]).all() and times[0].is_integer() and times[0] > 1:
@@ -240,49 +237,49 @@ def multiplied(case: Deviation) -> Iterator[Guess]:
         yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
 
 
-@mistake("place the tokens of a draft after the one before them, as positions.decode does")
+@mistake("place draft tokens after the token before them, as positions.decode does")
 def constant_in_runs(case: Deviation) -> Iterator[Guess]:
-    """Runs of tokens, with right ones between, the same too much or too little, as drafts in the windows of steps."""
+    """Guess that several runs of tokens are off by the same constant, as draft tokens in the windows of steps."""
     if not case.offset or case.runs < 2:
         return
-    words = f"{case.runs} runs of tokens have ids that are {case.too_much}, and tokens between them are right"
+    words = f"{case.runs} runs of tokens have ids that are {case.offset_in_words}; the tokens between them are right"
     yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * case.runs)
 
 
-@mistake("add the delta to the index of every token; take slots of a cache from the index, since ids are for rotations")
+@mistake("add the delta to the index of every token; take cache slots from the index, since ids are for rotations only")
 def index_among_right_ids(case: Deviation) -> Iterator[Guess]:
-    """Indexes of tokens among ids that are right: a delta lost for some, or keys in the slots of their ids."""
+    """Guess that some tokens have their index as id: their delta was lost, or keys are in the slots of their ids."""
     index = np.where(case.wrong, case.index, case.want)
     if (case.got[:, case.first] == case.index[case.first]).all():
-        words = "tokens among others that are right have their index as id: their delta is forgotten"
-        yield Guess(f"{words}, or keys lie in the slots of their ids", index, evidence=2 * case.runs)
+        words = "some tokens between right ones have their index as id: their delta is forgotten"
+        yield Guess(f"{words}, or keys are in the cache slots of their ids", index, evidence=2 * case.runs)
 
 
 @mistake("order the axes as the scheme does: (row, col) or (frame, row, col)")
 def permuted(case: Deviation) -> Iterator[Guess]:
-    """The same rows of ids in another order: each row that came is the axis, not yet taken, that it resembles most."""
+    """Guess that axes were permuted: match each received row with the most similar axis that is not yet taken."""
     names = axis_names(case.positions.axes)
-    want, order = case.held(case.want), list[int]()
+    want, order = case.rounded(case.want), list[int]()
     for row in case.got:
-        alike = np.stack([case.near(axis[None], row[None]) for axis in want])
-        # An order that does not give the first difference is none, however much else it gives.
-        score = np.where(alike[:, case.first], 1 + alike.sum(axis=1), 0)
+        matches = np.stack([case.near(axis[None], row[None]) for axis in want])
+        # An axis must give the first difference, however many other ids it gives.
+        score = np.where(matches[:, case.first], 1 + matches.sum(axis=1), 0)
         score[order] = -1
         order.append(int(score.argmax()))
     if order != sorted(order):
-        came = ", ".join(names[axis] for axis in order)
-        words = f"axes are swapped: they stand in the order ({came}) and should be ({', '.join(names)})"
+        received = ", ".join(names[axis] for axis in order)
+        words = f"axes are swapped: got the order ({received}), want ({', '.join(names)})"
         yield Guess(words, case.want[order])
 
 
-@mistake("give each pair the axis that the config says, in the kernel as in the reference")
+@mistake("rotate each pair by the axis in the config, in the kernel as in the reference")
 def axis_repeated(case: Deviation) -> Iterator[Guess]:
-    """One axis in place of others, as by a kernel that drops height and width."""
+    """Guess that one axis was used in place of others, as by a kernel that drops height and width."""
     names = axis_names(case.positions.axes)
     for axis, name in enumerate(names):
         others = [other for other in range(len(names)) if other != axis]
         if others:
-            words = f"axis {axis} ({name}) stands in place of {{}}, which is dropped"
+            words = f"axis {axis} ({name}) is used in place of {{}}"
             every = words.format("every other axis") if len(others) > 1 else words.format(f"axis {others[0]}")
             yield Guess(every, case.want[axis])
         for other in others if len(others) > 1 else ():
@@ -291,25 +288,25 @@ def axis_repeated(case: Deviation) -> Iterator[Guess]:
             yield Guess(words.format(f"axis {other} ({names[other]})"), ids)
 
 
-@mistake("give grids as (frames, height, width), the rows of patches before the columns")
-def sides_exchanged(case: Deviation) -> Iterator[Guess]:
-    """Grids whose height was taken for their width."""
-    exchanged = _exchanged(case)
-    if exchanged is not None:
-        yield Guess("height and width of grids are exchanged", case.placed(segments=exchanged))
+@mistake("pass grids as (frames, height, width): rows of patches before columns")
+def sides_swapped(case: Deviation) -> Iterator[Guess]:
+    """Guess that height and width of grids were swapped."""
+    swapped = _swapped(case)
+    if swapped is not None:
+        yield Guess("height and width of grids are swapped", case.placed(segments=swapped))
 
 
-@mistake("flatten patches row after row, the column fastest")
+@mistake("flatten patches in row-major order: the column index is the fastest")
 def column_major(case: Deviation) -> Iterator[Guess]:
-    """Patches one column after the other."""
-    exchanged = _exchanged(case)
-    if exchanged is not None and case.scheme is not None:
-        ids = case.placed(column_major_scheme(case.scheme), exchanged)
+    """Guess that patches were flattened in column-major order."""
+    swapped = _swapped(case)
+    if swapped is not None and case.scheme is not None:
+        ids = case.placed(column_major_scheme(case.scheme), swapped)
         yield Guess("patches are in column-major order: column after column, not row after row", ids)
 
 
-def _exchanged(case: Deviation) -> SegmentTable | None:
-    """The documents with height and width of their grids exchanged; none if rows end in separators."""
+def _swapped(case: Deviation) -> SegmentTable | None:
+    """Return the documents with height and width of their grids swapped; None if rows end in separators."""
     segments = case.segments
     if segments is None or segments.row_separator is not None:
         return None
@@ -319,14 +316,14 @@ def _exchanged(case: Deviation) -> SegmentTable | None:
     return replace(segments, extents=extents)
 
 
-@mistake("give each image the rotation of its own size: one table holds a batch of any sizes")
+@mistake("rotate each image by the ids of its own size: one table holds images of any sizes")
 def first_for_all(case: Deviation) -> Iterator[Guess]:
-    """The ids of the first document for all, as of models that generate batches of one size."""
+    """Guess that all documents got the ids of the first, as in models that generate batches of one size."""
     if not isinstance(case.scheme, LatentScheme) or case.segments is None or case.positions.num_documents < 2:
         return
-    words = "all documents have the ids of the first one, whose sizes are not theirs"
+    words = "all documents have the ids of the first one, which has other sizes"
     yield Guess(words, case.want[:, np.minimum(case.index, case.positions.lengths[0] - 1)])
-    # Segment by segment, where only images are alike.
+    # Segment by segment, in case only the ids of images are repeated.
     lengths, offsets = case.segments.lengths, case.segments.segment_offsets
     of_first = np.minimum(case.segment - offsets[case.document], offsets[1] - 1)
     begins = lengths.cumsum() - lengths
@@ -334,9 +331,9 @@ def first_for_all(case: Deviation) -> Iterator[Guess]:
     yield Guess(words, case.want[:, begins[of_first] + np.minimum(index, lengths[of_first] - 1)])
 
 
-@mistake("count the tokens of text that the transformer gets, padding that it attends to among them")
+@mistake("count the text tokens that the transformer receives, including padding that it attends to")
 def text_of_another_length(case: Deviation) -> Iterator[Guess]:
-    """The ids of documents whose text has a token more or less, in models that generate."""
+    """Guess that ids were computed for one text token more or fewer, in models that generate images."""
     segments = case.segments
     if not isinstance(case.scheme, LatentScheme) or segments is None:
         return
@@ -345,7 +342,7 @@ def text_of_another_length(case: Deviation) -> Iterator[Guess]:
     changed = np.full(case.start.size, segments.kind.size)  # the first text of each document
     changed[owner] = text[first]
     own, after = case.segment == changed[case.document], case.segment > changed[case.document]
-    for more, words in ((1, "more"), (-1, "less")):
+    for more, words in ((1, "more"), (-1, "fewer")):
         extents, grown = segments.extents.copy(), np.zeros_like(case.start)
         extents[2, text[first]] += more
         grown[owner] = more
@@ -357,14 +354,12 @@ def text_of_another_length(case: Deviation) -> Iterator[Guess]:
         begin, lengths = case.begin + (grown.cumsum() - grown)[case.document], case.positions.lengths + grown
         for index in (case.index, case.index + more * after):
             there = ids[:, begin + np.minimum(index, lengths[case.document] - 1)]
-            yield Guess(f"ids are made for one token of text {words}", np.where(own, case.want, there))
+            yield Guess(f"ids are computed for one text token {words}", np.where(own, case.want, there))
 
 
-@mistake(
-    "give the images of a document in the scheme's order, which numbers them: the one that is generated, references"
-)
+@mistake("pass the images of a document in the order of the scheme, which numbers them: the generated one, references")
 def shifted_references(case: Deviation) -> Iterator[Guess]:
-    """References at another number or place than theirs, in models that generate."""
+    """Guess that reference images have another number or offset, in models that generate images."""
     if not isinstance(case.scheme, LatentScheme) or case.segments is None:
         return
     is_grid = case.segments.kind == GRID
@@ -375,8 +370,8 @@ def shifted_references(case: Deviation) -> Iterator[Guess]:
     moved = (case.got - case.want)[:, case.first, None]
     written = ", ".join(f"{ids:g}" for ids in moved[:, 0])
     yield Guess(f"references are shifted by ({written})", case.want + moved * (number > 0))
-    each = moved / number[case.first]
-    yield Guess(f"references are shifted by their number times ({written})", case.want + each * number)
+    per_number = moved / number[case.first]
+    yield Guess(f"references are shifted by their number times ({written})", case.want + per_number * number)
 
 
 _MERGES = (2, 3, 4)
@@ -391,63 +386,63 @@ _VARIANTS: tuple[Scheme, ...] = (
 )
 
 _ADVANCES: dict[str, Callable[[Scheme, Grids], IntArray | None]] = {
-    "text after a grid goes on at the token's index, one id per patch: the delta is forgotten": (
+    "text after a grid continues at the token's index, one id per patch: the delta is forgotten": (
         lambda right, grids: grids.tokens
     ),
-    "text after a grid goes on at the maximum of all ids plus one": _beyond_maximum,
-    "text after a grid goes on after its longest side, as in M-RoPE": (lambda right, grids: grids.extents.max(axis=0)),
-    "text after a grid goes on as if the grid took one id": (lambda right, grids: np.ones_like(grids.frames)),
+    "text after a grid continues at the maximum of all ids plus one": _beyond_maximum,
+    "a grid consumes the ids of its longest side, as in M-RoPE": (lambda right, grids: grids.extents.max(axis=0)),
+    "text after a grid continues as if the grid consumed one id": (lambda right, grids: np.ones_like(grids.frames)),
 }
 
 
-@mistake("compute ids by the scheme that the model was trained with")
+@mistake("compute ids with the scheme that the model was trained with")
 def other_scheme(case: Deviation) -> Iterator[Guess]:
-    """The ids of another scheme, or of the same with other parameters."""
+    """Guess the ids of another scheme, or of the same scheme with other parameters."""
     for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
         if scheme != case.scheme:
             yield Guess(f"these are the ids of {scheme.label}", case.placed(scheme))
 
 
-@mistake("give what the model's processor has: second_per_grid_ts, frames of one patch over frames per second")
+@mistake("pass second_per_grid_ts as the model's processor computes it: temporal_patch_size / frames per second")
 def other_times(case: Deviation) -> Iterator[Guess]:
-    """Frames of videos at other times than theirs."""
+    """Guess that the frames of videos have other times."""
     seconds = None if case.segments is None else case.segments.seconds_per_frame
     if case.segments is None or seconds is None:
         return
-    known = seconds[0] > 0  # where no time is known, none is mistaken
+    known = seconds[0] > 0
     times = {
         "seconds_per_frame is forgotten: frames are one second apart": None,
-        "frames per second are taken for seconds per frame": np.where(known, seconds[::-1], seconds),
+        "frames per second are mistaken for seconds per frame": np.where(known, seconds[::-1], seconds),
     }
     halves = seconds * np.where(known, [[1], [2]], 1)
     if (halves <= INT32_MAX).all():
-        times["times are half of what they should be: temporal_patch_size is forgotten"] = halves
+        times["times are half as large as they should be: temporal_patch_size is forgotten"] = halves
     for words, mistaken in times.items():
         yield Guess(words, case.placed(segments=replace(case.segments, seconds_per_frame=mistaken)))
 
 
-@mistake("go on after a grid at the scheme's cursor: positions.next_positions has it")
+@mistake("continue after a grid at the scheme's next position, see positions.next_positions")
 def wrong_advance(case: Deviation) -> Iterator[Guess]:
-    """Grids in their place, and what comes after them not."""
+    """Guess that grids are right, and that the segments after them are not."""
     if case.scheme is not None:
         for words, ids in _ADVANCES.items():
             yield Guess(words, case.placed(other_advance(case.scheme, ids)))
 
 
-@mistake("divide height and width by the merge size before ids are computed")
+@mistake("divide height and width by the merge size before computing ids")
 def unmerged(case: Deviation) -> Iterator[Guess]:
-    """Grids of patches before merging, while tokens are those after it."""
+    """Guess that grids were measured before merging, although tokens are merged patches."""
     if case.scheme is None:
         return
-    for side, whole in product(_MERGES, (False, True)):
-        what = "strides and ids after a grid" if whole else "ids after a grid"
-        words = f"spatial merging is forgotten: {what} are those of {side}x{side} times the patches"
-        yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, whole)))
+    for side, strides in product(_MERGES, (False, True)):
+        affected = "strides and ids after a grid" if strides else "ids after a grid"
+        words = f"spatial merging is forgotten: {affected} are for {side}x{side} times the patches"
+        yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, strides)))
 
 
-@mistake("pad ids on the side where the token ids are padded")
+@mistake("pad position ids on the same side as token ids")
 def other_side(case: Deviation) -> Iterator[Guess]:
-    """Ids padded on the other side than token ids are."""
+    """Guess that position ids were padded on the wrong side."""
     if case.column is None or case.mask is None:
         return
     lengths = case.positions.lengths
@@ -456,25 +451,25 @@ def other_side(case: Deviation) -> Iterator[Guess]:
     index = case.column - left[case.document]
     inside = (index >= 0) & (index < lengths[case.document])
     ids = case.want[:, np.where(inside, case.begin + index, 0)]
-    for outside in (0, 1):  # what padding has in most batches
-        yield Guess("ids are padded on the other side than the tokens", np.where(inside, ids, outside))
+    for outside in (0, 1):  # the usual ids of padding
+        yield Guess("position ids and token ids are padded on opposite sides", np.where(inside, ids, outside))
 
 
-@mistake("begin at the first real token: left padding takes no ids")
+@mistake("begin at the first real token: left padding consumes no ids")
 def padding_counted(case: Deviation) -> Iterator[Guess]:
-    """Ids that began with the padding before the first token."""
+    """Guess that ids begin at the padding before the first token."""
     if case.column is None:
         return
     ids = case.placed(start=case.start + (case.column - case.index)[case.positions.documents[FIRST_TOKEN]])
-    yield Guess("left padding is counted: ids begin with it, not with the first real token", ids)
+    yield Guess("left padding is counted: ids begin at the padding, not at the first real token", ids)
 
 
-@mistake("begin every packed document at start, from cu_seqlens")
+@mistake("restart ids at start in every packed document, at the offsets in cu_seqlens")
 def not_reset(case: Deviation) -> Iterator[Guess]:
-    """Packed documents that go on from the one before."""
+    """Guess that packed documents continue the previous one."""
     if case.positions.num_documents < 2:
         return
-    words = "ids are not reset: documents go on {} of the one before"
+    words = "ids are not reset: each document continues {} of the previous one"
     grown: list[tuple[str, IntArray]] = [("at the number of tokens", case.positions.lengths)]
     if case.deltas is not None:
         grown.insert(0, ("at the next position", case.positions.lengths + case.deltas))
@@ -488,42 +483,42 @@ def not_reset(case: Deviation) -> Iterator[Guess]:
         yield Guess(words.format(where), continued)
 
 
-@mistake("give one document as one, or the documents as several")
+@mistake("describe the documents as they are: one document, or several packed ones")
 def reset_inside(case: Deviation) -> Iterator[Guess]:
-    """Ids that begin anew inside a document."""
+    """Guess that ids restart inside a document."""
     start = case.start[case.document]
-    again = (case.got == start).all(axis=0) & (case.index > 0) & case.wrong
-    if not again[case.first]:
+    restarts = (case.got == start).all(axis=0) & (case.index > 0) & case.wrong
+    if not restarts[case.first]:
         return
-    token = np.arange(again.size)
-    since = np.maximum.accumulate(np.where(again | (case.index == 0), token, 0))
-    shift = np.where(again[since], start - case.want[:, since], 0)
-    words = "ids are reset inside a document: they begin anew at this token"
-    yield Guess(words, case.want + shift, evidence=int(again.sum()))
+    token = np.arange(restarts.size)
+    since = np.maximum.accumulate(np.where(restarts | (case.index == 0), token, 0))
+    shift = np.where(restarts[since], start - case.want[:, since], 0)
+    words = "ids are reset inside a document: they restart at this token"
+    yield Guess(words, case.want + shift, evidence=int(restarts.sum()))
 
 
-@mistake("cut the ids of the whole prompt to the chunk, as positions.slice(start, stop) does")
+@mistake("slice the ids of the whole prompt for each chunk, as positions.slice(start, stop) does")
 def first_chunk_again(case: Deviation) -> Iterator[Guess]:
-    """The ids of a document's beginning once more, for every chunk or for all that follows a chunk."""
+    """Guess that every chunk, or everything after the first chunk, repeats the ids of the document's beginning."""
     chunk = int(case.index[case.first])
     if chunk < 2:
-        return  # one token is a shift
-    words = f"from token {chunk} on ids are those of the document's beginning again"
+        return  # one_token_off covers a chunk of one token
+    words = f"from token {chunk} on, ids repeat those of the document's beginning"
     for index in (case.index % chunk, np.where(case.late, case.index - chunk, case.index)):
         yield Guess(words, case.want[:, case.begin + np.maximum(index, 0)])
 
 
 @mistake("add the document's delta to the token index, or take ids from positions.decode")
 def delta_forgotten(case: Deviation) -> Iterator[Guess]:
-    """Token indexes from the first difference on, as when decoding goes on at the number of tokens."""
+    """Guess that ids are token indices from the first difference on, as in decoding without the delta."""
     delta = case.want[0, case.first] - case.counted[case.first]
-    words = f"from the first difference on ids are the token's index: the delta {delta:g} is forgotten"
+    words = f"from the first difference on, ids are the token's index: the delta {delta:g} is forgotten"
     yield Guess(words, np.where(case.late, case.counted, case.want))
 
 
-@mistake("keep deltas with their documents, never on the model: positions.deltas")
+@mistake("store deltas with their documents, never on the model: positions.deltas")
 def delta_of_another(case: Deviation) -> Iterator[Guess]:
-    """Token index plus the delta of another document, from the first difference on."""
+    """Guess that the delta of another document is used from the first difference on."""
     if case.deltas is None:
         return
     used = case.got[0, case.first] - case.counted[case.first]
@@ -540,7 +535,7 @@ MISTAKES = (
     token_index,
     permuted,
     axis_repeated,
-    sides_exchanged,
+    sides_swapped,
     column_major,
     first_for_all,
     text_of_another_length,
@@ -563,4 +558,4 @@ MISTAKES = (
     constant_in_runs,
     index_among_right_ids,
 )
-"""In the order in which they are tried; casts first, since few bits make the ids of all other mistakes alike."""
+"""The mistakes in the order in which they are tried: casts first, since rounded ids may match other mistakes too."""

@@ -24,21 +24,21 @@ def read_ids(
     side: Side,
     shape: tuple[int, ...] | None = None,
 ) -> tuple[Array, Flags | None]:
-    """Read the ids of the table's tokens, without those of padding, from any of the usual shapes.
+    """Read the ids of the table's tokens, without padding, from any of the usual shapes.
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
         positions: the table, which may hold padding.
         attention_mask: (batch, length) of 0 and 1.
-        side: where padding is, if neither a mask nor the table says so.
-        shape: in which they came, for errors; None is their own.
+        side: the side of the padding, if neither the mask nor the table has it.
+        shape: the shape named in errors; None is the shape of ids.
 
     Returns:
-        (axes, tokens) ids, or (1, tokens) of 1-D ids; and (batch, length) which places of a padded batch are tokens,
-        None if the ids were packed.
+        (axes, tokens) ids, or (1, tokens) of 1-D ids; and a (batch, length) mask of the tokens of a padded batch, None
+        if the ids were packed.
 
     Raises:
-        InvalidInputError: no numbers, NaN, or a shape that is not that of the table.
+        InvalidInputError: ids are not numbers, are NaN, or have a shape that does not match the table.
     """
     array = _numbers(host_array("ids", ids))
     one_of("side", side, ("left", "right"))
@@ -46,7 +46,7 @@ def read_ids(
     tokens = positions.per_token(~positions.is_padding).astype(np.bool_)
     if packed and (attention_mask is None or batch is None):
         if attention_mask is not None:
-            raise InvalidInputError(f"attention_mask: got one with packed ids of shape {array.shape}, want none")
+            raise InvalidInputError(f"attention_mask requires padded ids, got packed ids of shape {array.shape}")
         return array.reshape(_rows(array, 1), positions.num_tokens)[:, tokens], None
     if batch is None:
         raise _shape_error(array.shape if shape is None else shape, positions)
@@ -60,11 +60,11 @@ def _numbers(array: Array) -> Array:
     if array.dtype.kind == "f" and np.isnan(array).any():
         at = ", ".join(map(str, np.argwhere(np.isnan(array))[0].tolist()))
         raise InvalidInputError(f"ids[{at}]: got nan, want a number")
-    return array.astype(np.float64) if array.dtype == np.longdouble else array  # what JSON and Python have
+    return array.astype(np.float64) if array.dtype == np.longdouble else array  # JSON and Python have no longdouble
 
 
 def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, int] | None]:
-    """Read a shape: whether ids can be packed, and their batch and length if they can be padded."""
+    """Return whether the shape fits packed ids, and the batch and length if it fits padded ids."""
     shape, has_axes = array.shape, array.shape[:1] in ((1,), (positions.axes,))
     packed = shape[-1:] == (positions.num_tokens,) and (
         array.ndim == 1 or (has_axes and (array.ndim == 2 or (array.ndim == 3 and shape[1] == 1)))
@@ -75,18 +75,18 @@ def _shapes(array: Array, positions: PositionTable) -> tuple[bool, tuple[int, in
     return packed, (shape[-2], shape[-1]) if padded else None
 
 
-def _rows(array: Array, places: int) -> int:
-    """Rows of ids, where the last so many dimensions are places; told, since no ids have any number of rows."""
-    return array.shape[0] if array.ndim > places else 1
+def _rows(array: Array, token_dims: int) -> int:
+    """Return the number of rows before the token dimensions; reshape cannot infer it without tokens."""
+    return array.shape[0] if array.ndim > token_dims else 1
 
 
 def _mask(
     positions: PositionTable, tokens: Flags, attention_mask: npt.ArrayLike | None, side: Side, shape: tuple[int, int]
 ) -> Flags:
-    """(batch, length) which places are tokens: as the mask says, as the table does, or by the side."""
+    """Return the (batch, length) mask of tokens, from the attention mask, else from the table, else by the side."""
     real = np.add.reduceat(np.append(tokens, np.False_), positions.cu_seqlens[:-1], dtype=np.int64)
     real[positions.lengths == 0] = 0
-    place = np.arange(shape[1])
+    column = np.arange(shape[1])
     if attention_mask is not None:
         flags = host_array("attention_mask", attention_mask)
         if flags.shape != shape:
@@ -97,10 +97,10 @@ def _mask(
             raise InvalidInputError(f"attention_mask[{d}]: got {mask[d].sum()} tokens, want {real[d]}")
         return mask
     if not tokens.all():
-        mask = place < positions.lengths[:, None]
+        mask = column < positions.lengths[:, None]
         mask[mask] = tokens
         return mask
-    return place >= shape[1] - real[:, None] if side == "left" else place < real[:, None]
+    return column >= shape[1] - real[:, None] if side == "left" else column < real[:, None]
 
 
 def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInputError:
@@ -110,13 +110,13 @@ def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInp
     patches = int(positions.segment_lengths[positions.is_grid].sum())
     for side in (2, 3, 4):
         if patches and shape and shape[-1] == tokens + patches * (side * side - 1):
-            hint = f"; these are as many tokens as before merging {side}x{side} patches, and grids are told after it"
+            hint = f"; the ids have one token per patch before {side}x{side} merging, want one per merged patch"
     text_row = "with Transformers' text row before the axes"
     if shape == (axes + 1, tokens):
         hint = f"; {text_row}, want {(axes + 1, 1, tokens)}: ids[:, None]"
     elif len(shape) == 3 and shape[0] == documents and shape[1] in (axes, axes + 1):
         rows = f"{shape[1]} rows" + (f", {text_row}," if shape[1] > axes else "")
-        hint = f"; these are batch first, as verl has them: want the {rows} first: ids.swapaxes(0, 1)"
+        hint = f"; these are batch first, as in verl: want the {rows} first: ids.swapaxes(0, 1)"
     return InvalidInputError(
         f"ids: got shape {shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
         f"either without axes for 1-D ids{hint}"
@@ -124,7 +124,7 @@ def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInp
 
 
 def table_of_ids(numerators: IntArray, denominators: IntArray | None, lengths: IntArray, scheme: str) -> PositionTable:
-    """Make the table of (axes, tokens) fractions of documents, or integers: a run of text wherever they count on."""
+    """Build a table from (axes, tokens) fractions or integers, with a run of text wherever ids increase by 1."""
     tokens = numerators.shape[1]
     denominators = np.ones((1, 1), np.int64) if denominators is None else denominators
     over = np.broadcast_to(np.lcm.reduce(denominators, axis=0), tokens)

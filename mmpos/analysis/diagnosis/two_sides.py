@@ -1,4 +1,4 @@
-"""Compare the positions of two sides, as of a rollout and its trainer, and name the mistake between them."""
+"""Comparison of the positions of two sides, such as a rollout and its trainer."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from mmpos.support.ragged import ragged_arange
 __all__ = ["Positions", "same_positions"]
 
 Positions: TypeAlias = PositionTable | npt.ArrayLike | Mapping[str, Any]
-"""A table, ids, or a mapping with the arguments of ``mmpos.fingerprint`` by their names."""
+"""A table, ids, or a mapping from argument names of ``mmpos.fingerprint`` to values."""
 
 _ARGUMENTS = ("position_ids", "attention_mask", "cu_seqlens", "denominators")
 
 
 def same_positions(a: Positions, b: Positions) -> Diagnosis:
-    """Compare the positions of documents, and name the first difference and the mistake behind it.
+    """Compare the positions of two sides, find the first difference, and name the mistake behind it.
 
-    They are equal where ``mmpos.fingerprint`` gives equal ones. Otherwise the diagnosis has document, token, axis,
-    the ids of a as got, those of b as want, and the cause: documents in another order or of other lengths, or a mistake
-    that ``mmpos.diagnose`` finds without a scheme.
+    Positions are equal if their fingerprints are (``mmpos.fingerprint``). Otherwise the diagnosis has document, token,
+    axis, the ids of a as got, the ids of b as want, and the cause: documents in another order, documents of other
+    lengths, or a mistake that ``mmpos.diagnose`` finds without a scheme.
 
     >>> a = {"position_ids": [[0, 0, 1, 2]], "attention_mask": [[0, 1, 1, 1]]}
     >>> same_positions(a, [0, 1, 2]).equal
@@ -49,12 +49,12 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     documents[0], token 0, is one of 3 tokens: got 1, want 0 in b.
 
     Args:
-        a: the positions in doubt: a PositionTable, ids of a shape that ``mmpos.fingerprint`` takes, or a mapping with
+        a: the positions to check: a PositionTable, ids of a shape that ``mmpos.fingerprint`` accepts, or a mapping with
             its arguments position_ids, attention_mask, cu_seqlens and denominators.
-        b: those that they should be, likewise; a table says in words where the first difference lies.
+        b: the reference, of the same types; only a PositionTable lets the diagnosis describe the token in words.
 
     Raises:
-        InvalidInputError: as for ``mmpos.fingerprint``; other numbers of documents or axes.
+        InvalidInputError: as for ``mmpos.fingerprint``; the numbers of documents or axes differ.
     """
     got, want = _read("a", a), _read("b", b)
     for noun, count, wanted in (
@@ -64,8 +64,8 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
         if count != wanted:
             longer = a if count > wanted else b
             one_row_more = noun == "axis" and abs(count - wanted) == 1 and not isinstance(longer, PositionTable)
-            hint = "; Transformers' text row is no axis: leave it out, as position_ids[1:]" if one_row_more else ""
-            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as b has{hint}")
+            hint = "; Transformers' text row is not an axis: pass position_ids[1:]" if one_row_more else ""
+            raise InvalidInputError(f"a: got {counted(count, noun)}, want {wanted}, as in b{hint}")
     wrong = [d for d, (one, other) in enumerate(zip(got.fingerprints, want.fingerprints, strict=True)) if one != other]
     if not wrong:
         return Diagnosis(True, want.label, want.positions.num_tokens, want.positions.num_documents)
@@ -75,7 +75,7 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
         case = Deviation(got.ids, want.positions, want.starts)
         if not case.wrong.any():
             raise InvalidInputError(
-                f"a: got fractions in documents[{wrong[0]}] that float64 cannot tell from b's, want others"
+                f"a: the fractions of documents[{wrong[0]}] differ from those of b, but not in float64"
             )
         diagnosis = different(case, rows=len(got.ids))
     if not isinstance(b, PositionTable) and diagnosis.want:
@@ -86,22 +86,22 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     other = want.fingerprints.index(got.fingerprints[wrong[0]])
     return replace(
         diagnosis,
-        cause=f"documents stand in another order: documents[{wrong[0]}] has the ids of documents[{other}]",
-        remedy="compare documents by their keys, or put both sides in one order",
+        cause=f"documents are in another order: documents[{wrong[0]}] has the ids of documents[{other}]",
+        remedy="match documents by key, or put both sides in the same order",
         explained=diagnosis.different_tokens,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The positions of one side, padding left out.
+    """The positions of one side, without padding.
 
     Args:
-        ids: (axes, tokens) ids as they came.
+        ids: (axes, tokens) received ids.
         lengths: (documents,) tokens of each document.
-        fingerprints: those of the documents.
-        label: what a diagnosis calls the positions.
-        positions: the table of them.
+        fingerprints: one for each document.
+        label: the name of the positions in a diagnosis.
+        positions: the table of the positions.
         starts: (documents,) first id of each document.
     """
 
@@ -123,7 +123,7 @@ def _read(name: str, side: Positions) -> _Side:
         arguments = dict(side)
         if "position_ids" not in arguments or not arguments.keys() <= set(_ARGUMENTS):
             got = ", ".join(map(str, arguments)) or "none"
-            raise InvalidInputError(f"{name}: got the arguments {got}, want position_ids, and of {_ARGUMENTS[1:]}")
+            raise InvalidInputError(f"{name}: got the arguments {got}, want position_ids and any of {_ARGUMENTS[1:]}")
     with naming(name, joint="."):
         exact = read_ids(**arguments)
         ids = exact.numerators if exact.denominators is None else exact.numerators / exact.denominators
@@ -135,7 +135,7 @@ def _read(name: str, side: Positions) -> _Side:
 
 
 def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:
-    """The first difference of the first document that has another number of tokens than it should."""
+    """Diagnose the first document with a different number of tokens."""
     first = int((got.lengths != want.lengths).argmax())
     most = np.maximum(got.lengths, want.lengths)
     document, index = ragged_arange(most)
@@ -167,5 +167,5 @@ def _of_other_lengths(got: _Side, want: _Side) -> Diagnosis:
         got=ids,
         want=exact,
         cause=f"documents[{first}] has {tokens}",
-        remedy="give both sides the same tokens, and a mask of those that are padding",
+        remedy="pass the same tokens on both sides, with a mask of the padding",
     )

@@ -1,4 +1,4 @@
-"""The attention kernel of a patch by its position alone, and its picture: a map of the image, and curves to text."""
+"""The attention kernel of a patch by position alone, and its plot: a map of the image, and curves towards text."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 2**16
-"""Most tokens of a document whose kernel is computed."""
+"""Largest number of tokens of a document with a kernel."""
 
 Cosines = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The scores that a patch gives by position alone: of a query and a key whose content is the same in all pairs.
+    """The attention scores of a patch by position alone: query and key have the same content in all pairs.
 
     Args:
-        label: what it is drawn under.
+        label: label in the plot.
         query: row and column of the patch, from 0.
-        patches: (height, width) towards the patches of its own frame; 1 at the query.
-        before: (tokens,) towards the run of text before the image, nearest first.
-        after: (tokens,) towards the run of text after it, nearest first.
+        patches: (height, width) scores of the patches of the same frame; 1 at the query.
+        before: (tokens,) scores of the run of text before the image, nearest first.
+        after: (tokens,) scores of the run of text after the image, nearest first.
     """
 
     label: str
@@ -58,8 +58,10 @@ class Kernel:
 def attention_kernel(
     positions: PositionTable, rotary: Rotary, token: int | None = None, label: str | None = None
 ) -> Kernel:
-    """Compute the mean cosine over pairs from the phase of a patch to those of its image and of the text around it:
-    Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs, over the heads too where they have axes of their own.
+    """Compute the attention kernel of a patch: its scores for the patches of its image and the text around the image.
+
+    A score is the mean cosine over pairs j, Σ_j cos((p_query − p_key)[axis of j] · inv_freq[j]) / pairs; it is also
+    averaged over heads if they have their own axes.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, SegmentTable, Text
@@ -69,16 +71,16 @@ def attention_kernel(
     ((1, 1), True)
 
     Args:
-        positions: one document.
-        rotary: frequencies and their axes; taken exactly, and without the attention factor.
-        token: the patch, as an index into the document; None is the middle of the first image, in its middle frame
-            (the later one of two middles).
-        label: of the kernel; None is the scheme and, with several axes, the allocation.
+        positions: a table with one document.
+        rotary: frequencies and their axes, which are used exactly; the attention factor is ignored.
+        token: index of the patch in the document; None means the middle of the first image, in its middle frame (the
+            later of two middles).
+        label: label of the kernel; None means the scheme and, with several axes, the allocation.
 
     Raises:
-        InvalidInputError: more than one document, other axes than rotary's, no image, one that is cut, or a token
-            that is no patch.
-        LimitExceededError: more than 65,536 tokens.
+        InvalidInputError: positions has several documents, other axes than rotary, no image or a cut image; or the
+            token is not a patch.
+        LimitExceededError: positions has more than 65,536 tokens.
     """
     instance("positions", positions, PositionTable, "mmpos.place")
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
@@ -103,10 +105,10 @@ def attention_kernel(
 
 
 def _query(positions: PositionTable, token: int | None) -> tuple[int, int]:
-    """The token and its segment."""
+    """Return the query token and its segment."""
     is_grid = positions.is_grid
     if not is_grid.any():
-        raise InvalidInputError("positions: got no image, want one to look from")
+        raise InvalidInputError("positions: got no image, want at least one")
     segment = int(is_grid.argmax())
     if token is not None:
         token = integer("token", token, minimum=0, maximum=positions.num_tokens - 1)
@@ -116,14 +118,14 @@ def _query(positions: PositionTable, token: int | None) -> tuple[int, int]:
     first, height, width = (int(row[segment]) for row in (positions.offset, positions.height, positions.width))
     frames, cut = divmod(int(positions.segment_lengths[segment]), height * width)
     if positions.skip[segment] or cut:
-        raise InvalidInputError(f"positions: got an image at token {first} that is cut, want a whole one")
+        raise InvalidInputError(f"positions: got a cut image at token {first}, want a complete one")
     if token is None:
         token = first + (frames // 2 * height + height // 2) * width + width // 2
     return token, segment
 
 
 def _texts(positions: PositionTable, segment: int) -> tuple[slice, slice]:
-    """The tokens of the text segments that touch an image, before and after it."""
+    """Return the tokens of the text directly before and after an image."""
     text = ~(positions.is_grid | positions.is_padding)
     edges = np.append(positions.offset, positions.num_tokens)
     others = np.flatnonzero(~text)
@@ -137,23 +139,23 @@ _MAX_KERNELS = 6
 
 
 def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None = None) -> Picture:
-    """Draw kernels of the same document: maps side by side on one scale of colours, all curves below them.
+    """Draw kernels of the same document: maps side by side with one colour scale, and all curves below them.
 
     Path, result and errors are as for ``plot_positions``.
 
     Args:
-        kernels: 1 to 6, of ``attention_kernel``.
-        path: where to write.
+        kernels: 1 to 6 results of ``attention_kernel``.
+        path: the file to write; None writes nothing.
 
     Raises:
-        InvalidInputError: no kernel.
-        LimitExceededError: more kernels than fit a picture.
+        InvalidInputError: there is no kernel.
+        LimitExceededError: there are more than 6 kernels.
     """
     target = picture_path(path)
     if isinstance(kernels, Kernel) or not isinstance(kernels, Sequence):
         raise InvalidInputError(f"kernels: got {type(kernels).__name__}, want a list of Kernel")
     if not kernels:
-        raise InvalidInputError("kernels: got none, want at least one to draw")
+        raise InvalidInputError("kernels: got none, want at least one")
     if len(kernels) > _MAX_KERNELS:
         raise LimitExceededError(f"kernels: got {len(kernels)}, want at most {_MAX_KERNELS}")
     for i, kernel in enumerate(kernels):
@@ -163,10 +165,10 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None =
     tall = 6.6 / columns * max(np.divide(*kernel.patches.shape) for kernel in kernels)
     sides = [side for side in ("before", "after") if any(getattr(kernel, side).size for kernel in kernels)]
     heights = [rows * (min(max(tall, 1.4), 3.2) + 0.8), *([2.9] if sides else [])]
-    words = "cosine between the phase of the patch at the cross and that of each other token, mean over pairs"
-    with canvas(target, 8.0, sum(heights) + 0.7, "What a patch sees by its position alone") as figure:
+    subtitle = "cosine between the phases of the patch at the cross and of each other token, averaged over pairs"
+    with canvas(target, 8.0, sum(heights) + 0.7, "Attention of a patch by position alone") as figure:
         parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-        parts[0].suptitle(words, x=0.015, ha="left", fontsize=9, color="#555555")
+        parts[0].suptitle(subtitle, x=0.015, ha="left", fontsize=9, color="#555555")
         maps = parts[0].subplots(rows, columns, squeeze=False)
         low = min(float(kernel.patches.min()) for kernel in kernels)
         for axes, kernel in zip(maps.flat, kernels, strict=False):
@@ -185,12 +187,12 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None =
 
 
 def _draw_texts(part: SubFigure, kernels: Sequence[Kernel], sides: Sequence[str]) -> None:
-    """The curves towards the text: before the image to the left, nearest last, and after it; one scale of cosines."""
+    """Draw the curves towards text: before the image on the left, nearest last, and after it on the right."""
     panels = part.subplots(1, len(sides), sharey=True, squeeze=False)[0]
     styles = scheme_styles([kernel.label for kernel in kernels])
     for axes, side in zip(panels, sides, strict=True):
         count = max(getattr(kernel, side).size for kernel in kernels)
-        curves = [(getattr(each, side), each.label, style) for each, style in zip(kernels, styles, strict=True)]
+        curves = [(getattr(kernel, side), kernel.label, style) for kernel, style in zip(kernels, styles, strict=True)]
         quiet_axes(axes)
         draw_curves(axes, np.arange(1, count + 1), curves)
         axes.set_xlim(*((count + 0.5, 0.5) if side == "before" else (0.5, count + 0.5)))

@@ -1,4 +1,4 @@
-"""Draw how even the steps of a training plan are: the slowest rank of each, and its labels."""
+"""Plot of the balance of a training plan: the slowest and fastest rank and the labels of each step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def plot_balance(
     rank_costs: npt.ArrayLike, labels_per_step: npt.ArrayLike, path: str | PathLike[str] | None = None
 ) -> Picture:
-    """Draw each step's slowest and fastest rank over the step's mean, and its labels over the mean of all steps.
+    """Draw each step's slowest and fastest rank relative to its mean, and its labels relative to the mean of all steps.
 
     Path, result and errors are as for ``plot_positions``.
 
     Args:
-        rank_costs: (steps, ranks) cost of each rank in each step, as ``TrainingPlan.rank_costs`` gives it.
-        labels_per_step: (steps,) label tokens.
-        path: where to write.
+        rank_costs: (steps, ranks) cost of each rank in each step, such as ``TrainingPlan.rank_costs``.
+        labels_per_step: (steps,) number of label tokens.
+        path: the file to write; None writes nothing.
     """
     costs, labels = np.asarray(rank_costs, np.float64), np.asarray(labels_per_step, np.float64)
     if costs.ndim != 2 or not costs.size or labels.shape != costs.shape[:1]:
@@ -38,12 +38,12 @@ def plot_balance(
     title = f"Steps of the plan: {straggling:.3f} times as long as with even ranks"
     with canvas(target, 8.0, 4.8, title) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True)
-        for axes, words in (
-            (upper, "ranks over the mean of their step"),
-            (lower, "label tokens over the mean of all steps"),
+        for axes, panel_title in (
+            (upper, "cost of ranks / mean of the step"),
+            (lower, "label tokens / mean of all steps"),
         ):
             quiet_axes(axes)
-            axes.set_title(words, loc="left", fontsize=11)
+            axes.set_title(panel_title, loc="left", fontsize=11)
             axes.axhline(1, color=INK, linewidth=1, linestyle=":")
         dots = {"linestyle": "", "markersize": 2 + 30 / (10 + len(costs))}
         upper.plot(steps, slowest, marker="^", color=COLOURS[1], label="slowest rank", **dots)

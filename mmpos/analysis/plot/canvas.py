@@ -1,4 +1,4 @@
-"""The common ground of all pictures: files, colours, and a style that no reader's settings change."""
+"""Common parts of all plots: files, colours and a style that does not depend on the user's settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Style = dict[str, Any]
 """Keyword arguments of matplotlib."""
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart too.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, FAINT = "#222222", "#8a8a8a"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.4, 1.2, 1.4)))
@@ -34,14 +34,14 @@ _MARKERS = "osD^vPX"
 
 
 def picture_path(path: str | PathLike[str] | None, name: str = "path") -> Path | None:
-    """Check the path of a picture; None is no file.
+    """Check the path of a plot; None writes no file.
 
     Args:
         path: the path.
         name: name of the argument, for errors.
 
     Raises:
-        InvalidInputError: a URL, or another suffix than .png, .svg or .pdf.
+        InvalidInputError: the path is a URL, or its suffix is not .png, .svg or .pdf.
     """
     if path is None:
         return None
@@ -52,7 +52,7 @@ def picture_path(path: str | PathLike[str] | None, name: str = "path") -> Path |
 
 
 def line_style(i: int) -> Style:
-    """Choose colour, dashes and marker of the i-th curve; without colour, dashes and marker still tell it apart.
+    """Return colour, dashes and marker of the i-th curve, which remains distinguishable without colour.
 
     >>> line_style(1)["color"], line_style(1)["marker"]
     ('#D55E00', 's')
@@ -65,7 +65,7 @@ def line_style(i: int) -> Style:
 
 
 def scheme_styles(labels: Sequence[str]) -> list[Style]:
-    """Choose the styles of curves by the places of schemes in SCHEMES, whatever the order of the curves.
+    """Return styles of curves by the order of their schemes in SCHEMES, whatever the order of the curves.
 
     >>> [style["color"] for style in scheme_styles(["mrope", "rope-tie, split", "rope-tie, interleaved"])]
     ['#009E73', '#D55E00', '#0072B2']
@@ -77,7 +77,7 @@ def scheme_styles(labels: Sequence[str]) -> list[Style]:
 
 
 def quiet_axes(axes: Axes) -> None:
-    """Draw faint lines behind the data, and no ticks, as all panels have them."""
+    """Apply the style of all panels: faint grid lines behind the data, and no ticks."""
     axes.grid(color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, colors="#444444", which="both", labelsize=9)
@@ -85,10 +85,9 @@ def quiet_axes(axes: Axes) -> None:
 
 
 def draw_curves(axes: Axes, x: npt.ArrayLike, curves: Sequence[tuple[npt.ArrayLike, str, Style]]) -> None:
-    """Draw curves over x, each with its values, its label and what differs from a common style.
+    """Draw curves over x, each with values, a label and changes to the common style.
 
-    Markers of curves that meet lie beside each other, and values of 0 and below, which have no logarithm, are left out
-    of logarithmic axes.
+    Markers of coinciding curves are staggered. Logarithmic axes omit values of 0 and below.
     """
     for i, (values, label, style) in enumerate(curves):
         drawn = np.asarray(values, np.float64)
@@ -114,19 +113,19 @@ def draw_map(
 
 
 def panel_columns(count: int) -> int:
-    """The columns in which so many panels are laid out."""
+    """Return the number of columns for a number of panels."""
     return min(count, 2 if count in (2, 4) else 3)
 
 
 @contextmanager
 def canvas(target: Path | None, width: float, height: float, title: str = "") -> Iterator[Picture]:
-    """Open a figure to draw on, which arranges its panels and is written when the block ends without an error.
+    """Open a figure that lays out its panels, and that is written if the block ends without an error.
 
     Args:
-        target: of `picture_path`; None writes nothing.
-        width: inches.
-        height: inches.
-        title: above the picture; none if empty.
+        target: result of ``picture_path``; None writes nothing.
+        width: width in inches.
+        height: height in inches.
+        title: title above the panels; none if empty.
 
     Raises:
         OSError: the file cannot be written.
@@ -135,7 +134,7 @@ def canvas(target: Path | None, width: float, height: float, title: str = "") ->
     try:
         with needed_for("plots", extra="cli"):
             from mmpos.analysis.plot.picture import Picture, style
-    except ValueError as error:  # settings of its own that it refuses, as in MPLBACKEND
+    except ValueError as error:  # matplotlib refuses its own settings, such as MPLBACKEND
         raise ImportError(f"matplotlib cannot be imported: {error}") from error
     with style():
         figure = Picture(figsize=(width, height), facecolor="white", layout="constrained")
@@ -143,7 +142,7 @@ def canvas(target: Path | None, width: float, height: float, title: str = "") ->
             figure.suptitle(title, x=0.015, ha="left", fontsize=13, color=INK)
         yield figure
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # drawn again, it would move by a little
+        figure.set_layout_engine("none")  # another layout would move panels slightly
         if target is not None:
             with whole_file(target) as file:
                 figure.write(file, target.suffix.lower()[1:])

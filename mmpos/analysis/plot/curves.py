@@ -1,4 +1,4 @@
-"""Errors of phases over ids, and ids consumed over the size of an image: the numbers and their pictures."""
+"""Phase errors by id, and ids consumed by the size of an image: the numbers and their plots."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from mmpos.analysis.plot.picture import Picture
 
 DECADES = np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_MAX)
-"""Ten ids to a decade, and the last of all."""
+"""Ten ids per decade, and the largest id."""
 
 WINDOW = 512
-"""How many ids below each are tried, where errors are largest; those between are not."""
+"""Number of ids up to each point that are measured, where errors are largest; other ids are not measured."""
 
 _MASK = 2**32 - 1
 _TURN = 2 * np.pi
 
 
 def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WINDOW) -> dict[str, Float64Array]:
-    """Measure the largest errors of phases up to each id, by trying the ids right below it.
+    """Measure the largest phase errors up to each id, from the ids right below it.
 
     Args:
-        rotary: the frequencies; ids are integers, so axes and allocation play no part.
-        ids: (points,) ascending, 0 to 2³¹ − 1.
-        window: how many ids below each are tried.
+        rotary: the frequencies; axes and allocation do not matter.
+        ids: (points,) ascending integers, 0 to 2³¹ − 1.
+        window: number of ids up to each point that are measured.
 
     Returns:
-        (points,) rad over all pairs, where angles that are whole turns apart are the same: "hf" of the operations of
-        Transformers, frequencies made in float32 times ids in float32; "float32" of frequencies that are right to the
-        last bit of float32; "exact" of the turns that mmpos takes, 32 bits from frequencies of 64 bits.
+        (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf" as
+        in Transformers, with frequencies computed in float32 times ids in float32; "float32" with frequencies that are
+        right to the last bit of float32; "exact" with the 32-bit turns of mmpos, from 64-bit frequencies.
 
     Raises:
-        InvalidInputError: no ids, or ids outside the bounds or not ascending.
+        InvalidInputError: there are no ids, or they are outside the bounds or not ascending.
     """
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     points = int_array("ids", ids, (None,))
     first_bad("ids", points, minimum=0, maximum=INT32_MAX)
     if not points.size or (np.diff(points) < 0).any():
         raise InvalidInputError(f"ids: got {points.tolist()}, want ascending ids, at least one")
-    with Exact().context():  # what 64 bits of a turn leave, in units of 2⁻⁹⁶ turn
+    with Exact().context():  # the remainder beyond 64 bits of a turn, in units of 2⁻⁹⁶ turn
         finer = fixed_point_turns([value * 2**32 for value in rotary.exact_inv_freq])
     rest = finer.astype(np.uint32).view(np.int32).astype(np.int64)
     turns = rotary.turns.ravel()
@@ -64,33 +64,33 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
     largest = np.empty((3, points.size))
     for i, top in enumerate(points.tolist()):
         near = np.arange(max(0, top - window + 1), top + 1)[:, None]
-        truth = near.astype(np.uint64) * turns + ((near * rest) >> 32).astype(np.uint64)  # of 2⁻⁶⁴ turn
+        truth = near.astype(np.uint64) * turns + ((near * rest) >> 32).astype(np.uint64)  # in units of 2⁻⁶⁴ turn
         for row, frequency in enumerate(frequencies):
             angle = near.astype(np.float32) * frequency
             off = angle.astype(np.float64) / _TURN - truth.astype(np.float64) * 2.0**-64
             largest[row, i] = np.abs(off - np.rint(off)).max() * _TURN
-        turned = (near * hi + ((near * lo) >> 32)) & _MASK  # of 2⁻³² turn, as mmpos.rotary.reference.turns
-        units = ((turned.astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
+        exact = (near * hi + ((near * lo) >> 32)) & _MASK  # in units of 2⁻³² turn, as in mmpos.rotary.reference.turns
+        units = ((exact.astype(np.uint64) << np.uint64(32)) - truth).view(np.int64)
         largest[2, i] = np.abs(units.astype(np.float64)).max() * (_TURN * 2.0**-64)
     return dict(zip(("hf", "float32", "exact"), np.maximum.accumulate(largest, axis=1), strict=True))
 
 
 def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) -> Picture:
-    """Draw ``phase_errors`` over ids.
+    """Draw ``phase_errors`` by id.
 
     Path, result and errors are as for ``plot_positions``.
 
     Args:
         rotary: the frequencies.
-        path: where to write.
+        path: the file to write; None writes nothing.
     """
     target, errors = picture_path(path), phase_errors(rotary)
-    # What may coincide lies on top of each other and can still be told apart: wide and pale, narrow and dashed.
+    # Coinciding curves remain distinguishable: the lower one is wide and pale, the upper one narrow and dashed.
     hf: Style = {"color": "#E69F00", "linewidth": 5.0}
     float32: Style = {"color": "#D55E00", "linestyle": (0, (4, 1.6)), "linewidth": 1.8}
     curves = [
         (errors["hf"], "hf: frequencies and angles in float32, as Transformers computes them", hf),
-        (errors["float32"], "float32 angles of frequencies that are right to the last bit", float32),
+        (errors["float32"], "float32 angles from correctly rounded frequencies", float32),
         (errors["exact"], "exact: 32-bit turns of 64-bit frequencies", {"color": COLOURS[0], "linewidth": 2.2}),
     ]
     with canvas(target, 8.0, 4.4, "Largest error of a phase up to each id") as figure:
@@ -103,33 +103,33 @@ def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) ->
         for name, at, place, side in (("hf", 60, (3, -14), "left"), ("exact", -1, (4, 8), "right")):
             point, value = int(DECADES[at]), float(errors[name][at])
             axes.plot([point], [value], "o", color=INK, markersize=4.5, zorder=5)
-            words = f"{value:.2g} rad at id {point:,}".replace("e-0", "e-")
-            axes.annotate(words, (point, value), place, textcoords="offset points", fontsize=9, ha=side)
+            label = f"{value:.2g} rad at id {point:,}".replace("e-0", "e-")
+            axes.annotate(label, (point, value), place, textcoords="offset points", fontsize=9, ha=side)
         axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.3), frameon=False, fontsize=9)
     return figure
 
 
-# Between the powers of two lie odd and even sides, which rope-tie-lcm tells apart.
+# Sides between the powers of two are odd and even, since rope-tie-lcm depends on the divisors of a side.
 SIDES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 
 
 def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLike = SIDES) -> dict[str, IntArray]:
-    """Count the ids that one image consumes under each scheme: by how much text goes on from before it to after it.
+    """Count the ids that one image consumes in each scheme: by how much the ids of the text after it advance.
 
     >>> id_growth(["rope-tie", "mrope"], [2, 24])["rope-tie"].tolist()
     [[8, 624], [9, 1153]]
 
     Args:
-        schemes: names or objects; None is every scheme that has a next position.
+        schemes: names or objects; None means every scheme that has a next position.
         sides: (sizes,) sides n of the squares, 1 to 1024.
 
     Returns:
-        (2, sizes) the ids of squares n×n and of strips 1×n², by the scheme's name with the parameters that are not the
-        defaults.
+        (2, sizes) ids of squares n×n and of strips 1×n², by the name of the scheme with the parameters that are not
+        the defaults.
 
     Raises:
-        InvalidInputError: unknown scheme, or a side outside the bounds.
-        UnsupportedError: a scheme without a next position.
+        InvalidInputError: a scheme is unknown, or a side is outside the bounds.
+        UnsupportedError: a scheme has no next position.
     """
     lengths = int_array("sides", sides, (None,))
     first_bad("sides", lengths, minimum=1, maximum=1024)
@@ -141,20 +141,20 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
 
 
 def plot_growth(schemes: Sequence[str | Scheme] | None = None, path: str | PathLike[str] | None = None) -> Picture:
-    """Draw ``id_growth`` over patches, squares and strips side by side; schemes that are alike share a line.
+    """Draw ``id_growth`` by the number of patches, for squares and strips; schemes with equal ids share a curve.
 
     Path, result and errors are as for ``plot_positions``.
 
     Args:
-        schemes: as ``id_growth`` takes them.
-        path: where to write.
+        schemes: as for ``id_growth``.
+        path: the file to write; None writes nothing.
     """
     target, alike = picture_path(path), dict[bytes, list[str]]()
     growth = id_growth(schemes)
     for name, ids in growth.items():
         alike.setdefault(ids.tobytes(), []).append(name)
     labels = {names[0]: fill(", ".join(names), 56, break_on_hyphens=False) for names in alike.values()}
-    # Curves that meet: the later, narrower one lies on the earlier, wider one.
+    # Later curves are narrower, so that earlier ones remain visible where curves meet.
     styles = [{**style, "linewidth": 3.4 - 0.35 * k} for k, style in enumerate(scheme_styles([*labels]))]
     height = 4.6 + 0.1 * "\n".join(labels.values()).count("\n")
     with canvas(target, 8.0, height, "Ids that one image consumes") as figure:

@@ -1,4 +1,4 @@
-"""The figure on which pictures are drawn; this module alone imports matplotlib at once."""
+"""The figure of all plots; only this module imports matplotlib at import time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import matplotlib
 from matplotlib.figure import Figure
 
 DPI = 200
-"""Pixels per inch of a file."""
+"""Pixels per inch of an image file."""
 
 METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-"""The metadata to leave out of each kind of file, so that the same data gives the same bytes."""
+"""Metadata that each kind of file omits, so that equal data gives equal bytes."""
 
 SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",  # fixed ids of elements, for the same bytes
-    "svg.fonttype": "none",  # text that can be searched
+    "svg.hashsalt": "mmpos",  # fixed element ids, for equal bytes
+    "svg.fonttype": "none",  # searchable text
     "pdf.fonttype": 42,
     "figure.constrained_layout.w_pad": 0.08,
     "figure.constrained_layout.h_pad": 0.08,
@@ -32,7 +32,7 @@ SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw as if there were no matplotlibrc: a reader's own must not change the picture."""
+    """Draw with the default settings of matplotlib, whatever the user's matplotlibrc."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -40,7 +40,7 @@ def style() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure that notebooks show, also where pyplot was never imported."""
+    """A figure that notebooks show even if pyplot was never imported."""
 
     def write(self, file: IO[bytes], kind: str, dpi: float = DPI) -> None:
         """Write a file of this kind: png, svg or pdf."""
@@ -48,7 +48,7 @@ class Picture(Figure):
             self.savefig(file, format=kind, dpi=dpi, metadata=METADATA[kind])
 
     def png(self, dpi: float = DPI) -> bytes:
-        """The bytes of a .png file."""
+        """Return the bytes of a .png file."""
         data = BytesIO()
         self.write(data, "png", dpi)
         return data.getvalue()

@@ -1,4 +1,4 @@
-"""Pictures of placed tables: a panel for every document under every scheme."""
+"""Plots of placed tables: one panel for each document and scheme."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 _MAX_PANELS, _MAX_TOKENS = 9, 2**20
-_WIDTH = 8.0  # inches of the page: 800 pixels where a page shows it
-_NAMED = 4  # images with an entry in the legend
+_WIDTH = 8.0  # width of the figure in inches
+_NAMED = 4  # number of images with an entry in the legend
 
 Points = npt.NDArray[np.float64]  # (2, tokens): x right, y down
 Flags = npt.NDArray[np.bool_]
@@ -44,24 +44,24 @@ def plot_positions(
 ) -> Picture:
     """Draw the ids of every document.
 
-    Schemes of one axis: ids over token indexes. All others: row ids over column ids. The same tables give the
-    same bytes.
+    A scheme with one axis is drawn as ids by token index, any other as row ids by column ids. Equal tables give equal
+    bytes.
 
     Args:
-        positions: one table, or several, such as one batch under several schemes: up to 9 documents in all and
-            1,048,576 tokens in each table. Documents of one index stand together.
-        path: where to write; ends in .png, .svg or .pdf. None writes nothing.
-        segments: the documents of every table, to tell audio from text and to draw a clip, a thumbnail, a tile and a
-            video each as one; None draws audio as text, and every run of patches as an image.
-        pictures: (height, width, 3) pixels to lay under the first images, in order.
-        same_scale: whether panels of one kind show the same ids.
+        positions: one table, or several, such as one batch in several schemes: up to 9 documents in total and
+            1,048,576 tokens in each table. Documents with the same index are drawn next to each other.
+        path: the file to write, ending in .png, .svg or .pdf; None writes nothing.
+        segments: the documents of every table, to distinguish audio from text and to draw a clip, a thumbnail, a tile
+            or a video as one; None draws audio as text, and every run of patches as an image.
+        pictures: (height, width, 3) pixels to draw behind the first images, in order.
+        same_scale: whether panels of the same kind show the same range of ids.
 
     Returns:
         The figure, which a notebook shows.
 
     Raises:
-        InvalidInputError: no document, segments of others, or another suffix.
-        LimitExceededError: more documents or tokens than fit a picture.
+        InvalidInputError: there is no document, segments belong to other documents, or the suffix is unknown.
+        LimitExceededError: there are too many documents or tokens.
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
@@ -76,8 +76,8 @@ def plot_positions(
     with canvas(target, _WIDTH if len(planes) > 1 else side + 1.4, rows * (side + 1.1) + 0.5) as figure:
         panels = figure.subplots(rows, columns, squeeze=False)
         for axes, plane, name in zip(panels.flat, planes, names, strict=False):
-            alike = [other.bounds for other in planes if other.names == plane.names] if same_scale else [plane.bounds]
-            bounds = np.stack([np.min(alike, axis=0)[:, 0], np.max(alike, axis=0)[:, 1]], axis=1)
+            shared = [other.bounds for other in planes if other.names == plane.names] if same_scale else [plane.bounds]
+            bounds = np.stack([np.min(shared, axis=0)[:, 0], np.max(shared, axis=0)[:, 1]], axis=1)
             draw_plane(axes, plane, bounds, laid, inches=side)
             axes.set_title("\n".join([name, *plane.notes]), loc="left", fontsize=9.5, color=INK)
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -91,7 +91,7 @@ def plot_positions(
 
 
 def _documents(positions: PositionTable | Sequence[PositionTable]) -> list[tuple[PositionTable, int]]:
-    """Check tables, and list their documents, those of one index together."""
+    """Check tables, and list their documents ordered by index."""
     tables: Sequence[Any] = positions if isinstance(positions, Sequence) else [positions]
     for i, table in enumerate(tables):
         name = f"positions[{i}]" if tables is positions else "positions"
@@ -101,21 +101,21 @@ def _documents(positions: PositionTable | Sequence[PositionTable]) -> list[tuple
     most = max((table.num_documents for table in tables), default=0)
     chosen = [(table, d) for d in range(most) for table in tables if d < table.num_documents]
     if not chosen:
-        raise InvalidInputError("positions: got no document, want at least one to draw")
+        raise InvalidInputError("positions: got no document, want at least one")
     if len(chosen) > _MAX_PANELS:
         raise LimitExceededError(f"positions: got {counted(len(chosen), 'document')}, want at most {_MAX_PANELS}")
     return chosen
 
 
 def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, inches: float) -> None:
-    """Draw text, then audio, images and the next position, each with its entry in the legend.
+    """Draw text, audio, images and the next position, with entries in the legend.
 
     Args:
-        axes: of matplotlib; they become a square.
-        plane: what to draw.
-        bounds: (2, 2) least and greatest x, least and greatest y.
-        pictures: (height, width, 3) pixels to lay under the next images, in order.
-        inches: about the side of the square.
+        axes: axes of matplotlib, which are made square.
+        plane: the document to draw.
+        bounds: (2, 2) smallest and largest x, smallest and largest y.
+        pictures: (height, width, 3) pixels to draw behind the next images, in order.
+        inches: approximate side of the square.
     """
     margin = np.maximum(0.05 * (bounds[:, 1] - bounds[:, 0]), 0.8)
     (left, right), (low, high) = (bounds + np.stack([-margin, margin], axis=1)).tolist()
@@ -147,15 +147,15 @@ def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, 
 def draw_image(
     axes: Axes, image: Image, colour: str, scale: float, picture: npt.NDArray[np.uint8] | None, label: str
 ) -> None:
-    """Draw the square between the texts around an image, its picture, and its patches: those of a thumbnail as rings.
+    """Draw the square between the texts around an image, its picture, and its patches (rings for a thumbnail).
 
     Args:
-        axes: of matplotlib.
-        image: what to draw.
-        colour: of the square and of the patches.
+        axes: axes of matplotlib.
+        image: the image to draw.
+        colour: colour of the square and of the patches.
         scale: points of the page per id.
-        picture: to lay under the patches, where columns go right and rows go down; or None.
-        label: in the legend; empty for none.
+        picture: pixels to draw behind an upright image; None draws none.
+        label: label in the legend; empty for none.
     """
     if image.square:
         low, high = image.square
@@ -167,9 +167,9 @@ def draw_image(
         right, bottom = image.points.max(axis=1) + image.spacing / 2
         extent = float(left), float(right), float(bottom), float(top)
         axes.imshow(picture, extent=extent, aspect="auto", alpha=0.75, zorder=1, interpolation="bilinear")
-        size, edge = size + 0.6, 0.6  # white: points stand out from any picture
+        size, edge = size + 0.6, 0.6  # a white edge, visible on any picture
     style = {"color": colour, "markersize": size, "markeredgewidth": edge, "markeredgecolor": "white", "zorder": 2}
-    if image.noun == "thumbnail":  # at whose ids are patches of its tiles
+    if image.noun == "thumbnail":  # patches of its tiles have the same ids
         ring = {"markersize": 1.6 * size, "markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 1}
         style |= {**ring, "zorder": 2.5}
     axes.plot(*image.points, "o", **style, label=label or None)
@@ -182,9 +182,10 @@ class Image:
     Args:
         points: x and y of each token.
         sides: height and width in tokens.
-        noun: "image", or "clip" for one with its sound, "thumbnail" and "tile".
-        square: the id of the text right before and of the text right after, if both lie on the diagonal.
-        gaps: the distance from the one to the first patch and from the last patch to the other, (row, column).
+        noun: "image", "clip" (a video with audio), "thumbnail" or "tile".
+        square: the ids of the text tokens right before and right after the image, if both are on the diagonal.
+        gaps: the (row, column) distances from the text before to the first patch, and from the last patch to the text
+            after.
     """
 
     points: Points
@@ -195,19 +196,19 @@ class Image:
 
     @property
     def gaps_in_words(self) -> str:
-        """The gaps, once if they are equal."""
+        """The gaps in words."""
         before, after = (f"({', '.join(map(str, gap))})" for gap in self.gaps)
         return f"gap {before} on both sides" if before == after else f"gaps {before} and {after}"
 
     @property
     def spacing(self) -> Points:
-        """(2,) least distance of two x, and of two y; of the other one where all are equal."""
+        """(2,) smallest distance of two x, and of two y; if all are equal on one axis, that of the other axis."""
         steps = np.array([np.diff(np.unique(values)).min(initial=np.inf) for values in self.points])
         return np.where(np.isfinite(steps), steps, steps.min() if np.isfinite(steps).any() else 1.0)
 
     @property
     def upright(self) -> bool:
-        """True where columns go right and rows go down, so that a picture can lie under the points."""
+        """Whether columns increase to the right and rows downwards, so that a picture fits behind the points."""
         x, y = self.points
         height, width = self.sides
         return (len(np.unique(x)), len(np.unique(y))) == (width, height) and x[0] == x.min() and y[0] == y.min()
@@ -215,15 +216,15 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """One document.
+    """The points of one document in two dimensions.
 
     Args:
-        names: of x and y.
-        axes: of its ids; with one, x counts tokens.
-        text: its points, those of markers too.
-        audio: its points, where segments tell it from text.
-        images: in order; a grid that a scheme cuts into pieces gives several, but one with segments.
-        end: (2, 1) where generation goes on, or (2, 0) if the scheme has no next position.
+        names: names of x and y.
+        axes: number of axes of the ids; with one, x counts tokens.
+        text: points of text and markers.
+        audio: points of audio, if segments are known.
+        images: images in order; without segments, a grid that a scheme divides into pieces is several images.
+        end: (2, 1) next position, or (2, 0) if the scheme has none.
     """
 
     names: tuple[str, str]
@@ -235,7 +236,7 @@ class Plane:
 
     @property
     def bounds(self) -> Points:
-        """(2, 2) least and greatest x, least and greatest y; the same for both where both are ids."""
+        """(2, 2) smallest and largest x, smallest and largest y; equal for x and y if both are ids."""
         points = np.concatenate([self.text, self.audio, *(image.points for image in self.images), self.end], axis=1)
         if not points.size:
             return np.array([[0.0, 1.0], [0.0, 1.0]])
@@ -249,12 +250,13 @@ class Plane:
         """The gaps of all images, and the next position."""
         gaps = [image.gaps_in_words for image in self.images if image.gaps]
         if len(gaps) > 1:
-            gaps = [f"gaps {'equal' if all(' on both ' in each for each in gaps) else 'not equal'} on both sides"]
+            equal = all(" on both " in gap for gap in gaps)
+            gaps = [f"gaps {'equal' if equal else 'not equal'} on both sides"]
         return [*gaps, f"next position {self.end[1, 0]:,.0f}" if self.end.size else "no next position"]
 
 
 def read_plane(positions: PositionTable, document: int, segments: SegmentTable | None = None) -> Plane:
-    """Take the plane of one document from a table, and what is audio or lies in several pieces from its segments."""
+    """Compute the points of one document from a table, and read audio and images in several pieces from segments."""
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     axes, drawn = positions.axes, (2, 1) if positions.axes == 3 else (1, 0)
     view = positions.slice(first, first + length)
@@ -264,7 +266,7 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
         end = np.full((2, 1), float(positions.documents[NEXT_POSITION, document]))
     if axes == 1:
         points[0], end[:1] = np.arange(length), length
-    owner, patch, audio, padding = (each[first : first + length] for each in _kinds(positions, segments))
+    owner, patch, audio, padding = (row[first : first + length] for row in _kinds(positions, segments))
     text = ~(patch | audio | padding)
     images = []
     for part in np.unique(owner[patch]).tolist():
@@ -289,7 +291,7 @@ def read_plane(positions: PositionTable, document: int, segments: SegmentTable |
 
 
 def _between(image: Image, before: Points | None, after: Points | None, denominator: int) -> Image:
-    """Add the square between the texts around an image: schemes that put text off the diagonal have none."""
+    """Add the square between the texts around an image, unless a scheme places text off the diagonal."""
     if before is None or after is None or before[0] != before[1] or after[0] != after[1]:
         return image
     gaps = tuple(
@@ -300,9 +302,9 @@ def _between(image: Image, before: Points | None, after: Points | None, denomina
 
 
 def _kinds(positions: PositionTable, segments: SegmentTable | None) -> tuple[IntArray, Flags, Flags, Flags]:
-    """Tell (tokens,) the segment of each token, and whether it is a patch, audio, or padding.
+    """Return the (tokens,) segment of each token, and whether it is a patch, audio or padding.
 
-    Without segments those of the table stand for them, and audio is text.
+    Without segments, those of the table are used, and audio is text.
     """
     pieces = positions.segment_lengths
     padding = positions.is_padding.repeat(pieces)

@@ -1,4 +1,4 @@
-"""Read from the keys of an engine what positions it really rotates by."""
+"""Probes that read, from the keys of an engine, the positions by which it actually rotates them."""
 
 from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check

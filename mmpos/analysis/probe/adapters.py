@@ -1,4 +1,4 @@
-"""Keys of a model that is at hand, as its attention gets them, while every token has one hidden state."""
+"""Recorders of the rotated keys of a loaded model, while every token has the same hidden state."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Float32Array = npt.NDArray[np.float32]
 
 _NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _CACHES = ("cache", "past_key_values", "layer_past")
-"""How an attention, a model and its output may call the cache; the first since Transformers 5.24."""
+"""Names of the cache in an attention, a model and its output; the first since Transformers 5.24."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKeys:
-    """Rotated keys of one layer, in the order in which calls brought them.
+    """Rotated keys of one layer, in the order of the calls.
 
     Args:
-        layer: its number in the model.
+        layer: number of the layer in the model.
         keys: (batch, tokens, kv_heads, head_dim) as they enter the cache.
-        reference: (kv_heads, head_dim) the key of every token before its rotation; None where the model does not show
-            it: q, k and v are one product, or a norm stands after the rotation.
+        reference: (kv_heads, head_dim) the key of every token before its rotation; None if the model does not expose
+            it, because q, k and v are one product or a norm follows the rotation.
     """
 
     layer: int
@@ -46,23 +46,24 @@ class LayerKeys:
 def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0) -> tuple[LayerKeys, ...]:
     """Run a model of Transformers and return the rotated keys of every layer.
 
-    Its attention sees one hidden state for all tokens, whatever the weights are, so that keys of a layer differ by
-    their rotation alone. Where they are rotated does not matter: what enters the cache is read.
+    Attention gets the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ only
+    by their rotation. Keys are read as they enter the cache, wherever they are rotated.
 
     Args:
-        model: a PreTrainedModel, with a head or without, patched by ``mmpos.integrations.hf.patch`` or not.
-        calls: arguments of forward, as a processor gives them; several are chunks of the same rows, and each goes on
-            with the cache of the one before. A cache in the first, a StaticCache perhaps, is that of all.
-        generate: how many tokens to generate after the only call, by ``model.generate``; their keys follow those of the
-            prompt, but for the last of them, which no forward has seen.
+        model: a PreTrainedModel, with or without a head, with or without ``mmpos.integrations.hf.patch``.
+        calls: arguments of forward, as returned by a processor; several calls are chunks of the same rows, and each
+            uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used for all.
+        generate: number of tokens to generate after the only call, with ``model.generate``; their keys follow those of
+            the prompt, except the last one, which never passes through forward.
 
     Returns:
-        layers with keys, in order; layers of other kinds (linear attention, convolutions, keys shared with another) are
-        not among them.
+        Layers with keys, in order; layers without their own keys (linear attention, convolutions, shared keys) are
+        omitted.
 
     Raises:
-        InvalidInputError: there is no call, or several with generate; a call is no mapping, or the model no module.
-        UnsupportedError: nothing entered a cache, or a call gave none for the next one.
+        InvalidInputError: there is no call, or several with generate; a call is not a mapping; the model is not a
+            module.
+        UnsupportedError: no keys entered a cache, or a call returned no cache for the next one.
     """
     with needed_for("probe.transformers", extra="hf"):
         import torch
@@ -81,7 +82,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
                 output = model(**{"use_cache": True, **cache, **call})
                 name = next((name for name in _CACHES if name in output), None)
                 if name is None and index < len(calls):
-                    raise UnsupportedError("model: got an output without a cache, want one for the next call")
+                    raise UnsupportedError("model: got an output without a cache, want a cache for the next call")
                 cache = {} if name is None else {name: output[name]}
     return recorder.layers
 
@@ -89,20 +90,20 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKeys, ...]:
     """Run a transformer of diffusers and return the rotated keys of every self-attention.
 
-    All tokens get one key right before it is rotated, in place of what the last module before that gives: a norm, or
-    else the projection. Keys are read where torch attends.
+    All tokens get the same key right before the rotation: it replaces the output of the last module before, a norm or
+    else the projection. Keys are read from the calls of scaled_dot_product_attention.
 
     Args:
-        transformer: a ModelMixin, patched by ``mmpos.integrations.diffusers.patch`` or not.
-        call: arguments of forward, as its pipeline gives them.
+        transformer: a ModelMixin, with or without ``mmpos.integrations.diffusers.patch``.
+        call: arguments of forward, as passed by the pipeline.
 
     Returns:
-        layers in the order in which they attend, their tokens in the order of their attention; each with its key before
-        the rotation.
+        Layers in the order of their attention calls, with tokens in the order of attention and the key before the
+        rotation.
 
     Raises:
-        InvalidInputError: the call is no mapping, or the transformer no module.
-        UnsupportedError: no attention of the transformer attended by scaled_dot_product_attention.
+        InvalidInputError: the call is not a mapping, or the transformer is not a module.
+        UnsupportedError: no attention of the transformer calls scaled_dot_product_attention.
     """
     with needed_for("probe.diffusers", extra="diffusers"):
         import torch
@@ -110,27 +111,27 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
         from mmpos.analysis.probe.attending import Attending
 
     instance("transformer", transformer, torch.nn.Module, "a ModelMixin of diffusers")
-    instance("call", call, Mapping, "what the pipeline gives")  # type: ignore[type-abstract]
+    instance("call", call, Mapping, "the arguments from the pipeline")  # type: ignore[type-abstract]
     with torch.no_grad(), Attending(transformer) as attending:
         transformer(**call)
     if not attending.keys:
         got = f"transformer: got no keys from {type(transformer).__name__}"
-        raise UnsupportedError(f"{got}, want attentions that end in scaled_dot_product_attention")
+        raise UnsupportedError(f"{got}, want attention by scaled_dot_product_attention")
     pairs = zip(attending.keys, attending.references, strict=True)
     return tuple(LayerKeys(n, _numpy(keys), _numpy(reference)) for n, (keys, reference) in enumerate(pairs))
 
 
 class KeyRecorder:
-    """Record the keys of every call of a model, inside a ``with`` block, and leave the model as it was.
+    """Record the keys of every call of a model inside a ``with`` block, without changing the model.
 
-    It is for calls of your own: a trainer's, a pipeline's. ``use_cache=False`` works as well. Under gradient
-    checkpointing call ``backward`` inside the block: it computes layers anew, which is not recorded again.
+    It records calls of your own code, such as a trainer or a pipeline. ``use_cache=False`` works as well. With gradient
+    checkpointing, call ``backward`` inside the block: layers that it recomputes are not recorded again.
 
     Args:
         model: a PreTrainedModel.
 
     Raises:
-        InvalidInputError: it is no module of torch.
+        InvalidInputError: the model is not a torch module.
         UnsupportedError: no attention of the model takes a cache.
     """
 
@@ -147,7 +148,7 @@ class KeyRecorder:
             and _cache_of(module)
         ]
         if not self._attentions:
-            raise UnsupportedError(f"model: got {type(model).__name__}, want one whose attention takes a cache")
+            raise UnsupportedError(f"model: got {type(model).__name__}, want a model with attention that takes a cache")
         self._taps: dict[int, _Tap] = {}
         self._handles: list[Any] = []
 
@@ -169,19 +170,19 @@ class KeyRecorder:
 
     @property
     def layers(self) -> tuple[LayerKeys, ...]:
-        """Layers with keys, in order."""
+        """The layers with keys, in order."""
         layers = tuple(
             LayerKeys(layer, np.concatenate(tap.keys, axis=1), tap.reference)
             for layer, tap in sorted(self._taps.items())
             if tap.keys
         )
         if not layers:
-            raise UnsupportedError("model: got no keys from its calls, want one whose attention fills a cache")
+            raise UnsupportedError("model: got no keys from its calls, want a model with attention that fills a cache")
         return layers
 
 
 class _Tap:
-    """What one attention takes and gives."""
+    """The recorded keys of one attention."""
 
     def __init__(self) -> None:
         self.keys: list[Float32Array] = []
@@ -191,7 +192,7 @@ class _Tap:
         self._outputs: list[Float32Array] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Give every token one hidden state, the longest of the first call, and listen to the cache."""
+        """Give every token the same hidden state, the longest of the first call, and record keys from the cache."""
         name = _cache_of(module)
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._state is None:
@@ -203,24 +204,24 @@ class _Tap:
             self._cache = kwargs[name] = _no_cache()
         update = self._cache.update
 
-        def listen(key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
+        def record(key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
             latent = getattr(module, "qk_rope_head_dim", key.shape[-1]) == value.shape[-1] != key.shape[-1]
-            rotated = value if latent else key  # latent attention caches what turns beside what does not
+            rotated = value if latent else key  # latent attention caches the rotated channels as the value
             if not _recomputing():
                 self.keys.append(_numpy(rotated.transpose(1, 2)))
             return update(key, value, *rest, **named)
 
-        self._cache.update = listen
+        self._cache.update = record
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def after(self, *_: object) -> None:
-        """Let the cache be, also after an exception."""
+        """Stop recording from the cache, even after an exception."""
         if self._cache is not None:
             vars(self._cache).pop("update", None)
             self._cache = None
 
     def unrotated(self, module: nn.Module, args: object, output: Tensor) -> None:
-        """Keep the product that makes the key, or its norm."""
+        """Record the key before its rotation, from its projection or norm."""
         if not _recomputing():
             self._outputs.append(_numpy(output[:1]))
 
@@ -238,29 +239,29 @@ class _Tap:
         if not rows:
             return None
         row = np.concatenate(rows, axis=1)
-        return None if _varies(row) else row[0, 0]  # a norm after the rotation sees keys that are turned
+        return None if _varies(row) else row[0, 0]  # a norm after the rotation gets rotated keys
 
 
 def _cache_of(attention: nn.Module) -> str:
-    """Find the argument by which an attention takes its cache; empty if none."""
+    """Return the name of the cache argument of an attention, or an empty string."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), "")
 
 
 def _recomputing() -> bool:
-    """Tell whether this runs in a backward pass, as the forward of a checkpointed layer does again."""
+    """Return whether this is a backward pass, which repeats the forward of checkpointed layers."""
     from torch.utils.module_tracker import ModuleTracker
 
     return bool(ModuleTracker().is_bw)
 
 
 def _varies(row: Float32Array) -> bool:
-    """Tell whether tokens, (1, tokens, …), differ by more than rounding."""
+    """Return whether (1, tokens, …) keys differ between tokens by more than rounding."""
     return float(np.abs(row - row[:, :1]).max()) > 0.02 * float(np.abs(row).max())
 
 
 def _no_cache() -> Any:
-    """Make a cache that keeps nothing."""
+    """Return a cache that stores nothing."""
     from transformers import DynamicCache
 
     cache: Any = DynamicCache()

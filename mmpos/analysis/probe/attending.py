@@ -1,6 +1,6 @@
-"""One key for all tokens of a transformer of diffusers, read once it is rotated, where torch attends.
+"""Recorder of a diffusers transformer's rotated keys, with one key for all tokens before their rotation.
 
-It is apart from the adapters, which load torch when they are called: the base class of Attending is torch's.
+This file imports torch for the base class of Attending; the adapters import torch only when they are called.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 _LAST = (("norm_k", "to_k"), ("norm_added_k", "add_k_proj"))
-"""Modules of an attention that give the keys right before they are rotated, of images and of text: a norm, or else the
-projection."""
+"""Last modules of an attention before keys are rotated, for images and for text: a norm, or else the projection."""
 
 _CROSS = "attn2"
 """Name of cross-attention in the blocks of diffusers, whose keys are not rotated."""
 
 
 class Attending(TorchFunctionMode):
-    """Give all tokens of each self-attention one key inside a ``with`` block, and record what torch attends to.
+    """Give all tokens of each self-attention one key inside a ``with`` block, and record the keys it attends to.
 
-    ``keys`` are (batch, tokens, heads, head_dim) of each attention, and ``references`` (heads, head_dim) before they
-    are rotated.
+    ``keys`` holds (batch, tokens, heads, head_dim) for each attention, and ``references`` the (heads, head_dim) key
+    before its rotation.
 
     Args:
         transformer: a ModelMixin.
@@ -38,7 +37,7 @@ class Attending(TorchFunctionMode):
         self.references: list[Tensor] = []
         self._transformer = transformer
         self._handles: list[RemovableHandle] = []
-        self._key: Tensor | None = None  # of the attention that runs
+        self._key: Tensor | None = None  # set while an attention runs
 
     def __enter__(self) -> Self:
         for name, module in self._transformer.named_modules():
@@ -60,9 +59,8 @@ class Attending(TorchFunctionMode):
         self._handles.clear()
 
     def _one_key(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        if (
-            self._key is None
-        ):  # of the last axis alone, since heads stand before the tokens in some, after them in others
+        if self._key is None:
+            # It varies along the last axis only: heads precede tokens in some models, and follow them in others.
             generator = torch.Generator().manual_seed(len(self.keys))
             self._key = torch.randn(output.shape[-1:], generator=generator).to(output)
         return self._key.expand_as(output)
@@ -73,7 +71,7 @@ class Attending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, and keep the keys that it attends to."""
+        """Call a function of torch, and record the keys of scaled_dot_product_attention."""
         named = kwargs or {}
         if func is scaled_dot_product_attention and self._key is not None:
             key: Tensor = args[1] if len(args) > 1 else named["key"]

@@ -1,4 +1,4 @@
-"""Compare the positions that were read from keys with those that were meant."""
+"""Comparison of the positions that were read from keys with the intended ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, host_array, instance, int_array
 
 NEAR = 1e-9
-"""Distance of ids that is no difference: fractions are floats here."""
+"""Largest distance of ids that count as equal, since fractions are floats here."""
 
 OVERWRITTEN = (
-    "look how such tokens enter the cache: never written, overwritten, without the attention factor, or turned by "
-    "another rotation"
+    "check how these tokens enter the cache: their keys may be unwritten, overwritten, without the attention factor, "
+    "or rotated differently"
 )
 
 
@@ -34,46 +34,46 @@ def check(
     scheme: str | Scheme | None = None,
     start: npt.ArrayLike = 0,
 ) -> Diagnosis:
-    """Compare a reading with the positions that were meant, in the words of ``diagnose``.
+    """Compare a reading with the intended positions, as ``diagnose`` does with ids.
 
-    A token whose key no id explains differs. Ids that nothing but noise or slow pairs hide are not compared: the
-    Diagnosis has the number of their tokens as ``unknown_tokens``, and counts as compared the tokens of which all ids
-    are known, or, if there is a difference, any. Where ids are relative and another row or document would begin below
-    zero, the reference's own began too late.
+    A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are not
+    compared: the Diagnosis counts their tokens as ``unknown_tokens``. It counts as compared the tokens with all ids
+    known or, if there is a difference, the tokens with any id known. If ids are relative and another row or document
+    would begin below zero, the row of the reference token is taken to begin too late.
 
     Args:
-        reading: of as many tokens as the documents have, padding left out.
-        documents: what the keys are of; mistakes in placing are found only for a SegmentTable. Or (axes, tokens) or
-            (tokens,) the integers that the engine was given.
-        scheme: for a SegmentTable, a name or a scheme object; "rope-tie" if not given.
-        start: for a SegmentTable, id of each document's first token, one or (documents,).
+        reading: a reading of all tokens of the documents, without padding.
+        documents: the documents of the keys; mistakes in placement are found only for a SegmentTable. Or (axes, tokens)
+            or (tokens,) integers, the ids that were passed to the engine.
+        scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
+        start: with a SegmentTable, id of each document's first token, one or (documents,).
 
     Raises:
-        InvalidInputError: other numbers of tokens or axes; no id that could be told.
+        InvalidInputError: the numbers of tokens or axes differ; the reading has no known id.
     """
     instance("reading", reading, Reading, "mmpos.analysis.probe.read")
     table = _table(documents, scheme, start, reading.axes)
     documents = documents if isinstance(documents, SegmentTable) else table
     if (table.axes, table.num_tokens) != (reading.axes, reading.num_tokens):
         got = f"{reading.axes} axes and {counted(reading.num_tokens, 'token')}"
-        raise InvalidInputError(f"reading: got {got}, want {table.axes} axes and {table.num_tokens}, as documents have")
+        raise InvalidInputError(f"reading: got {got}, want {table.axes} axes and {table.num_tokens}, as in documents")
     known = reading.known
     if not known.any():
-        raise InvalidInputError(f"reading: got no id that could be told, want one; {' '.join(reading.notes)}")
+        raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
     want = table.dense(dtype=np.float64)
     ids = np.where(known, reading.position_ids, 0) / reading.denominators
     if reading.reference is not None:
         ids += want[:, [reading.reference]]
         ids += _late(reading, ids - want, want, table)
-    found = diagnose(np.where(known, ids, want), documents, scheme, start, tolerance=NEAR)
+    diagnosis = diagnose(np.where(known, ids, want), documents, scheme, start, tolerance=NEAR)
     differ = known & (np.abs(ids - want) > NEAR)
     wrong = differ.any(axis=0) | ~reading.explained
     unknown = int((~known.all(axis=0) & ~wrong).sum())
     if not wrong.any():
-        return replace(found, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
+        return replace(diagnosis, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
     first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
-    cause = {"cause": found.cause, "remedy": found.remedy, "explained": found.explained}
-    if found.equal:
+    cause = {"cause": diagnosis.cause, "remedy": diagnosis.remedy, "explained": diagnosis.explained}
+    if diagnosis.equal:
         cause = {"cause": f"no id explains the keys of {counted(int(wrong.sum()), 'token')}", "remedy": OVERWRITTEN}
     return first_difference(
         table,
@@ -91,11 +91,11 @@ def check(
 
 
 def _late(reading: Reading, off: Float64Array, want: Float64Array, table: PositionTable) -> float:
-    """Return by how much the reference's row began too late: else another row or document would begin below zero."""
+    """Return by how much the reference's row must begin too late, for no row or document to begin below zero."""
     begins = np.unique(np.concatenate([reading.row_offsets[:-1], table.documents[FIRST_TOKEN]]))
     begins = begins[begins < reading.num_tokens]
-    told = reading.known.any(axis=1)
-    known, off, want = reading.known[told][:, begins].all(axis=0), off[told][:, begins], want[told][:, begins]
+    axes = reading.known.any(axis=1)
+    known, off, want = reading.known[axes][:, begins].all(axis=0), off[axes][:, begins], want[axes][:, begins]
     below = known & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
     return float(-off[0, below].min(initial=0))
 
@@ -106,16 +106,16 @@ def _table(
     start: npt.ArrayLike,
     axes: int,
 ) -> PositionTable:
-    """Place documents, or make the table of ids that an engine was given."""
+    """Place documents, or build a table from the ids that were passed to an engine."""
     if isinstance(documents, SegmentTable):
         return place(documents, "rope-tie" if scheme is None else scheme, start)
     if scheme is not None or np.ndim(start) or start != 0:
-        got = "a table" if isinstance(documents, PositionTable) else "ids"
-        raise InvalidInputError(f"scheme, start: got one with {got}, want a SegmentTable, or none of them")
+        got = "a PositionTable" if isinstance(documents, PositionTable) else "ids"
+        raise InvalidInputError(f"{'start' if scheme is None else 'scheme'} requires a SegmentTable, got {got}")
     if isinstance(documents, PositionTable):
         return documents
     array = host_array("documents", documents)
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     array = int_array("documents", array, (axes, None))
-    return table_of_ids(array, None, np.array([array.shape[1]]), "what the engine was given")
+    return table_of_ids(array, None, np.array([array.shape[1]]), "the ids passed to the engine")

@@ -1,10 +1,10 @@
-"""Checkpoints in which every token, and every patch of an image, has one hidden state in every layer.
+"""Checkpoints in which all tokens and all image patches have the same hidden state in every layer.
 
-Keys that an engine caches from such a checkpoint differ by their rotation alone, so requests through its ordinary front
-door show the position of every token. The recipe, on a model of Transformers made small:
+The keys that an engine caches from such a checkpoint differ only by their rotation, so ordinary requests show the
+position of every token. The recipe, for a small model of Transformers:
 
-- every row of an embedding is one vector of signs, and so is what the projector makes of an image or a clip;
-- what attention, experts and other mixers add to the hidden states is zero: they stay that vector, bit for bit;
+- all rows of an embedding are the same vector of signs, and so is every output of the projector for images and clips;
+- attention, experts and other mixers add zero to the hidden states, which stay that vector, bit for bit;
 - weights before q and k are random multiples of 1/64: their sums are exact in any order, so all kernels agree.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["write_checkpoint"]
 
 REFERENCE = "reference.npz"
-"""Name of the file with the keys before their rotation."""
+"""Name of the file that holds the keys before their rotation."""
 
 FILES = (
     "tokenizer.json",
@@ -50,7 +50,7 @@ FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files beside a config.json that are copied in place of ours."""
+"""Files next to a config.json that replace the generated ones."""
 
 LAYERS = {"depth", "encoder_layers", "layers", "n_layers", "num_hidden_layers", "num_layers"}
 HEADS = {"attention_heads", "encoder_attention_heads", "num_attention_heads", "num_heads"}
@@ -63,13 +63,13 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
 }
-"""The largest that sizes on which no key depends may be."""
+"""Upper limits of sizes that do not affect keys."""
 
 NULS = ("\u0100", "\u0100")
-"""Two bytes of zero, which no prompt has: the only merge of tokens, since llama.cpp loads no vocabulary without one."""
+"""The only merge of the vocabulary, of two zero bytes, which no prompt contains; llama.cpp requires at least one."""
 
 ADDS = re.compile(r"\b(o_proj|out_proj|wo|c_proj|down_proj|dense|dense_4h_to_h|fc2|w2)(_bias|\.weight|\.bias)?$")
-"""Parameters whose product a layer adds to the hidden states."""
+"""Names of the parameters of output projections, which a layer adds to the hidden states."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,21 @@ class Family:
     """Special tokens of related model types.
 
     Args:
-        types: a pattern for the beginning of their names.
+        types: a pattern that matches the beginning of their names.
         image: the text of an image in a prompt.
-        video: likewise of a video; empty where there are none.
-        tokens: the text of a token, by the attribute of the tokenizer. Its id is in the config, in a field of that name
-            with ``_id`` or ``_index`` after it.
-        beside: tokens whose ids the config does not hold, and how far behind that of the image they are, as released.
-        aliases: other names of attributes of ``tokens``.
+        video: the text of a video in a prompt; empty if videos are not supported.
+        tokens: the text of each token, by the attribute of the tokenizer. The config has its id in the field with the
+            same name and the suffix ``_id`` or ``_index``.
+        relative: tokens without an id in the config: their text, and the offset of their id from the image token's in
+            released models.
+        aliases: further attribute names for entries of ``tokens``.
     """
 
     types: str
     image: str
     video: str
     tokens: Mapping[str, str]
-    beside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    relative: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -184,32 +185,32 @@ FAMILIES = (
     ),
     Family("", "<image>", "<video>", {"image_token": "<image>", "video_token": "<video>"}),
 )
-"""The first that fits a model type holds."""
+"""Families; the first that matches a model type is used."""
 
 PROCESSORS = {"glm_ocr": "glm46v", "glm4v_moe": "glm4v", "qwen3_vl_moe": "qwen3_vl"}
-"""Model types whose processor is that of another, where Transformers does not say so."""
+"""Model types that use the processor of another type, which Transformers does not record."""
 
 
 def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path) -> Path:
-    """Write a small checkpoint of an architecture in which every token has one hidden state in every layer.
+    """Write a small checkpoint of an architecture in which all tokens have the same hidden state in every layer.
 
-    It has two layers (or one of each type) and two heads, or two groups of two where heads share keys; head_dim, rotary
-    settings, vocabulary and token ids are those of the config. Tokenizer and preprocessor are copied from beside
-    config.json where they are there; else they are a tokenizer of bytes with the special tokens at their ids, and the
-    defaults of Transformers. Before it is saved, the model runs on a prompt, with an image if it takes images, and all
-    its hidden states are compared. ``reference.npz`` holds, by the number of each layer, (kv_heads, head_dim) float32
-    the key of every token before its rotation.
+    It has two layers (or one of each type) and two heads, or two groups of two if heads share keys; head_dim, rotary
+    settings, vocabulary and token ids are those of the config. Tokenizer and preprocessor files next to config.json are
+    copied; without them, the checkpoint gets a byte-level tokenizer with the special tokens at their ids, and the
+    default preprocessor of Transformers. Before it is saved, the model runs on a prompt, with an image if it takes
+    images, and all its hidden states are compared. ``reference.npz`` holds, for each layer number, the
+    (kv_heads, head_dim) float32 key of every token before its rotation.
 
     Args:
-        config: config.json, its folder, or the mapping in it.
-        folder: where to write: a new folder or an empty one.
+        config: path of config.json or of its folder, or the contents of config.json as a mapping.
+        folder: path of a new or empty folder to write to.
 
     Returns:
-        the folder.
+        The folder.
 
     Raises:
-        InvalidInputError: config cannot be read; a folder with files in it, or a URL.
-        UnsupportedError: a model type that Transformers does not have, or whose hidden states would differ.
+        InvalidInputError: config cannot be read; folder contains files or is a URL.
+        UnsupportedError: Transformers does not have the model type, or the hidden states of its tokens would differ.
         ImportError: Transformers is not installed.
         OSError: the folder cannot be written; the error names it.
     """
@@ -217,11 +218,11 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
     with needed_for("write_checkpoint", extra="hf"):
         import torch
         import transformers  # noqa: F401
-    values, beside = _read(config)
+    values, source = _read(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(f"folder: got {folder}, where files are, want a new folder or an empty one")
+        raise InvalidInputError(f"folder: got {folder}, which has files, want a new or empty folder")
     model_type = values["model_type"]
-    family = next(one for one in FAMILIES if re.match(one.types, model_type))
+    family = next(family for family in FAMILIES if re.match(family.types, model_type))
     with _quiet(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         try:
@@ -230,16 +231,16 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
             _equalise(model)
             inputs = _inputs(model, processor, family)
             _project(model, inputs)
-            _prove(model, inputs)
+            _verify(model, inputs)
             references = _references(model, inputs)
         except (MmposError, ImportError):
             raise
-        except Exception as error:  # Transformers has one of every kind
-            got = f"{model_type!r}, whose small model does not run ({type(error).__name__}: {error})"
-            raise UnsupportedError(f"config.model_type: got {got}, want another") from error
+        except Exception as error:  # Transformers raises exceptions of any type
+            reason = f"the small model does not run ({type(error).__name__}: {error})"
+            raise UnsupportedError(f"config.model_type {model_type!r}: {reason}") from error
         _save(folder, model, processor, references)
-    if beside is not None:
-        _copy_files(beside, folder)
+    if source is not None:
+        _copy_files(source, folder)
     return folder
 
 
@@ -247,44 +248,44 @@ def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     if references:
-        np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # none is called allow_pickle
-    for path in folder.glob("*.safetensors"):  # written for the owner alone: servers run as others
+        np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # no key is named allow_pickle
+    for path in folder.glob("*.safetensors"):  # readable by their owner only, but servers run as other users
         path.chmod((folder / "config.json").stat().st_mode)
     processor.save_pretrained(folder)
     if hasattr(processor, "image_processor"):
         processor.image_processor.save_pretrained(folder)  # engines read preprocessor_config.json
 
 
-def _copy_files(beside: Path, folder: Path) -> None:
-    """Copy tokenizer and preprocessor of a model in place of ours."""
-    there = {name for name in FILES if (beside / name).is_file()}
-    for name in there:
-        shutil.copyfile(beside / name, folder / name)
-    if "preprocessor_config.json" in there and "processor_config.json" not in there:
-        (folder / "processor_config.json").unlink(missing_ok=True)  # it would hide the one that was copied
+def _copy_files(source: Path, folder: Path) -> None:
+    """Replace the generated tokenizer and preprocessor files with those of a model."""
+    names = {name for name in FILES if (source / name).is_file()}
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    if "preprocessor_config.json" in names and "processor_config.json" not in names:
+        (folder / "processor_config.json").unlink(missing_ok=True)  # it would override preprocessor_config.json
 
 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """Read a config, and name the folder in which files beside it may be."""
+    """Read a config, and return it with its folder, if it has one."""
     if isinstance(config, Mapping):
-        values, beside = dict(config), None
+        values, source = dict(config), None
     else:
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            values, beside = json.loads(path.read_bytes()), path.parent
+            values, source = json.loads(path.read_bytes()), path.parent
         except OSError as error:
             raise InvalidInputError(f"config: got {path}: {error.strerror}, want a config.json") from None
         except ValueError as error:
-            raise InvalidInputError(f"config: got {path}, no valid JSON ({error})") from None
+            raise InvalidInputError(f"config: got {path}, which is not valid JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise InvalidInputError("config: got one without model_type, want the config.json of a model")
-    return values, beside
+        raise InvalidInputError("config requires model_type, as in the config.json of a model")
+    return values, source
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Transformers from warning of sizes that are small on purpose, and from drawing a bar."""
+    """Suppress warnings of Transformers about small sizes, which are intended, and its progress bar."""
     from transformers.utils import logging as progress
 
     level, bar = logging.root.manager.disable, progress.is_progress_bar_enabled()
@@ -301,7 +302,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _small_model(values: Mapping[str, Any]) -> Any:
-    """Make the small model, with random weights in the dtype of its config."""
+    """Build the small model, with random weights in the dtype of its config."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -309,23 +310,21 @@ def _small_model(values: Mapping[str, Any]) -> Any:
     kinds: Any = CONFIG_MAPPING
     model_type = values["model_type"]
     if model_type not in kinds:
-        raise UnsupportedError(f"config.model_type: got {model_type!r}, want one that Transformers has")
+        raise UnsupportedError(f"config.model_type: got {model_type!r}, want a model type of Transformers")
     auto: Any = (
         AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    full = kinds[model_type].from_dict({name: it for name, it in values.items() if name != "quantization_config"})
+    full = kinds[model_type].from_dict({name: value for name, value in values.items() if name != "quantization_config"})
     text = full.get_text_config(decoder=True)
     if getattr(text, "rope_parameters", None) is None:
-        raise UnsupportedError(
-            f"config.model_type: got {model_type!r}, whose keys do not turn, want one with rotations"
-        )
+        raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embedding, want one with it")
     own = getattr(text, "head_dim", None)
     head_dim = own or text.hidden_size // text.num_attention_heads
-    whole = _heads(text.to_dict())[0] * head_dim
-    for width in (64, whole) if own else (whole,):  # some classes do not read head_dim, but divide the width by heads
+    derived = _heads(text.to_dict())[0] * head_dim
+    for width in (64, derived) if own else (derived,):  # some classes ignore head_dim and divide the width by heads
         small = _shrink(full.to_dict(), width)
         if "multimodal_projector_bias" in small:
-            small["multimodal_projector_bias"] = True  # then the projector gives the vector whatever it sees
+            small["multimodal_projector_bias"] = True  # with a bias, the projector can ignore its input
         config = kinds[model_type].from_dict(small)
         dtype = config.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16
         try:
@@ -338,17 +337,17 @@ def _small_model(values: Mapping[str, Any]) -> Any:
 
 
 def _heads(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Choose few heads, in groups of two where they share keys, and two kv_heads if the config has as many."""
+    """Return small numbers of heads, in groups of two if they share keys, and of kv_heads, at most two."""
     heads, kv_heads = full.get("num_attention_heads"), full.get("num_key_value_heads")
     return (2 * min(kv_heads, 2), min(kv_heads, 2)) if isinstance(kv_heads, int) and kv_heads != heads else (2, 2)
 
 
 def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[str, Any]:
-    """Make a config, and the configs inside, small where no key depends on it."""
+    """Reduce the sizes of a config and its sub-configs that do not affect keys."""
     layers = next((full[name] for name in LAYERS if isinstance(full.get(name), int)), 0)
     types = full.get("layer_types") or []
     kept = sorted({kind: types.index(kind) for kind in types}.values())
-    few = 3 if encoder else 2  # llama.cpp's converter counts the parts of a projector, 0 and 2, as it does layers
+    few = 3 if encoder else 2  # llama.cpp's converter treats the parts of a projector, 0 and 2, as layer numbers
     kept = kept if len(kept) > 1 else list(range(min(layers, few)))
     heads, kv_heads = _heads(full)
     numbers: dict[str, int] = {
@@ -363,7 +362,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _shrink(value, width, re.match("vision|audio", name) is not None)
         elif isinstance(value, list) and name.endswith("indexes"):
-            small[name] = [max(len(kept) - 1, 0)]  # the last: layers before it stay of the other kind
+            small[name] = [max(len(kept) - 1, 0)]  # only the last layer, so that both kinds of layers remain
         elif isinstance(value, list) and len(value) == layers and layers > 2:
             small[name] = [value[layer] for layer in kept]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -374,14 +373,14 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
 
 
 def _grid(tensor: Tensor, around: float = 0.0) -> None:
-    """Fill with multiples of 1/64, within 1/8 of a number."""
+    """Fill a tensor with random multiples of 1/64, at most 1/8 from a number."""
     import torch
 
     tensor.data = (torch.randint(-8, 9, tensor.shape) / 64 + around).to(tensor.dtype)
 
 
 def _equalise(model: Any) -> None:
-    """Make the language model keep one vector for every token."""
+    """Set the weights of the language model so that all tokens keep the same hidden state."""
     import torch
     from torch import nn
 
@@ -392,7 +391,7 @@ def _equalise(model: Any) -> None:
                 _grid(parameter)
         elif isinstance(module, nn.Embedding):
             row = torch.ones(module.embedding_dim)
-            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # as many of both: their mean is 0, that of squares 1
+            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # half of each sign: mean 0, mean square 1
             module.weight.data = row.to(module.weight.dtype).expand_as(module.weight).contiguous()
         elif "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             _grid(module.weight, float(module.weight.flatten()[0]))
@@ -402,7 +401,7 @@ def _equalise(model: Any) -> None:
 
 
 def _project(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Make encoders and projectors give the vector of an embedding, whatever they see."""
+    """Set the weights of encoders and projectors so that they return the embedding vector for any input."""
     import torch
     from torch import nn
 
@@ -414,17 +413,17 @@ def _project(model: Any, inputs: Mapping[str, Any]) -> None:
     for name, module in outside:
         if isinstance(module, nn.LayerNorm) and "bias" in dict(module.named_parameters()):
             module.weight.data.zero_()
-            module.bias.data.fill_(64)  # an RMSNorm after it makes exactly 1 of it, in spite of its epsilon
+            module.bias.data.fill_(64)  # an RMSNorm after it returns exactly 1, despite its epsilon
         elif isinstance(module, nn.Linear) and module.out_features == len(vector):
             if "bias" not in dict(module.named_parameters()):
-                hooks.append(module.register_forward_pre_hook(lambda it, args: _spread(it, args[0], vector)))
+                hooks.append(module.register_forward_pre_hook(lambda linear, args: _spread(linear, args[0], vector)))
             else:
                 module.weight.data.zero_()
                 module.bias.data = torch.zeros_like(vector) if "deepstack" in name else vector.clone()
         for part, parameter in module.named_parameters(recurse=False):
             if part == "mm_input_projection_weight":  # after an RMSNorm
                 parameter.data.zero_()[0] = vector
-            elif part.startswith(("image_", "view_")) and parameter.shape[-1] == len(vector):  # beside patches
+            elif part.startswith(("image_", "view_")) and parameter.shape[-1] == len(vector):  # separator tokens
                 parameter.data = vector.expand_as(parameter).clone()
     if hooks:
         try:
@@ -435,17 +434,17 @@ def _project(model: Any, inputs: Mapping[str, Any]) -> None:
                 hook.remove()
 
 
-def _spread(linear: nn.Linear, given: Tensor, vector: Tensor) -> None:
-    """Let a layer without bias make the vector of a row that is the same for every patch."""
-    row, size = given.flatten(0, -2)[0], vector.abs().max()
-    at = int((row.abs() * (row * (size / row) == size)).argmax())  # the largest of those whose quotient gives it back
-    if bool((given == row).all()) and float(row[at]) != 0:
+def _spread(linear: nn.Linear, inputs: Tensor, vector: Tensor) -> None:
+    """Set the weights of a layer without bias so that it maps equal input rows to the vector."""
+    row, size = inputs.flatten(0, -2)[0], vector.abs().max()
+    at = int((row.abs() * (row * (size / row) == size)).argmax())  # the largest channel that divides without rounding
+    if bool((inputs == row).all()) and float(row[at]) != 0:
         linear.weight.data.zero_()
         linear.weight.data[:, at] = vector / row[at]
 
 
-def _prove(model: Any, inputs: Mapping[str, Any]) -> None:
-    """Run the model on inputs, and refuse it unless every token has one hidden state in every layer."""
+def _verify(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Run the model on inputs, and raise an error unless all tokens have the same hidden state in every layer."""
     import torch
 
     with torch.no_grad():
@@ -454,14 +453,14 @@ def _prove(model: Any, inputs: Mapping[str, Any]) -> None:
         different = (state != state[:, :1]).any(dim=-1)[0].nonzero().flatten().tolist()
         if different:
             where = "its embeddings" if layer == 0 else f"layer {layer - 1}"
-            got = f"{model.config.model_type!r}, whose token {different[0]} differs after {where}"
-            raise UnsupportedError(f"config.model_type: got {got}, want one hidden state for all tokens")
+            reason = f"the hidden state of token {different[0]} differs after {where}, want one for all tokens"
+            raise UnsupportedError(f"config.model_type {model.config.model_type!r}: {reason}")
 
 
 def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
-    """Record, by layer, the key of every token before its rotation: in float32, since engines may run in that.
+    """Return the key before its rotation by layer number, in float32, since engines may run in float32.
 
-    Where q, k and v are one product it is the key at id 0, without the factor of the rotation.
+    If q, k and v are one product, it is the key at id 0 divided by the attention factor.
     """
     decoder = deepcopy(model.get_decoder()).float()
     try:
@@ -469,12 +468,12 @@ def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[
     except UnsupportedError:  # a kind of attention that is not recorded
         return {}
     factor = getattr(getattr(decoder, "rotary_emb", None), "attention_scaling", np.nan)
-    keys = {str(one.layer): one.keys[0, 0] / factor if one.reference is None else one.reference for one in layers}
-    return {layer: key for layer, key in keys.items() if np.isfinite(key).all()}
+    keys = {str(k.layer): k.keys[0, 0] / factor if k.reference is None else k.reference for k in layers}
+    return {number: key for number, key in keys.items() if np.isfinite(key).all()}
 
 
 def _processor(config: Any, family: Family) -> Any:
-    """Make the processor of a model, or its tokenizer where it takes no images."""
+    """Build the processor of a model, or its tokenizer if it takes no images."""
     import transformers
     from transformers.models.auto import (
         feature_extraction_auto,
@@ -484,15 +483,15 @@ def _processor(config: Any, family: Family) -> Any:
     )
 
     def class_in(module: Any, kind: str) -> Any:
-        """Return the name of a class, or that for torchvision of several."""
+        """Return the name of a class; of several, the one that uses torchvision."""
         name = getattr(module, f"{kind}_MAPPING_NAMES").get(model_type)
         return name.get("torchvision") if isinstance(name, Mapping) else name
 
     tokenizer = _tokenizer(config, family)
     model_type = PROCESSORS.get(config.model_type, config.model_type)
     name = class_in(processing_auto, "PROCESSOR")
-    whole = getattr(config, "thinker_config", config)
-    vision = getattr(whole, "vision_config", None)
+    multimodal = getattr(config, "thinker_config", config)
+    vision = getattr(multimodal, "vision_config", None)
     if name is None or vision is None:
         tokenizer.chat_template = _template(family)
         return tokenizer
@@ -501,9 +500,9 @@ def _processor(config: Any, family: Family) -> Any:
         "video_processor": class_in(video_processing_auto, "VIDEO_PROCESSOR"),
         "feature_extractor": class_in(feature_extraction_auto, "FEATURE_EXTRACTOR"),
     }
-    merge = getattr(vision, "spatial_merge_size", None)
+    merge, scale = getattr(vision, "spatial_merge_size", None), getattr(multimodal, "scale_factor", None)
     patch, size = (
-        it[0] if isinstance(it := getattr(vision, name, None), list | tuple) else it or 0
+        value[0] if isinstance(value := getattr(vision, name, None), list | tuple) else value or 0
         for name in ("patch_size", "image_size")
     )
     fixed = size and merge is None and vision.model_type != "pixtral"
@@ -512,32 +511,32 @@ def _processor(config: Any, family: Family) -> Any:
         "patch_size": patch,
         "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
         "merge_size": merge,
-        "spatial_merge_size": getattr(whole, "spatial_merge_size", None),
+        "spatial_merge_size": getattr(multimodal, "spatial_merge_size", None),
         "size": square,
         "crop_size": square,
         "num_image_tokens": (size // patch) ** 2 if square else None,
-        "image_grid_pinpoints": getattr(whole, "image_grid_pinpoints", None),
-        "draw_on_frames": False,  # a font is not at hand
-        "vision_feature_select_strategy": getattr(whole, "vision_feature_select_strategy", None),
+        "image_grid_pinpoints": getattr(multimodal, "image_grid_pinpoints", None),
+        "draw_on_frames": False,  # it requires a font
+        "vision_feature_select_strategy": getattr(multimodal, "vision_feature_select_strategy", None),
         "num_additional_image_tokens": 1 if vision.model_type == "clip_vision_model" else None,
-        "image_seq_length": getattr(whole, "image_seq_length", getattr(whole, "mm_tokens_per_image", None)),
-        "image_seq_len": (size // patch // whole.scale_factor) ** 2 if hasattr(whole, "scale_factor") else None,
+        "image_seq_length": getattr(multimodal, "image_seq_length", getattr(multimodal, "mm_tokens_per_image", None)),
+        "image_seq_len": (size // patch // scale) ** 2 if scale else None,
     }
     kind = getattr(transformers, name)
     wanted = kind.get_attributes()
-    parts = {part: _made(getattr(transformers, it), known) for part, it in classes.items() if it and part in wanted}
-    return _made(kind, known, tokenizer=tokenizer, chat_template=_template(family), **parts)
+    parts = {part: _build(getattr(transformers, cls), known) for part, cls in classes.items() if cls and part in wanted}
+    return _build(kind, known, tokenizer=tokenizer, chat_template=_template(family), **parts)
 
 
-def _made(kind: Any, known: Mapping[str, Any], **arguments: Any) -> Any:
-    """Make an object with those of the known arguments that its class names and that are not None."""
-    named = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}) if "kwargs" not in name}
-    named |= set(inspect.signature(kind.__init__).parameters) | {name for name in dir(kind) if name[0] != "_"}
-    return kind(**arguments, **{name: it for name, it in known.items() if it is not None and name in named})
+def _build(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
+    """Construct an object of a class with the known arguments that it accepts and that are not None."""
+    accepted = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}) if "kwargs" not in name}
+    accepted |= set(inspect.signature(kind.__init__).parameters) | {name for name in dir(kind) if name[0] != "_"}
+    return kind(**arguments, **{name: value for name, value in known.items() if value is not None and name in accepted})
 
 
 def _template(family: Family) -> str:
-    """Write the chat template: texts one after another, with the placeholders of images and videos."""
+    """Return the chat template: texts in order, with the placeholders of images and videos."""
     return (
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
         "{% for part in message.content %}"
@@ -548,7 +547,7 @@ def _template(family: Family) -> str:
 
 
 def _tokenizer(config: Any, family: Family) -> Any:
-    """Make a tokenizer of bytes, with special tokens at the ids of a config and a name for every other id."""
+    """Build a byte-level tokenizer, with special tokens at the ids of a config and a name for every other id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -561,9 +560,9 @@ def _tokenizer(config: Any, family: Family) -> Any:
                 raise InvalidInputError(f"config.{name}: got {token}, want < {text.vocab_size}, the vocab_size")
             if isinstance(token, int):
                 special[attribute] = word, token
-    for attribute, (word, further) in family.beside.items():
-        if "image_token" in special and special["image_token"][1] + further >= 0:
-            special[attribute] = word, special["image_token"][1] + further
+    for attribute, (word, offset) in family.relative.items():
+        if "image_token" in special and special["image_token"][1] + offset >= 0:
+            special[attribute] = word, special["image_token"][1] + offset
     for attribute, other in family.aliases.items():
         special[attribute] = special[other]
     for role in ("bos", "eos", "pad"):
@@ -573,7 +572,7 @@ def _tokenizer(config: Any, family: Family) -> Any:
             special[f"{role}_token"] = next((w for w, t in special.values() if t == token), f"<{role}>"), token
     words = {token: word for word, token in special.values()}
     free = (token for token in range(text.vocab_size) if token not in words)
-    # Qwen2Tokenizer, which Transformers takes for qwen2, adds the last one if it is not there.
+    # Qwen2Tokenizer, the class of qwen2 in Transformers, adds <|endoftext|> if it is missing.
     spare = [*pre_tokenizers.ByteLevel.alphabet(), NULS[0] + NULS[1], "<|endoftext|>"]
     names = words | dict(zip(free, spare, strict=False))
     names |= {token: f"<unused{token}>" for token in range(text.vocab_size) if token not in names}
@@ -589,10 +588,10 @@ def _tokenizer(config: Any, family: Family) -> Any:
 
 
 def _inputs(model: Any, processor: Any, family: Family) -> dict[str, Any]:
-    """Prepare the prompt of the proof: text, and two images if the model takes images."""
+    """Prepare the prompt for the check of hidden states: text, and two images if the model takes images."""
     if not hasattr(processor, "image_processor"):
         return dict(processor("A small bird, 3 times.", return_tensors="pt"))
     draw = np.random.default_rng(0)
     images = [draw.integers(0, 256, shape, np.uint8) for shape in ((120, 200, 3), (80, 90, 3))]
-    made = processor(images=images, text=[f"A {family.image} and{family.image}."], return_tensors="pt")
-    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in made.items()}
+    inputs = processor(images=images, text=[f"A {family.image} and{family.image}."], return_tensors="pt")
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}

@@ -1,4 +1,4 @@
-"""Read from turned keys where each token was thought to be, and tell only what is sure."""
+"""Reading of position ids from rotated keys; only ids that are certain are returned."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from mmpos.support import html
 from mmpos.support.checks import IntArray, counted
 
 UNKNOWN = int(np.iinfo(np.int64).min)
-"""The id of what could not be told."""
+"""The numerator of an unknown id."""
 
 ONE_KEY = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
 
 MOST_DENOMINATOR = 4096
-"""Largest denominator of fractions that are looked for."""
+"""Largest denominator that is searched."""
 
 FINE = 64
-"""Denominator that must be told where some fractions have one that could not be found."""
+"""Denominator that must be distinguishable if the denominators of some fractions could not be found."""
 
 HIDDEN = 2.5
-"""How many times further than noise explains tokens scatter about integers if their ids may be fractions."""
+"""Scatter about integers, relative to the expected noise, above which ids may be fractions."""
 
 PRESUMED = 8
-"""Tokens whose lengths count as much as what is presumed of the noise of pairs: that short ones have more."""
+"""Weight, in tokens, of the prior for the noise of pairs, by which short pairs have more noise."""
 
 NOISY = 0.35
-"""Noise in rad above which a token's phases fit no id."""
+"""Noise in rad above which the phases of a token fit no id."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The positions that keys were turned by, as far as the keys tell.
+    """The positions by which keys were rotated, as far as the keys show them.
 
     Args:
-        position_ids: (axes, tokens) int64 numerators, UNKNOWN where they could not be told: less those of the reference
-            token, or absolute where the reference is a key that was not turned.
-        denominators: (tokens,) int64 that the numerators are over; 1 for integers.
-        residual: (tokens,) float64 rad: root mean square, over the pairs, of what the id leaves unexplained; NaN where
-            a token is not like the reference.
-        confidence: (axes, tokens) float64: at least so probable is it that no other id within reach explains the keys.
-        alike: (tokens,) whether the token's pairs are as long as the reference's, as those of one hidden state are.
-        explained: (tokens,) whether the token's key is the reference's, turned by some id, as far as the noise of other
-            tokens lets it show; False for a key that was never written, was overwritten, has not the attention factor
-            of the others, or was turned by another rotation, and for an id that lies between integers, where no more
-            than 1 of 100 do.
-        reference: the token that ids are relative to, None where they are absolute.
+        position_ids: (axes, tokens) int64 numerators, UNKNOWN if an id is not certain: relative to the reference token,
+            or absolute if the reference is an unrotated key.
+        denominators: (tokens,) int64 denominators of the ids; 1 for integers.
+        residual: (tokens,) float64 root mean square, over the pairs, of the angles in rad that the id leaves
+            unexplained; NaN if the token is unlike the reference.
+        confidence: (axes, tokens) float64 lower bound of the probability that no other id within ±262,144 explains the
+            keys.
+        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are with one hidden state.
+        explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
+            tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
+            was rotated differently; and for an id between integers if at most 1 of 100 is.
+        reference: the token that ids are relative to; None if ids are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
-        notes: sentences about what could not be told, and why.
+        notes: sentences that say which ids are unknown, and why.
     """
 
     position_ids: IntArray
@@ -71,17 +71,17 @@ class Reading:
 
     @property
     def axes(self) -> int:
-        """Position axes."""
+        """Number of position axes."""
         return int(self.position_ids.shape[0])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows."""
+        """Number of tokens of all rows."""
         return int(self.position_ids.shape[1])
 
     @property
     def known(self) -> Flags:
-        """(axes, tokens) which ids could be told."""
+        """(axes, tokens) whether an id is known."""
         return self.position_ids != UNKNOWN
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class Reading:
         return f"Reading(axes={self.axes}, tokens={self.num_tokens}, {known})"
 
     def _repr_html_(self) -> str:
-        """Show in a notebook how many ids were read, the notes, and a map of the tokens of each row."""
+        """Show the number of known ids, the notes, and a map of the tokens of each row in a notebook."""
         states = np.where(~self.explained, 1, np.where(self.known.all(axis=0), 0, 2))
         names = ("ids read", "not explained", "ids unknown")
         return html.paragraphs((repr(self), *self.notes)) + html.token_map(states, self.row_offsets, names)
@@ -103,41 +103,42 @@ def read(
     lengths: npt.ArrayLike | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Reading:
-    """Read the positions that keys were turned by.
+    """Read the positions by which keys were rotated.
 
-    All tokens must have one hidden state, so that their keys are one vector, turned; see ``write_checkpoint`` for
-    models where they have. Then pair j of a token and of the reference differ by the angle inv_freq[j] · (difference of
-    ids on the axis of j), and the pairs of an axis together give that difference: exactly, if they can separate it from
-    all others within ±262,144 in spite of the noise that the keys' own lengths show.
+    All tokens must have the same hidden state, so that their keys are rotations of one vector; ``write_checkpoint``
+    writes such models. Pair j of a token then differs from pair j of the reference by the angle
+    inv_freq[j] · (difference of ids on the axis of j). The pairs of an axis together give this difference exactly, if
+    they separate it from all others within ±262,144 at the noise that the lengths of the keys show.
 
     >>> import numpy as np
     >>> rotary = Rotary(8, axes=1)
-    >>> turned = np.exp(1j * np.arange(5)[:, None, None] * rotary.inv_freq_array)
-    >>> read(np.concatenate([turned.real, turned.imag], axis=-1), rotary).position_ids.tolist()
+    >>> rotated = np.exp(1j * np.arange(5)[:, None, None] * rotary.inv_freq_array)
+    >>> read(np.concatenate([rotated.real, rotated.imag], axis=-1), rotary).position_ids.tolist()
     [[0, 1, 2, 3, 4]]
 
     Args:
-        keys: (tokens, kv_heads, head_dim), or with a batch axis before; floats of any width, numpy or torch.
-        rotary: what should have turned them.
-        reference: the token that ids are relative to, counted over all rows, by default the first; or
-            (kv_heads, head_dim) a key that was not turned, for absolute ids.
-        lengths: (batch,) tokens of each row that count, the first ones; by default all.
-        progress: called with the tokens that are read, and with all, after each 4,096.
+        keys: (tokens, kv_heads, head_dim), or (batch, tokens, kv_heads, head_dim); floats of any width, numpy or torch.
+        rotary: the intended rotation.
+        reference: the token that ids are relative to, counted over all rows, by default the first; or a
+            (kv_heads, head_dim) unrotated key, for absolute ids.
+        lengths: (batch,) number of tokens of each row, without the padding after them; by default all.
+        progress: called with the number of tokens read so far and the number of all tokens, every 4,096 tokens.
 
     Raises:
-        InvalidInputError: keys that are no floats, or of another shape than the rotary; a reference without direction.
+        InvalidInputError: keys are not floats, or their shape does not match the rotary; the reference is zero or not
+            finite.
     """
     keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
     raw = follow(state, progress)
-    return _told(state, raw)
+    return _certain(state, raw)
 
 
-def _told(keys: Keys, raw: Traces) -> Reading:
-    """Leave out what is not sure, and write fractions with their denominators."""
-    ladders = [each.ladder for each in raw.axes[: len(raw.ids)]]
+def _certain(keys: Keys, raw: Traces) -> Reading:
+    """Keep the ids that are certain, and write fractions with their denominators."""
+    ladders = [axis.ladder for axis in raw.axes[: len(raw.ids)]]
     read = np.isfinite(raw.across)
-    # A token whose noise is small by luck is not trusted more than its neighbours.
+    # A token whose noise happens to be small is trusted no more than its neighbours.
     usual = _usual(raw.noise, read)
     noise = np.maximum(raw.noise, np.maximum(usual, keys.rounding)[:, None])
     confidence, unfit = np.zeros_like(noise), np.zeros(noise.shape, np.bool_)
@@ -148,13 +149,13 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     confidence[~(np.abs(raw.ids) <= REACH) | (noise > NOISY)] = 0
     per_rad = np.array([ladder.ids_per_rad for ladder in ladders])
     spread = 6 * np.where(read, noise, 0) * per_rad[:, None]
-    # One or two pairs have any phases at some fraction: so many of these fit by chance.
+    # One or two pairs fit any phases at some fraction; estimate how many fractions fit by chance.
     wrapping = np.array([(np.abs(ladder.inv_freq) * REACH > np.pi).sum() for ladder in ladders])
     narrow = np.clip(6 * noise / np.pi, LEAST_NOISE, 1) ** wrapping[:, None]
     chance = 2 * REACH / (30 * np.maximum(spread, LEAST_NOISE)) * narrow
     numerators, denominators, rational, between = _rational(raw.ids, spread, chance <= 1 - SURE)
-    # Integers lie nearer to where phases fit best than fractions do that the noise hides.
-    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # the reference's own noise is in all alike
+    # The best fit of phases is closer to an integer id than to a fraction that noise hides.
+    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # all share the noise of the reference
     scatter = np.array([np.median(np.abs(row - np.median(row))) / 0.6745 if row.size else 0 for row in away])
     hidden = scatter > np.maximum(HIDDEN * np.where(read.any(axis=1), usual, 0) * per_rad, 1 / FINE)
     rational &= ~(hidden[:, None] & (spread > 0.5 / FINE))
@@ -163,7 +164,7 @@ def _told(keys: Keys, raw: Traces) -> Reading:
     driven = np.array([ladder.turns.size > 0 for ladder in ladders])
     fits = raw.alike & np.isfinite(raw.ids[driven]).all(axis=0)
     if keys.token is not None and keys.num_tokens > 1:
-        fits = np.delete(fits, keys.token)  # which fits itself
+        fits = np.delete(fits, keys.token)  # the reference always fits itself
     misfit = bool(fits.mean() < MOST)
     if misfit:
         confidence[:] = 0
@@ -184,13 +185,13 @@ def _usual(noise: Float64Array, read: Flags) -> Float64Array:
 def _doubt(
     ladder: Ladder, across: Float64Array, along: Float64Array, by_pair: Float64Array, rounding: float
 ) -> tuple[Float64Array, Flags]:
-    """Bound (tokens,) probabilities that ids are others, by the noise of lengths and by what phases are off beside it.
+    """Bound the (tokens,) probabilities of another id, from the noise of lengths and further errors of phases.
 
-    The noise of each pair is that of its lengths in all tokens; as long as these are few, that of a pair which has as
-    much noise as any other, whatever its length.
+    The noise of a pair is estimated from its lengths in all tokens; with few tokens, every pair is presumed to have the
+    same absolute noise, whatever its length.
 
     Returns:
-        these, and (tokens,) whether phases are off by more than rounding makes them.
+        the bounds, and (tokens,) whether phases have larger errors than rounding explains.
     """
     read = np.isfinite(across)
     weight = ladder.weight.astype(np.float64)
@@ -211,102 +212,102 @@ def _doubt(
 
 
 def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[IntArray, IntArray, Flags, Flags]:
-    """Find the fractions with the smallest denominators within the spread of every token's ids, where these are unique.
+    """Find the fraction with the smallest denominator within the spread of every id, where it is unique.
 
     Returns:
-        (axes, tokens) numerators, (tokens,) denominators, (axes, tokens) whether these are told, and (axes, tokens)
-        which ids lie between integers where nearly all others are integers.
+        (axes, tokens) numerators, (tokens,) denominators, (axes, tokens) whether these are certain, and (axes, tokens)
+        whether an id is between integers although nearly all others are integers.
     """
     known = np.isfinite(ids)
-    whole, spread = np.where(known, ids, 0), np.where(known, spread, 0)
-    off = np.abs(whole - np.rint(whole))
+    values, spread = np.where(known, ids, 0), np.where(known, spread, 0)
+    off = np.abs(values - np.rint(values))
     between = off > spread
     denominators = np.ones(ids.shape[1], np.int64)
     if between.sum() <= RARE * known.sum():  # the tails of noise
         close = off <= 2 * spread
-        return np.rint(whole).astype(np.int64), denominators, known & close, known & ~close
-    each = np.ones(ids.shape, np.int64)
-    # Among fractions up to this denominator one in thirty lies within the spread of a number by chance.
+        return np.rint(values).astype(np.int64), denominators, known & close, known & ~close
+    by_axis = np.ones(ids.shape, np.int64)
+    # Up to this denominator, a fraction is within the spread of a number by chance once in thirty times.
     most = np.sqrt(1 / (30 * np.maximum(spread, LEAST_NOISE)))
     left = np.nonzero(between & unique)
     for denominator in range(2, MOST_DENOMINATOR + 1):
         left = tuple(index[most[left] >= denominator] for index in left)
         if not left[0].size:
             break
-        scaled = whole[left] * denominator
+        scaled = values[left] * denominator
         fits = np.abs(scaled - np.rint(scaled)) <= denominator * spread[left]
-        each[tuple(index[fits] for index in left)] = denominator
+        by_axis[tuple(index[fits] for index in left)] = denominator
         left = tuple(index[~fits] for index in left)
-    lost = between & (each == 1)
-    # Where some ids are fractions, an integer is one only if it is told from the fractions around it.
-    told = known & ~lost & (spread <= 0.5 / max(int(each.max()), FINE if lost.any() else 2))
-    np.lcm.reduce(np.where(told, each, 1), axis=0, out=denominators)
-    return np.rint(whole * denominators).astype(np.int64), denominators, told, np.zeros_like(told)
+    lost = between & (by_axis == 1)
+    # If some ids are fractions, an integer is certain only if the fractions around it are excluded.
+    certain = known & ~lost & (spread <= 0.5 / max(int(by_axis.max()), FINE if lost.any() else 2))
+    np.lcm.reduce(np.where(certain, by_axis, 1), axis=0, out=denominators)
+    return np.rint(values * denominators).astype(np.int64), denominators, certain, np.zeros_like(certain)
 
 
 def _notes(
     keys: Keys, raw: Traces, ids: IntArray, explained: Flags, rational: Flags, unfit: Flags, misfit: bool
 ) -> tuple[str, ...]:
-    """Word what could not be told."""
+    """Write the sentences about unknown ids."""
     notes = []
     if not raw.alike.all():
         notes.append(
-            f"{_those(~raw.alike)}, have pairs of other lengths than the reference, or NaN: "
+            f"{_counted(~raw.alike)} have pairs of other lengths than the reference, or NaN: "
             "another hidden state, a normalisation after the rotation, or another pairing or rotary_dim."
         )
     if not explained.all() and not misfit:
-        notes.append(f"{_those(~explained)}, have keys that no id explains at the noise of the others.")
+        notes.append(f"{_counted(~explained)} have keys that no id explains at the noise of the others.")
     alone = keys.token is not None and keys.num_tokens == 1
     if alone:
-        notes.append("The one token is the reference: its ids are 0 from itself, and nothing is told.")
+        notes.append("The only token is the reference: its ids relative to itself are 0, which shows nothing.")
     if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
-        notes.append("Heads differ by turns alone, as tokens should: are keys (kv_heads, tokens, head_dim)?")
+        notes.append("Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?")
     if keys.num_tokens > 1 and (ids == ids[:, :1]).all() and (ids != UNKNOWN).any():
         notes.append(ONE_KEY)
-    for axis, each in enumerate(raw.axes[: len(ids)]):
-        if not each.columns.size:
-            notes.append(f"Axis {axis} has no pair that turns: its ids cannot be told.")
+    for axis, pairs in enumerate(raw.axes[: len(ids)]):
+        if not pairs.columns.size:
+            notes.append(f"Axis {axis} has no rotated pair: its ids cannot be read.")
         else:
             unknown = (ids[axis] == UNKNOWN) & raw.alike
             notes += _notes_of_axis(axis, raw, unknown, explained, rational[axis], unfit[axis])
     if misfit:
-        notes.append("No id is told, since most tokens fit none: another rotary, or other hidden states.")
+        notes.append("No id is returned, since most tokens fit none: another rotary, or different hidden states.")
     if raw.futile:
-        notes.append("Searches were given up after nine of ten found nothing.")
+        notes.append("The search was abandoned after nine of ten tokens had no result.")
     if raw.axes[-1].axis < 0 and raw.still[raw.alike].max(initial=0) > 0.05**2:
-        notes.append("Pairs that should stand still have turned.")
+        notes.append("Pairs that should not be rotated are rotated.")
     if raw.factor is not None and abs(raw.scale / raw.factor - 1) > FACTOR and raw.alike.mean() > MOST:
-        notes.append(f"Turned keys are {raw.scale:.4g} times as long as the reference, want {raw.factor:.4g}.")
+        notes.append(f"Rotated keys are {raw.scale:.4g} times as long as the reference, want {raw.factor:.4g}.")
     return tuple(notes)
 
 
 def _notes_of_axis(
     axis: int, raw: Traces, unknown: Flags, explained: Flags, rational: Flags, unfit: Flags
 ) -> Iterator[str]:
-    """Word why (tokens,) ids of an axis are unknown."""
-    found = unknown & ~np.isnan(raw.ids[axis])
-    if (unknown & ~found).any():
-        lost = _those(unknown & ~found)
-        yield f"Axis {axis}: no id within ±262,144 explains the keys of {lost}: they were turned by another rotary."
-    fractions, off = found & explained & ~rational, found & unfit & rational
+    """Write why (tokens,) ids of an axis are unknown."""
+    fitted = unknown & ~np.isnan(raw.ids[axis])
+    if (unknown & ~fitted).any():
+        lost = _counted(unknown & ~fitted)
+        yield f"Axis {axis}: no id within ±262,144 explains the keys of {lost}: they have another rotary."
+    fractions, off = fitted & explained & ~rational, fitted & unfit & rational
     if fractions.any():
         count = counted(int(fractions.sum()), "token")
-        yield f"Axis {axis}: {count} have fractions that the noise does not tell apart."
+        yield f"Axis {axis}: {count} have fractions that cannot be distinguished at this noise."
     if off.any():
         yield (
             f"Axis {axis}: the keys of {counted(int(off.sum()), 'token')} are further from any id than their noise "
-            "explains: another rotary, or angles of few bits."
+            "explains: another rotary, or angles with few bits."
         )
     hidden = int((unknown & explained).sum() - fractions.sum() - off.sum())
     if hidden > 0:
         ladder, noise = raw.axes[axis].ladder, float(np.median(raw.noise[axis][unknown]))
         yield (
-            f"Axis {axis}: {counted(hidden, 'id')} of {unknown.size}, the first that of token {int(unknown.argmax())}, "
-            f"could be others as well: {counted(ladder.turns.size, 'pair')} of at most "
+            f"Axis {axis}: {counted(hidden, 'id')} of {unknown.size} (first: token {int(unknown.argmax())}) are "
+            f"ambiguous: {counted(ladder.turns.size, 'pair')} of at most "
             f"{float(np.abs(ladder.inv_freq).max()):.2g} rad per id do not separate them at a noise of {noise:.2g} rad."
         )
 
 
-def _those(tokens: Flags) -> str:
+def _counted(tokens: Flags) -> str:
     """Count tokens, and name the first."""
-    return f"{counted(int(tokens.sum()), 'token')}, the first {int(tokens.argmax())}"
+    return f"{counted(int(tokens.sum()), 'token')} (first: {int(tokens.argmax())})"

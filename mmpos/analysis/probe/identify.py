@@ -1,4 +1,4 @@
-"""Find out by which rotation keys were turned, where it is not the one that was meant."""
+"""Identification of the rotation that was applied to keys, if it is not the intended one."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ import numpy.typing as npt
 from mmpos.analysis.diagnosis.mistakes import bfloat16
 from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
 from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.suspects import Suspect, if_made, of_axes, suspects
+from mmpos.analysis.probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
 from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.rotary.allocation import STILL
-from mmpos.rotary.config import DEFAULT_THETA
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, counted, host_array
 
 FITS = 0.1
-"""Most of noise, in rad, that a rotation leaves which the keys were turned by."""
+"""Largest residual, in rad, of the rotation that was applied to the keys."""
 
-AS_MEANT = "the keys were turned by the rotation that was meant"
-UNEXPLAINED = "no rotation that is known explains the keys"
+AS_MEANT = "the keys have the intended rotation"
+UNEXPLAINED = "no known rotation explains the keys"
 
 SAMPLE = 512
-"""Tokens that are looked at where their ids are known: the first ones, and others spread over all."""
+"""Number of tokens that are sampled if ids are known: READ first ones, and others spread over all."""
 
 READ = 64
-"""Tokens that are looked at, the first ones, where ids are not known."""
+"""Number of first tokens that are sampled."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,15 @@ class Identification:
     """The rotation that explains keys best.
 
     Args:
-        as_meant: whether most keys were turned by the rotation that was meant; ``first_wrong`` tells whether all were.
-        rotary: the rotation; None where nothing known explains the keys, or none that a Rotary can describe.
-        cause: what differs from the one that was meant, in words.
-        remedy: what to change.
-        residual: rad: root mean square of what it leaves unexplained.
-        meant: rad: the same of the one that was meant.
-        first_wrong: the first token, counted over all rows, whose key is not the one that was meant, where the ids are
-            known: also set where only single keys are wrong.
-        kind: the cause without numbers that are fitted to the keys.
+        as_meant: whether most keys have the intended rotation; all have it if also ``first_wrong`` is None.
+        rotary: the rotation; None if no known rotation explains the keys, or if a Rotary cannot describe it.
+        cause: the difference from the intended rotation, in words.
+        remedy: how to fix it.
+        residual: root mean square residual in rad.
+        meant: root mean square residual of the intended rotation in rad.
+        first_wrong: the first token with a wrong key, counted over all rows; None if there is none or if ids are
+            unknown.
+        kind: the cause without numbers that were fitted to the keys.
     """
 
     as_meant: bool
@@ -69,10 +68,10 @@ class Identification:
 
     def __str__(self) -> str:
         if self.as_meant:
-            return f"{self.cause[0].upper()}{self.cause[1:]}. It leaves {self.residual:.2g} rad."
-        left = f"It leaves {self.residual:.2g} rad, the rotation that was meant {self.meant:.2g} rad."
-        first = "" if self.first_wrong is None else f"The first token whose key is another is {self.first_wrong}. "
-        return f"{first}Cause: {self.cause}. To do: {self.remedy}. {left}"
+            return f"{self.cause[0].upper()}{self.cause[1:]}. The residual is {self.residual:.2g} rad."
+        residuals = f"The residual is {self.residual:.2g} rad, that of the intended rotation {self.meant:.2g} rad."
+        first = "" if self.first_wrong is None else f"The first token with a wrong key is {self.first_wrong}. "
+        return f"{first}Cause: {self.cause}. To do: {self.remedy}. {residuals}"
 
 
 def identify(
@@ -83,27 +82,27 @@ def identify(
     reference: Any = None,
     lengths: npt.ArrayLike | None = None,
 ) -> Identification:
-    """Find the rotation that keys were turned by, and say how it differs from the one that was meant.
+    """Find the rotation that was applied to keys, and say how it differs from the intended one.
 
-    With the ids that are known to be right each suspect predicts every key, so that a wrong base, axis or direction and
-    angles of few bits show. Without them a suspect is judged by whether any ids explain the keys, which does not tell
-    what ids themselves could explain: the direction, and axes that are exchanged or stand for each other.
+    With ids that are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or
+    direction and angles with few bits are found. Without them, a candidate is judged by whether any ids explain the
+    keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
 
     Args:
-        keys: as ``read`` takes them, of tokens with one hidden state.
-        rotary: the rotation that was meant.
+        keys: keys of tokens with one hidden state, as for ``read``.
+        rotary: the intended rotation.
         positions: the tokens' ids: a table, or (axes, tokens) integers or floats.
-        reference: as ``read`` takes it.
-        lengths: likewise.
+        reference: as for ``read``.
+        lengths: as for ``read``.
 
     Raises:
-        InvalidInputError: as for ``read``; positions of another shape than the keys.
+        InvalidInputError: as for ``read``; the shape of positions does not match the keys.
     """
     keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
     judged = _Judge(state, None if positions is None else _ids(positions, rotary.axes, state.num_tokens))
     meant = Suspect(AS_MEANT, "nothing", rotary)
-    own = judged.left(meant)
+    own = judged.residual(meant)
     if own <= judged.close:
         return judged.as_meant(own)
     best, least = judged.best(meant, own)
@@ -111,9 +110,9 @@ def identify(
         return judged.named(meant, own, best, least)
     if own <= 3 * judged.noise + ROUNDED:
         return judged.as_meant(own)
-    remedy = "look whether all tokens had one hidden state and whether the ids are right"
+    remedy = "check whether all tokens had one hidden state and whether the ids are right"
     if positions is None:
-        remedy = "give the ids that are right as positions"
+        remedy = "pass the right ids as positions"
     return Identification(False, None, UNEXPLAINED, remedy, own, own, judged.first_unexplained, UNEXPLAINED)
 
 
@@ -123,18 +122,18 @@ def _ids(positions: PositionTable | npt.ArrayLike, axes: int, tokens: int) -> Fl
     else:
         ids = np.asarray(host_array("positions", positions), np.float64)
     if ids.shape != (axes, tokens):
-        raise InvalidInputError(f"positions: got shape {ids.shape}, want ({axes}, {tokens}), as rotary and keys have")
+        raise InvalidInputError(f"positions: got shape {ids.shape}, want ({axes}, {tokens}), as in rotary and keys")
     return ids
 
 
 @dataclass(frozen=True, eq=False)
 class _Turned:
-    """Pairs of some tokens from those of the reference.
+    """Pairs of some tokens relative to those of the reference.
 
     Args:
-        phases: (tokens, kv_heads, pairs) rad; 0 for pairs without length.
-        lengths: (tokens, kv_heads, pairs) how many times as long they are; 1 likewise.
-        weights: (kv_heads, pairs) lengths of the reference.
+        phases: (tokens, kv_heads, pairs) angles in rad; 0 for pairs that are zero in the reference.
+        lengths: (tokens, kv_heads, pairs) ratios of lengths; 1 for pairs that are zero in the reference.
+        weights: (kv_heads, pairs) lengths of the pairs of the reference.
     """
 
     phases: Float64Array
@@ -144,12 +143,12 @@ class _Turned:
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """Some tokens, and their ids.
+    """A sample of keys, and their ids.
 
     Args:
-        keys: all of them, with their reference.
-        tokens: (tokens, kv_heads, head_dim) those that are looked at.
-        ids: (axes, tokens); None if they are not known.
+        keys: all keys, with their reference.
+        tokens: (tokens, kv_heads, head_dim) sampled keys.
+        ids: (axes, tokens) ids of the sampled keys; None if unknown.
         zero: (axes, 1) ids of the reference.
     """
 
@@ -160,7 +159,7 @@ class _Sample:
     _turned: dict[tuple[str, int], _Turned] = field(default_factory=dict)
 
     def turned(self, rotary: Rotary) -> _Turned:
-        """Measure how far the pairs of a rotary turned: the same for all that pair the same channels."""
+        """Measure the rotation of the pairs of a rotary; it is cached by pairing and number of pairs."""
         layout = rotary.pairing, rotary.num_pairs
         if layout not in self._turned:
             keys = replace(self.keys, rotary=rotary)
@@ -172,7 +171,7 @@ class _Sample:
         return self._turned[layout]
 
     def angles(self, suspect: Suspect) -> Float64Array:
-        """Compute (tokens, kv_heads or 1, pairs) rad from the reference, as a suspect has them."""
+        """Compute the (tokens, kv_heads or 1, pairs) angles of a suspect relative to the reference, in rad."""
         assert self.ids is not None
         angles = _angles(suspect, self.ids)
         with np.errstate(invalid="ignore"):
@@ -181,13 +180,13 @@ class _Sample:
         return np.where(np.isfinite(angles), angles, np.pi)
 
     def squares(self, suspect: Suspect) -> Float64Array:
-        """Return (tokens,) the mean square of what is left in rad, pairs weighted by their lengths.
+        """Return (tokens,) mean squared residuals in rad², with pairs weighted by their lengths.
 
-        Channels that do not turn count by what they are off.
+        Channels that are not rotated count with their relative error.
         """
         turned, still = self.turned(suspect.rotary), slice(suspect.rotary.rotary_dim, None)
         off = _wrapped(turned.phases - self.angles(suspect)) if suspect.second is None else self._off_apart(suspect)
-        weights = turned.weights * (turned.weights > 1e-3 * turned.weights.max())  # as turned leaves the others
+        weights = turned.weights * (turned.weights > 1e-3 * turned.weights.max())  # turned() skips the other pairs
         plain = np.abs(self.keys.reference[:, still])
         moved = np.abs(self.tokens[..., still] - self.keys.reference[:, still])
         moved = np.minimum(moved / np.maximum(plain, 1e-30), np.pi)
@@ -195,18 +194,18 @@ class _Sample:
         return total / (weights.sum() + plain.sum())
 
     def _off_apart(self, suspect: Suspect) -> Float64Array:
-        """Measure how far pairs are from those whose channels turn apart, over their length: rad where it is little."""
+        """Measure the relative error of pairs with two rotations, one per channel; small errors are in rad."""
         assert self.ids is not None
         assert suspect.second is not None
         both = suspect, replace(suspect, rotary=suspect.second)
         keys = replace(self.keys, rotary=suspect.rotary)
         reference, pairs = keys.pairs(keys.reference).astype(np.complex128), keys.pairs(self.tokens)
-        a, b = (_angles(one, self.zero) for one in both)
+        a, b = (_angles(channel, self.zero) for channel in both)
         determinant = np.cos(a - b)
         determinant = np.where(np.abs(determinant) < 1e-6, 1e-6, determinant)
         x = (np.cos(b) * reference.real + np.sin(a) * reference.imag) / determinant  # the key before its rotation
         y = (np.cos(a) * reference.imag - np.sin(b) * reference.real) / determinant
-        a, b = (_angles(one, self.ids) for one in both)
+        a, b = (_angles(channel, self.ids) for channel in both)
         predicted = x * np.cos(a) - y * np.sin(a) + 1j * (y * np.cos(b) + x * np.sin(b))
         off: Float64Array = np.abs(pairs - predicted) / np.maximum(np.abs(reference), 1e-30)
         return np.minimum(off, np.pi)
@@ -214,7 +213,7 @@ class _Sample:
     def scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
     ) -> float:
-        """Find the value whose frequencies fit, first to tokens near the reference, then further and finer."""
+        """Find the value whose frequencies fit best: first by tokens near the reference, then further and finer."""
         assert self.ids is not None
         distance = np.abs(self.ids - self.zero).max(axis=0)
         phases, ids = self.turned(meant).phases, _by_pair(meant, self.ids - self.zero)
@@ -222,7 +221,8 @@ class _Sample:
         while True:
             near = distance <= reach
             there, here = phases[near], ids[near]
-            value = float(grid[int(np.argmax([np.cos(there - here * frequencies(each)).mean() for each in grid]))])
+            fits = [np.cos(there - here * frequencies(candidate)).mean() for candidate in grid]
+            value = float(grid[int(np.argmax(fits))])
             fine = grid[1] / grid[0] - 1
             if reach > distance.max() and fine * distance.max() < 1e-3:
                 return value
@@ -230,11 +230,11 @@ class _Sample:
 
 
 class _Judge:
-    """Measures what rotations leave unexplained of keys.
+    """The residuals of rotations on keys.
 
     Args:
-        keys: what was turned.
-        ids: (axes, tokens) by which; None if that is not known.
+        keys: the rotated keys.
+        ids: (axes, tokens) ids of the keys; None if unknown.
     """
 
     def __init__(self, keys: Keys, ids: Float64Array | None) -> None:
@@ -249,73 +249,73 @@ class _Judge:
         known = None if ids is None else ids[:, tokens[finite]]
         self.sample = _Sample(keys, sample[finite], known, self.zero)
 
-    def left(self, suspect: Suspect) -> float:
-        """Return the root mean square, in rad, of what is left of the keys' angles."""
+    def residual(self, suspect: Suspect) -> float:
+        """Return the root mean square residual of a suspect in rad."""
         if self.ids is not None:
             return float(np.sqrt(self.sample.squares(suspect).mean()))
         residual = follow(read_keys(self.sample.tokens, suspect.rotary, self.keys.reference, None)).residual
-        alike = np.isfinite(residual)  # half a turn where tokens are not
+        alike = np.isfinite(residual)
         return float(np.sqrt(np.mean(residual[alike] ** 2))) if alike.mean() > 0.9 else float(np.pi)
 
     def best(self, meant: Suspect, own: float) -> tuple[Suspect, float]:
-        """Choose the suspect that leaves least, known ones before those that are fitted to the keys."""
+        """Choose the suspect with the smallest residual; known suspects precede those that are fitted to the keys."""
         best, least = meant, own
         for suspect in suspects(meant.rotary, self.ids is not None):
-            left = self.left(suspect)
-            if left < 0.9 * least and (best is not meant or least > FITS or left < 0.5 * least):
-                best, least = suspect, left
+            residual = self.residual(suspect)
+            if residual < 0.9 * least and (best is not meant or least > FITS or residual < 0.5 * least):
+                best, least = suspect, residual
         if self.ids is None or (best is not meant and least <= self.close):
             return best, least
-        share = 1.0 if least > FITS else 0.5  # slow pairs fit whatever they are said to do
+        share = 1.0 if least > FITS else 0.5  # slow pairs fit nearly any rotation
         for suspect in chain(self._by_pair(meant.rotary), self._scaled(meant.rotary)):
-            left = self.left(suspect)
-            if left < share * least:
-                best, least, share = suspect, left, min(share, 0.9)
+            residual = self.residual(suspect)
+            if residual < share * least:
+                best, least, share = suspect, residual, min(share, 0.9)
             if least <= self.close:
                 break
         return best, least
 
     def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
-        """Name the suspect that was chosen, and the first token that it turned otherwise."""
+        """Return the identification of the chosen suspect, with the first token that it rotates wrongly."""
         cause = best.cause
         if best.cast and self.ids is not None:
             exact = self.sample.angles(replace(best, cast=""))
             error = float(np.abs(_wrapped(self.sample.angles(best) - exact)).max(initial=0))
-            cause += f": they err by up to {error:.2g} rad at id {np.abs(self.ids).max():g}"
+            cause += f": their error is up to {error:.2g} rad at id {np.abs(self.ids).max():g}"
         rotary = best.rotary if best.sign > 0 and not best.cast and best.second is None else None
         wrong = self._first_wrong(meant, best, 3 * max(self.noise, least) + 1e-4)
         return Identification(False, rotary, cause, best.remedy, least, own, wrong, best.kind or best.cause)
 
-    def as_meant(self, left: float) -> Identification:
-        """Say that the rotation is the one that was meant, but for a factor on cos and sin, or for single tokens."""
+    def as_meant(self, residual: float) -> Identification:
+        """Return the identification of the intended rotation, perhaps with a wrong attention factor or wrong tokens."""
         meant = self.keys.rotary
         if self.keys.token is None and abs(self.scale / meant.attention_factor - 1) > FACTOR:
             cause = f"cos and sin are multiplied by {self.scale:.4g}, not by {meant.attention_factor:.4g}"
             remedy = "multiply cos and sin by the attention factor of the config's scaling, once"
-            return Identification(False, None, cause, remedy, left, left, self.first_unexplained, remedy)
+            return Identification(False, None, cause, remedy, residual, residual, self.first_unexplained, remedy)
         cause, remedy = AS_MEANT, "nothing"
         if self.first_unexplained is not None:
             count = counted(int(self.unexplained.sum()), "token")
-            cause += f", but for those of {count}, the first {self.first_unexplained}"
-            remedy = "look how such tokens enter the cache: with other ids, or without the attention factor"
-        return Identification(True, meant, cause, remedy, left, left, self.first_unexplained, AS_MEANT)
+            cause += f", except those of {count} (first: {self.first_unexplained})"
+            remedy = "check how these tokens enter the cache: with other ids, or without the attention factor"
+        return Identification(True, meant, cause, remedy, residual, residual, self.first_unexplained, AS_MEANT)
 
     @cached_property
     def unexplained(self) -> Flags:
-        """(tokens,) which of all keys are not what the rotation that was meant makes of the ids."""
+        """(tokens,) whether a key is not the intended rotation of its ids; false for all if ids are unknown."""
         if self.ids is None:
             return np.zeros(self.keys.num_tokens, np.bool_)
         return follow(self.keys, ids=self.ids - self.zero).unexplained(self.keys.rounding)
 
     @property
     def first_unexplained(self) -> int | None:
-        """The first such token."""
+        """The first unexplained token."""
         return int(self.unexplained.argmax()) if self.unexplained.any() else None
 
     def believed(self, suspect: Suspect) -> bool:
-        """Tell whether a rotation leaves as little as other ids would, where these explain the keys as they are meant.
+        """Return whether to trust a suspect: not if the intended rotation, with other ids, explains the keys better.
 
-        Ids that are a little off, with slow pairs, are nearly another rotation: the ids explain them to the noise.
+        With slow pairs, slightly wrong ids look like another rotation; but only ids explain the keys down to the noise.
         """
         if self.ids is None:
             return True
@@ -326,14 +326,11 @@ class _Judge:
         noise = max(float(np.median(free.residual[good])), self.noise)
         if noise > 3 * self.noise + ROUNDED:
             return True
-        left = np.sqrt(self.sample.squares(suspect)[good])
-        return bool((left**2).mean() <= (3 * noise + 1e-4) ** 2 and left.max() <= 6 * noise + EXPLAINED)
+        residual = np.sqrt(self.sample.squares(suspect)[good])
+        return bool((residual**2).mean() <= (3 * noise + 1e-4) ** 2 and residual.max() <= 6 * noise + EXPLAINED)
 
-    def _first_wrong(self, meant: Suspect, found: Suspect, limit: float) -> int | None:
-        """Find the first token of all of which the rotation that was meant leaves more rad than the limit.
-
-        It counts only if the rotation that was found leaves less.
-        """
+    def _first_wrong(self, meant: Suspect, best: Suspect, limit: float) -> int | None:
+        """Find the first token with a residual above the limit for the intended rotation, but not for the best one."""
         if self.ids is None:
             return None
         stop = 0
@@ -341,53 +338,52 @@ class _Judge:
             start, stop = stop, stop + len(block)
             sample = _Sample(self.keys, block, self.ids[:, start:stop], self.zero)
             with np.errstate(invalid="ignore"):
-                wrong = (sample.squares(meant) > limit**2) & (sample.squares(found) <= limit**2)
+                wrong = (sample.squares(meant) > limit**2) & (sample.squares(best) <= limit**2)
             if wrong.any():
                 return start + int(wrong.argmax())
         return None
 
     @cached_property
     def noise(self) -> float:
-        """Noise of most keys in rad, by the lengths of their pairs; no more than a rotation that fits may leave."""
+        """Median noise of keys in rad, from the lengths of their pairs; at most FITS / 3."""
         turned = self.sample.turned(self.keys.rotary)
-        with np.errstate(over="ignore"):  # where most keys were never written
+        with np.errstate(over="ignore"):  # if most keys were never written
             off = (turned.lengths / self.scale - 1) ** 2
             squares = np.tensordot(off, turned.weights / turned.weights.sum(), 2)
         return min(float(np.sqrt(np.median(squares))), FITS / 3)
 
     @property
     def close(self) -> float:
-        """Rad that a rotation leaves at most if it explains the keys to their noise."""
+        """Largest residual in rad of a rotation that explains the keys to their noise."""
         return 3 * self.noise + 1e-4
 
     @cached_property
     def scale(self) -> float:
-        """How much longer the turned pairs of most tokens are than those of a key that was not turned."""
+        """Median ratio of the lengths of rotated and unrotated pairs."""
         turned = self.sample.turned(self.keys.rotary)
         lengths = np.tensordot(turned.lengths, turned.weights / turned.weights.sum(), 2)
         return max(float(np.median(lengths)), 1e-30)
 
     def _scaled(self, meant: Rotary) -> Iterator[Suspect]:
-        """Yield the rotations whose base, or whose one factor on all frequencies, is fitted to the keys."""
+        """Yield the rotations with a base, and with a factor on all frequencies, that are fitted to the keys."""
         base = meant.inv_freq_array
-        plain: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
         if isinstance(meant.theta, float) and meant.theta > 1 and meant.inv_freq is None and meant.scaling is None:
             power = self.sample.scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
-            theta, remedy = meant.theta**power, "give the engine the theta of the config"
+            theta, remedy = meant.theta**power, "configure the engine with the theta of the config"
             cause = f"theta is about {theta:,.0f}, not {meant.theta:,.0f}"
-            yield from if_made(cause, remedy, meant, kind="theta is another", theta=theta)
+            yield from if_valid(cause, remedy, meant, kind="theta differs", theta=theta)
         factor = self.sample.scanned(meant, lambda value: base * value, (1e-2, 1e2))
-        whole = round(factor)
-        if whole > 1:
-            cause = f"all ids are {whole} times those that were meant, or all frequencies are"
-            remedy = "count each token once, and scale frequencies as the config says"
-            yield from if_made(cause, remedy, meant, inv_freq=(base * whole).tolist(), **plain)
-        cause = f"all frequencies are {factor:.5g} times those that were meant, as ids over {1 / factor:.5g} would be"
+        integer = round(factor)
+        if integer > 1:
+            cause = f"all ids or all frequencies are {integer} times the intended ones"
+            remedy = "count each token once, and scale frequencies as in the config"
+            yield from if_valid(cause, remedy, meant, inv_freq=(base * integer).tolist(), **NO_THETA)
+        cause = f"all frequencies are {factor:.5g} times the intended ones, or all ids are divided by {1 / factor:.5g}"
         inv_freq = (base * factor).tolist()
-        yield from if_made(cause, "", meant, kind="all frequencies are multiplied", inv_freq=inv_freq, **plain)
+        yield from if_valid(cause, "", meant, kind="all frequencies are multiplied", inv_freq=inv_freq, **NO_THETA)
 
     def _by_pair(self, meant: Rotary) -> Iterator[Suspect]:
-        """Yield the rotation in which every pair has its frequency and the axis that fits it best."""
+        """Yield the rotation with the intended frequencies and, for every pair, the axis that fits best."""
         sample = self.sample
         if meant.head_axes is not None or sample.ids is None:
             return
@@ -400,42 +396,42 @@ class _Judge:
         axis = np.where(own <= 2 * left.min(axis=0) + 4 * self.noise**2 + 1e-9, meant.pair_axis, axis)
         moved = np.flatnonzero(axis != meant.pair_axis)
         if moved.size:
-            cause = f"{counted(moved.size, 'pair')} of {axis.size}, the first {moved[0]}, turn by other axes: "
+            cause = f"{counted(moved.size, 'pair')} of {axis.size} (first: {moved[0]}) rotate by other axes: "
             cause += f"{_runs(axis[moved])} instead of {_runs(meant.pair_axis[moved])}"
-            yield from of_axes(cause, meant, axis, kind="pairs turn by other axes")
+            yield from of_axes(cause, meant, axis, kind="pairs rotate by other axes")
 
 
 def _angles(suspect: Suspect, ids: Float64Array) -> Float64Array:
-    """Compute (tokens, kv_heads or 1, pairs) rad of (axes, tokens) ids as a suspect has them."""
+    """Compute the (tokens, kv_heads or 1, pairs) angles in rad of (axes, tokens) ids, as a suspect would."""
     rotary, frequencies = suspect.rotary, suspect.rotary.inv_freq_array
-    kind, _, what = suspect.cast.partition(" ")
-    if what in ("ids", "angles"):
-        ids = _cast(ids, kind)
-    if what in ("frequencies", "angles"):
-        frequencies = _cast(frequencies, kind)
+    dtype, _, values = suspect.cast.partition(" ")
+    if values in ("ids", "angles"):
+        ids = _cast(ids, dtype)
+    if values in ("frequencies", "angles"):
+        frequencies = _cast(frequencies, dtype)
     with np.errstate(invalid="ignore", over="ignore"):  # ids beyond float16
         angles = _by_pair(rotary, suspect.sign * ids) * frequencies
-        return _cast(angles, kind) if what in ("angles", "products") else angles
+        return _cast(angles, dtype) if values in ("angles", "products") else angles
 
 
 def _by_pair(rotary: Rotary, ids: Float64Array) -> Float64Array:
-    """Lay (axes, tokens) ids out as (tokens, kv_heads or 1, pairs)."""
+    """Expand (axes, tokens) ids to (tokens, kv_heads or 1, pairs)."""
     ids = rotary.pair_ids(ids)
     return np.moveaxis(ids[None] if ids.ndim == 2 else ids, 2, 0)
 
 
 def _wrapped(rad: Float64Array) -> Float64Array:
-    """Turn back whole turns: from −π to π."""
+    """Reduce angles to −π to π."""
     return rad - 2 * np.pi * np.rint(rad / (2 * np.pi))
 
 
-def _cast(values: Float64Array, kind: str) -> Float64Array:
+def _cast(values: Float64Array, dtype: str) -> Float64Array:
     with np.errstate(over="ignore"):
-        return bfloat16(values) if kind == "bfloat16" else values.astype(np.float16).astype(np.float64)
+        return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
 
 
 def _runs(axes: IntArray) -> str:
-    """Write the axes of pairs, equal neighbours once.
+    """Format the axes of pairs, with equal neighbours merged.
 
     >>> _runs(np.array([0, 0, 2, 1, 1]))
     '0, 2, 1'

@@ -1,4 +1,4 @@
-"""Keys of tokens with one hidden state as phasors: how far every pair turned from a reference."""
+"""Keys of tokens with one hidden state as phasors: the rotation of every pair relative to a reference."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
 
 BLOCK = 4096
-"""Tokens that are read at a time."""
+"""Number of tokens that are read at a time."""
 
 ALIKE = 0.15
-"""Most that the lengths of a token's pairs may be off, relative, on average over the pairs."""
+"""Largest relative error of the lengths of a token's pairs, on average over the pairs."""
 
 
 LARGEST = 1e15
-"""Largest number of a reference whose squares float32 holds."""
+"""Largest number in a reference; float32 holds its square."""
 
 
 class UnwrittenError(InvalidInputError):
-    """The token that ids are relative to was never written."""
+    """The key of the reference token was never written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Keys of tokens, padding left out, and the key that they are compared with.
+    """Keys of tokens, without padding, and the reference key that they are compared with.
 
     Args:
-        rows: (batch, tokens, kv_heads, head_dim) as they came: numpy, or torch on any device.
-        lengths: (batch,) tokens of each row that count, the first ones.
-        rotary: what should have turned them.
+        rows: (batch, tokens, kv_heads, head_dim) keys with padding: numpy, or torch on any device.
+        lengths: (batch,) number of tokens of each row; padding follows them.
+        rotary: the intended rotation.
         reference: (kv_heads, head_dim) float32.
-        token: the token that is the reference, None for a key that was not turned.
+        token: the reference token; None if the reference is an unrotated key.
     """
 
     rows: Any
@@ -50,7 +50,7 @@ class Keys:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count."""
+        """Number of tokens without padding."""
         return int(self.lengths.sum())
 
     def blocks(self) -> Iterator[Float32Array]:
@@ -60,7 +60,7 @@ class Keys:
                 yield _float32(row[start : min(start + BLOCK, length)])
 
     def take(self, tokens: IntArray) -> Float32Array:
-        """Return the keys of these tokens, counted over all rows: (tokens, kv_heads, head_dim) float32."""
+        """Return the (tokens, kv_heads, head_dim) float32 keys of tokens, which are counted over all rows."""
         ends = np.cumsum(self.lengths)
         row = np.searchsorted(ends, tokens, side="right")
         column = tokens - (ends - self.lengths)[row]
@@ -68,10 +68,10 @@ class Keys:
 
     @property
     def rounding(self) -> float:
-        """Noise in rad of numbers as coarse as these, by the least relative step between the numbers of a head.
+        """Rounding noise in rad, from the smallest relative step between the numbers of a head.
 
-        Root mean square of two numbers that are off by up to half a step each. Pairs that turn by less than a step do
-        not move at all, so what is left of their angles does not show it.
+        It is the root mean square of two numbers with an error of up to half a step each. The residual of angles does
+        not show it, since pairs that rotate by less than a step do not move at all.
         """
         some = np.abs(next(self.blocks())[:: max(1, min(self.num_tokens, BLOCK) // 64)])
         steps = [1.0]
@@ -82,17 +82,17 @@ class Keys:
 
     @property
     def exchanged(self) -> bool:
-        """Whether heads differ by turns alone, as tokens should, and tokens do not."""
+        """Whether heads differ only by rotations, as tokens should, and tokens do not: the axes may be swapped."""
         some = next(self.blocks())[:64]
         by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
 
-        def differ_by_turns(pairs: Phasors) -> bool:
+        def differ_by_rotations(pairs: Phasors) -> bool:
             first, others = pairs[:1], pairs[1:]
             off = np.abs(np.abs(others) - np.abs(first)) / np.maximum(np.abs(first), 1e-30)
             turned = np.abs(others - first) > ALIKE * np.abs(first)
             return others.size > 0 and bool(np.median(off) <= ALIKE and turned.any())
 
-        return differ_by_turns(by_token.swapaxes(0, 1)) and not differ_by_turns(by_token)
+        return differ_by_rotations(by_token.swapaxes(0, 1)) and not differ_by_rotations(by_token)
 
     def pairs(self, keys: Float32Array) -> Phasors:
         """View (…, kv_heads, head_dim) keys as (…, kv_heads, pairs) complex numbers."""
@@ -104,7 +104,7 @@ class Keys:
         return out
 
     def axes(self) -> list[Axis]:
-        """Return the pairs of every axis, and of axis −1 where some do not turn, last."""
+        """Return the pairs of every axis; if some pairs are not rotated, they follow as axis −1."""
         rotary = self.rotary
         reference = self.pairs(self.reference)
         by_head = np.broadcast_to(rotary.pair_axis, reference.shape)
@@ -112,7 +112,7 @@ class Keys:
         if rotary.precision == "hf":
             inv_freq = rotary.inv_freq_float32.astype(np.float64)
             turns = fixed_point_turns(Exact().array(inv_freq.tolist()))
-        found = []
+        axes = []
         for axis in (*range(rotary.axes), -1):
             mine = by_head == axis
             if axis >= 0:
@@ -122,8 +122,8 @@ class Keys:
             heads = np.flatnonzero(mine.any(axis=1))
             back = (reference * mine)[np.ix_(heads, columns)].conj() / length[columns] ** 2
             ladder = Ladder(turns[columns], inv_freq[columns], length[columns])
-            found.append(Axis(axis, heads, columns, back.astype(np.complex64), ladder))
-        return found if (by_head == -1).any() else found[:-1]
+            axes.append(Axis(axis, heads, columns, back.astype(np.complex64), ladder))
+        return axes if (by_head == -1).any() else axes[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +131,12 @@ class Axis:
     """The pairs of one axis.
 
     Args:
-        axis: which one; −1 for pairs that do not turn.
-        heads: (heads,) kv heads that have such pairs.
-        columns: (pairs,) which pairs these are.
-        back: (heads, pairs) what turns a token's pairs back by the reference's, and sums them over heads to length 1.
-        ladder: their frequencies and weights.
+        axis: number of the axis; −1 for pairs that are not rotated.
+        heads: (heads,) kv heads with pairs of this axis.
+        columns: (pairs,) indices of the pairs.
+        back: (heads, pairs) factors that rotate a token's pairs back by the reference; summed over heads, the pairs of
+            the reference then have length 1.
+        ladder: frequencies and weights of the pairs.
     """
 
     axis: int
@@ -145,7 +146,7 @@ class Axis:
     ladder: Ladder
 
     def phasors(self, pairs: Phasors) -> Phasors:
-        """Compute (tokens, pairs) how far the pairs of (tokens, kv_heads, all pairs) turned from the reference."""
+        """Compute (tokens, pairs) phasors relative to the reference from (tokens, kv_heads, all pairs)."""
         if self.heads.size == 1:
             with np.errstate(invalid="ignore", over="ignore"):
                 return np.take(pairs[:, self.heads[0]], self.columns, axis=1) * self.back[0]
@@ -154,33 +155,33 @@ class Axis:
 
 
 def as_one_head(keys: Any, rotary: Rotary, reference: Any) -> tuple[Any, Rotary, Any]:
-    """View keys whose heads share one layout as keys of one long head, whose pairs are neighbours; others as they are.
+    """Join the heads of keys into one long head with adjacent pairs, if the rotary has ``kv_heads``.
 
     Args:
-        keys: (..., kv_heads, head_dim), as ``read`` takes them.
-        rotary: what should have turned them.
+        keys: (..., kv_heads, head_dim), as for ``read``.
+        rotary: the intended rotation.
         reference: a token, a key of (kv_heads, head_dim), or None.
 
     Returns:
-        Keys, rotary and reference of one head.
+        Keys, rotary and reference of one head; unchanged if the rotary has no ``kv_heads``.
     """
     if not isinstance(rotary, Rotary) or rotary.kv_heads is None:
         return keys, rotary, reference
     heads, channels, turning = rotary.kv_heads, rotary.head_dim, rotary.rotary_dim
 
-    def joined(name: str, given: Any) -> Any:
-        array = given if hasattr(given, "detach") else host_array(name, given)
+    def joined(name: str, value: Any) -> Any:
+        array = value if hasattr(value, "detach") else host_array(name, value)
         if len(array.shape) < 2 or tuple(array.shape[-2:]) != (heads, channels):
             got = f"{name}: got shape {tuple(array.shape)}"
-            raise InvalidInputError(f"{got}, want (…, {heads}, {channels}), kv_heads and head_dim of rotary")
+            raise InvalidInputError(f"{got}, want (…, {heads}, {channels}), the kv_heads and head_dim of rotary")
         array = array[..., :turning]
         if rotary.pairing == "half":
             array = array.reshape(*array.shape[:-1], 2, turning // 2).swapaxes(-1, -2)
-        return array.reshape(*array.shape[: len(given.shape) - 2], 1, heads * turning)
+        return array.reshape(*array.shape[: len(value.shape) - 2], 1, heads * turning)
 
-    alone = reference is None or isinstance(reference, int | np.integer)
-    whole = replace(rotary, head_dim=heads * turning, rotary_dim=heads * turning, kv_heads=None, pairing="adjacent")
-    return joined("keys", keys), whole, reference if alone else joined("reference", reference)
+    is_token = reference is None or isinstance(reference, int | np.integer)
+    one_head = replace(rotary, head_dim=heads * turning, rotary_dim=heads * turning, kv_heads=None, pairing="adjacent")
+    return joined("keys", keys), one_head, reference if is_token else joined("reference", reference)
 
 
 def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
@@ -191,54 +192,53 @@ def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike 
     shape = tuple(array.shape)
     if len(shape) not in (3, 4) or shape[-1] != rotary.head_dim:
         want = f"(tokens, kv_heads, {rotary.head_dim}) or (batch, tokens, kv_heads, {rotary.head_dim})"
-        raise InvalidInputError(f"keys: got shape {shape}, want {want}; a cache is transposed and unpaged first")
+        raise InvalidInputError(f"keys: got shape {shape}, want {want}; transpose and unpage a cache first")
     rows = array if len(shape) == 4 else array[None]
     batch, tokens, kv_heads, _ = rows.shape
     if not batch * tokens * kv_heads:
         raise InvalidInputError(f"keys: got shape {shape}, want at least one token and one head")
     if rotary.head_axes is not None and len(rotary.head_axes) != kv_heads:
-        raise InvalidInputError(f"keys: got {kv_heads} kv heads, want {len(rotary.head_axes)}, as head_axes has")
+        raise InvalidInputError(f"keys: got {kv_heads} kv heads, want {len(rotary.head_axes)}, as in head_axes")
     counts = np.full(batch, tokens) if lengths is None else int_array("lengths", lengths, (batch,))
     if counts.min() < 0 or counts.max() > tokens or not counts.any():
-        got = f"lengths: got {counts.tolist()}"
-        raise InvalidInputError(f"{got}, want 0 to {tokens} tokens of each row, and one at least")
-    found = Keys(rows, counts, rotary, np.empty((0, 0), np.float32), None)
+        want = f"0 to {tokens} tokens in each row, and at least one in total"
+        raise InvalidInputError(f"lengths: got {counts.tolist()}, want {want}")
+    checked = Keys(rows, counts, rotary, np.empty((0, 0), np.float32), None)
     if reference is None or isinstance(reference, int | np.integer):
         token = integer("reference", 0 if reference is None else reference, minimum=0, maximum=int(counts.sum()) - 1)
-        (known,) = found.take(np.array([token]))
-        found, name = replace(found, reference=known, token=token), f"reference: token {token}"
+        (key,) = checked.take(np.array([token]))
+        checked, name = replace(checked, reference=key, token=token), f"reference: token {token}"
     else:
         name = "reference"
-        given = reference if hasattr(reference, "detach") else host_array("reference", reference)
-        _check_floats("reference", given)
-        if tuple(given.shape) != (kv_heads, rotary.head_dim):
+        key = reference if hasattr(reference, "detach") else host_array("reference", reference)
+        _check_floats("reference", key)
+        if tuple(key.shape) != (kv_heads, rotary.head_dim):
             raise InvalidInputError(
-                f"reference: got shape {tuple(given.shape)}, want a token, or a key ({kv_heads}, {rotary.head_dim})"
+                f"reference: got shape {tuple(key.shape)}, want a token, or a key ({kv_heads}, {rotary.head_dim})"
             )
-        found = replace(found, reference=_float32(given))
-    known = found.reference
-    if not np.isfinite(known).all() or not known[:, : rotary.rotary_dim].any():
-        what = "NaN or infinity" if known.any() else "nothing but zeros"
-        wrong = InvalidInputError if found.token is None else UnwrittenError
-        raise wrong(f"{name}: got {what}, want a key of finite numbers, not all zero in channels that turn")
-    largest = float(np.abs(known[:, : rotary.rotary_dim]).max())
+        checked = replace(checked, reference=_float32(key))
+    key = checked.reference
+    if not np.isfinite(key).all() or not key[:, : rotary.rotary_dim].any():
+        got = "NaN or infinity" if key.any() else "nothing but zeros"
+        error = InvalidInputError if checked.token is None else UnwrittenError
+        raise error(f"{name}: got {got}, want finite numbers, not all zero in the rotated channels")
+    largest = float(np.abs(key[:, : rotary.rotary_dim]).max())
     if not 1 / LARGEST <= largest <= LARGEST:
-        got = f"numbers up to {largest:.2g} in channels that turn"
+        got = f"numbers up to {largest:.2g} in the rotated channels"
         raise InvalidInputError(f"{name}: got {got}, want {1 / LARGEST:.0e} to {LARGEST:.0e}: scale the keys")
-    return found
+    return checked
 
 
 def _check_floats(name: str, array: Any) -> None:
-    words = str(array.dtype).removeprefix("torch.")
-    if words.startswith(("float", "bfloat")):
-        return
-    raise InvalidInputError(
-        f"{name}: got dtype {words}, want floats; quantised keys are multiplied by their scales first"
-    )
+    dtype = str(array.dtype).removeprefix("torch.")
+    if not dtype.startswith(("float", "bfloat")):
+        raise InvalidInputError(
+            f"{name}: got dtype {dtype}, want floats; multiply quantised keys by their scales first"
+        )
 
 
 def _float32(array: Array | Any) -> Float32Array:
     if hasattr(array, "detach"):
         array = array.detach().float().cpu().numpy()
-    with np.errstate(over="ignore"):  # infinity is told from numbers later
+    with np.errstate(over="ignore"):  # infinities are checked later
         return np.asarray(array, np.float32)

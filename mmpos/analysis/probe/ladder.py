@@ -1,4 +1,4 @@
-"""Find the id behind the phases of one axis: how far the pairs of that axis turned from a reference."""
+"""Search for the id behind the phases of one axis: the angles between its pairs and those of a reference."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ Phasors = npt.NDArray[np.complex64]
 Flags = npt.NDArray[np.bool_]
 
 REACH = 2**18
-"""Ids up to which differences are searched: those of ids within ±131,072."""
+"""Largest difference of ids that is searched, for ids within ±131,072."""
 
 SPAN = 512
-"""Ids of a search that one table of phases serves, and that are left out together."""
+"""Number of ids in a span: all spans share one table of phases, and a span is searched or skipped as a whole."""
 
 SPANS = 16
-"""Spans that are searched at a time, the most promising first."""
+"""Number of spans that are searched at a time, the most promising first."""
 
 STEP_PAIRS = 10
-"""Fastest pairs, by which steps between neighbours are told."""
+"""Number of fastest pairs, from which steps between neighbours are estimated."""
 
 NEAR_STEPS = 64
-"""Steps that are known from the beginning; longer ones are learned."""
+"""Largest step that is known from the beginning; longer ones are learned."""
 
 FITS = 0.8
-"""Least agreement, the mean cosine of what is left over, of an id that explains its phases."""
+"""Smallest mean cosine of the residual angles for an id to explain its phases."""
 
 FAR = 2.0**40
-"""Ids up to which pairs that hardly turn may lead; none of them is told."""
+"""Largest id that slow pairs may lead to; ids beyond REACH are not returned."""
 
 SURE = 1 - 1e-6
-"""Least confidence of an id that is told."""
+"""Smallest confidence of an id that is returned."""
 
 FUTILE = 256
-"""Searches without a result after which tokens are no more searched, where nine of ten found nothing."""
+"""Number of searches after which searching stops, if nine of ten had no result."""
 
 ROUNDED = 2.0**-22
-"""What angles that are made in float32 are off at most, relative: frequency, product, and some more for the power."""
+"""Largest relative error of angles in float32: of the frequency, of the product, and a margin for the power."""
 
 ROUNDS = 1e-4
-"""Squares in rad² above which a mean cosine in float32 tells them."""
+"""Squares in rad² above which a mean cosine in float32 measures them."""
 
 TRUSTED = 0.15
-"""Most noise in rad up to which an id needs no search: one more or less leaves as much where pairs are fast."""
+"""Largest noise in rad at which an id needs no search: with fast pairs, an error of one id has this residual."""
 
 LEAST_NOISE = 1e-6
-"""Noise of float32 keys in rad, which covers the rounding of the phases here."""
+"""Noise of float32 keys in rad, which includes the rounding of the phases here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Ladder:
     Args:
         turns: (pairs,) turns per id in units of 2⁻⁶⁴.
         inv_freq: (pairs,) rad per id.
-        weights: (pairs,) how much each pair counts: the length of its reference.
+        weights: (pairs,) weight of each pair: its length in the reference.
     """
 
     turns: UInt64Array
@@ -75,33 +75,33 @@ class Ladder:
 
     @cached_property
     def slope(self) -> Float32Array:
-        """(pairs,) ids per rad: the least-squares estimate of what an id is off by, from what each phase is."""
+        """(pairs,) ids per rad: the coefficients that estimate the error of an id from phases, by least squares."""
         heavy = self.weights * self.inv_freq
         return np.asarray(heavy / max(float((heavy * self.inv_freq).sum()), 1e-300), np.float32)
 
     @cached_property
     def ids_per_rad(self) -> float:
-        """How far an id is off, in ids, per rad of noise on every phase."""
+        """Error of an id, in ids, per rad of noise on every phase."""
         return float(np.sqrt((self.slope.astype(np.float64) ** 2).sum()))
 
     @cached_property
     def ids_per_rounding(self) -> float:
-        """The same per rad of noise that grows with frequency, as the rounding of angles does."""
+        """Error of an id per rad of noise that is proportional to frequency, such as the rounding of angles."""
         return float(np.sqrt(((self.slope * self.inv_freq) ** 2).sum()) / max(self.stiffness**0.5, 1e-300))
 
     @cached_property
     def stiffness(self) -> float:
-        """Mean of squared rad that an id off by one adds to the noise."""
+        """Mean squared angle in rad² that an error of one id adds to the noise."""
         return float(self.weight @ self.inv_freq**2)
 
     @cached_property
     def one(self) -> float:
-        """A pair's share of all that weigh: one over their number where all weigh the same."""
+        """Sum of squared weights: one over the number of pairs if all weigh the same."""
         return float(np.square(self.weight, dtype=np.float64).sum())
 
     @cached_property
     def chance(self) -> float:
-        """How many times the usual noise the pairs of a token have once in a million.
+        """Factor by which the noise of a token's pairs exceeds the usual noise once in a million tokens.
 
         Source: B. Laurent and P. Massart, Adaptive estimation of a quadratic functional by model selection, 2000,
         lemma 1.
@@ -110,16 +110,16 @@ class Ladder:
         return float(np.sqrt(1 + 2 * np.sqrt(rare * self.one) + 2 * rare * self.one))
 
     def rounding(self, ids: Float64Array) -> Float64Array:
-        """Compute (ids,) rad that angles which are made in float32 may be off, from those of the reference."""
+        """Compute the (ids,) error in rad that angles in float32 may have, relative to those of the reference."""
         return 2 * ROUNDED * np.fmin(np.abs(ids), REACH) * self.stiffness**0.5
 
     def phases(self, ids: Float64Array, pairs: slice | IntArray = slice(None)) -> Phasors:
         """Compute (ids, pairs) phasors e^(i·id·inv_freq) from exact turns."""
-        whole = np.floor(ids)
-        turn = whole.astype(np.int64).astype(np.uint64)[:, None] * self.turns[pairs]
+        floor = np.floor(ids)
+        turn = floor.astype(np.int64).astype(np.uint64)[:, None] * self.turns[pairs]
         angle = turn.view(np.int64).astype(np.float32)
         angle *= np.float32(2 * np.pi * 2.0**-64)
-        fraction = ids - whole
+        fraction = ids - floor
         if fraction.any():
             angle += (fraction[:, None] * self.inv_freq[pairs]).astype(np.float32)
         out = np.empty(angle.shape, np.complex64)
@@ -129,7 +129,7 @@ class Ladder:
 
     @cached_property
     def fastest(self) -> IntArray:
-        """The pairs by which steps are told."""
+        """The pairs from which steps are estimated."""
         return np.argsort(-np.abs(self.inv_freq), kind="stable")[:STEP_PAIRS]
 
     @cached_property
@@ -139,21 +139,20 @@ class Ladder:
 
     @cached_property
     def _centres(self) -> Phasors:
-        """(spans, pairs) phasors that turn back by the middle of each span."""
+        """(spans, pairs) phasors that rotate back by the middle of each span."""
         return self.phases(np.arange(REACH, -REACH - 1, -SPAN, dtype=np.float64))
 
     def search(self, phasors: Phasors) -> Float64Array:
-        """Find (tokens,) ids within ±REACH that explain (tokens, pairs) phasors best: integers, nothing presumed.
+        """Find the (tokens,) integer ids within ±REACH that explain (tokens, pairs) phasors best, without a guess.
 
-        Within a span a pair fits no better than at the nearest angle that it reaches there. Spans whose pairs all
-        together fit worse than an id that was found, or too badly for any, are left out. Where no id fits, the one that
-        is given is not the best.
+        The fit of a span is bounded by the nearest angle that each of its pairs reaches. Spans with a bound below the
+        fit of the best id so far, or below FITS, are skipped. If no id fits, the result need not be the best id.
         """
-        found = np.zeros(len(phasors))
+        best_ids = np.zeros(len(phasors))
         half = np.minimum(np.abs(self.inv_freq) * (SPAN / 2), np.pi).astype(np.float32)
         cos, sin = np.cos(half), np.sin(half)
-        for i, one in enumerate(phasors * self.weight):
-            rest, length = one * self._centres, np.abs(one)
+        for i, token in enumerate(phasors * self.weight):
+            rest, length = token * self._centres, np.abs(token)
             nearest = rest.real * cos + np.abs(rest.imag) * sin
             bound = np.where(rest.real >= length * cos, length, nearest).sum(axis=1)
             order = np.argsort(-bound)
@@ -166,11 +165,11 @@ class Ladder:
                 top = int(scores.argmax())
                 if scores.flat[top] > best:
                     best = float(scores.flat[top])
-                    found[i] = spans[top // SPAN] * SPAN - REACH + top % SPAN - SPAN // 2
-        return found
+                    best_ids[i] = spans[top // SPAN] * SPAN - REACH + top % SPAN - SPAN // 2
+        return best_ids
 
     def step(self, moved: Phasors, known: Float64Array) -> Float64Array:
-        """Tell (tokens,) steps by (tokens, fastest) phasors between neighbours: the nearest known one, refined."""
+        """Estimate (tokens,) steps from (tokens, fastest) phasors between neighbours: refine the nearest known step."""
         weight, inv_freq = self.weight[self.fastest], self.inv_freq[self.fastest]
         table, parts = self.phases(known, self.fastest) * weight, moved.view(np.float32)
         best = (parts @ table.view(np.float32).T).argmax(axis=1)
@@ -178,10 +177,10 @@ class Ladder:
         return known[best] + np.einsum("tp,tp->t", parts, np.take(across.view(np.float32), best, axis=0))
 
     def lengths(self, phasors: Phasors) -> tuple[Float32Array, Float32Array]:
-        """Compute (2, tokens) the mean length of phasors, and the mean square of what their lengths are off 1.
+        """Compute the lengths of (tokens, pairs) phasors.
 
         Returns:
-            these, and (tokens, pairs) the squares.
+            (2, tokens) mean lengths and mean squared deviations from 1, and (tokens, pairs) squared deviations.
         """
         off = np.abs(phasors) - np.float32(1)
         mean = 1 + off @ self.weight
@@ -189,15 +188,15 @@ class Ladder:
         return np.stack([mean, off @ self.weight]), off
 
     def left(self, phasors: Phasors, ids: Float64Array) -> Float64Array:
-        """Compute (3, tokens) what ids leave: mean cosine, ids to where phasors would fit best, mean squared sine."""
+        """Compute (3, tokens) residuals of ids: mean cosine, distance in ids to the best fit, and mean squared sine."""
         rest = (phasors * self.phases(-ids)).view(np.float32)
         return np.stack([*(rest @ self._sums).T, np.square(rest, out=rest) @ self._sines], dtype=np.float64)
 
     @cached_property
     def _sums(self) -> Float32Array:
         """(2·pairs, 2) weights of cosines and the slope of sines, for phasors viewed as pairs of reals."""
-        none = np.zeros_like(self.weight)
-        return np.stack([self.weight, none, none, self.slope], axis=1).reshape(-1, 2)
+        zero = np.zeros_like(self.weight)
+        return np.stack([self.weight, zero, zero, self.slope], axis=1).reshape(-1, 2)
 
     @cached_property
     def _sines(self) -> Float32Array:
@@ -207,37 +206,37 @@ class Ladder:
     def explain(
         self, phasors: Phasors, lengths: Float32Array, ids: Float64Array, left: Float64Array | None = None
     ) -> tuple[Float64Array, Flags]:
-        """See what ids leave of phasors; ``left`` of them if it is known.
+        """Measure how well ids explain phasors; pass the result of ``left`` if it is known.
 
         Returns:
-            (3, tokens) ids, what they leave in rad, and how many ids away the phases would fit best; (tokens,) whether
-            the id explains the phases.
+            (3, tokens) ids, residuals in rad, and distances in ids to the best fit; and (tokens,) whether the id
+            explains the phases.
         """
         cosine, away, across = self.left(phasors, ids) if left is None else left
-        far = 2 * (lengths[0] - cosine)  # as the squared sines where these are small, and more beyond a right angle
+        far = 2 * (lengths[0] - cosine)  # equals the squared sines of small angles, and grows beyond a right angle
         across = np.where(far > ROUNDS, np.maximum(across, far), across)
         return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
 
     def doubt(self, noise: Float64Array, misfit: Float64Array, by_pair: Float64Array, across: float) -> Float64Array:
-        """Bound (tokens,) probabilities that noise lets another integer within reach explain the phases as well.
+        """Bound the (tokens,) probabilities that noise makes another integer within REACH explain the phases as well.
 
-        An id whose phasors are d away does so if the noise on the way there, n, makes up for half of it: by the union
-        bound over all of them, with normal noise, Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). What phases are off by
-        other causes than the noise of single pairs counts as if it were on the way.
+        An id at distance k, with phasors d(k) away, does so if the noise in its direction, n(k), exceeds half of d(k).
+        With normal noise, the union bound over all k is Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). Phase errors with
+        other causes than the noise of single pairs, the misfit, count fully in every direction.
 
         Args:
             noise: (tokens,) noise along phasors, independent in every pair.
-            misfit: (tokens,) rad that phases are off beside it.
-            by_pair: (pairs,) the squared noise of pairs, to any scale.
-            across: how much of the squared noise there is across phasors, of that along them.
+            misfit: (tokens,) further error of the phases in rad.
+            by_pair: (pairs,) squared noise of the pairs, at any scale.
+            across: ratio of the squared noise across phasors to that along them.
         """
         weight = self.weights / max(self.weights.sum(), 1e-300)
         noises = weight**2 * by_pair / max(float(weight @ by_pair), 1e-300)
         rads = np.fmin(np.fmax([noise, misfit], LEAST_NOISE), 8.0)
-        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(np.int16)  # below 93: so few bits sort quickly
+        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(np.int16)  # below 93, and int16 sorts quickly
         levels, inverse = np.unique(steps[0] * np.int16(128) + steps[1], return_inverse=True)
         own, off = LEAST_NOISE * 2.0 ** (np.array(np.divmod(levels, 128)) / 4)
-        # No span counts whose ids are all further away than nine times the largest noise on any way.
+        # Skip spans with all ids further away than nine times the largest noise in any direction.
         reach = off + 9 * own * float(np.sqrt((noises / np.maximum(weight, 1e-300)).max(initial=0)))
         least = np.sqrt(self._least_squares(weight)) / 2
         order, out = np.argsort(least), np.zeros(levels.size)
@@ -256,7 +255,7 @@ class Ladder:
         return np.minimum(out, 1)[inverse]
 
     def _least_squares(self, weight: Float64Array) -> Float64Array:
-        """Bound (spans,) squared distances from below: each pair is as near to 1 as it comes in a span."""
+        """Bound the (spans,) squared distances from below, by the nearest angle to 0 of each pair in a span."""
         middle = np.abs(_rad(np.arange(SPAN // 2, 2 * REACH, SPAN), self.turns))
         return 2 * (1 - np.cos(np.maximum(middle - np.abs(self.inv_freq) * (SPAN / 2), 0))) @ weight
 
@@ -265,10 +264,11 @@ class Ladder:
     ) -> tuple[Float64Array, Float64Array, Float64Array]:
         """Compare the phasors of ids that are k apart, for every k of some spans.
 
-        A difference is the sum of a multiple of SPAN and of a part of one, whose cosines one matrix product makes.
+        k is a multiple of SPAN plus a remainder, so that one matrix product computes all cosines.
 
         Returns:
-            (k,) 2·Σ w·(1 − cos(k·ω)), squared distances; the same of noises; and Σ n·sin²(k·ω) of them.
+            (k,) squared distances 2·Σ w·(1 − cos(k·ω)), then the same sum with noises n in place of weights w, then
+            Σ n·sin²(k·ω).
         """
         cos, sin = self._part_of_span
         there = _rad(spans * SPAN, self.turns)
@@ -281,7 +281,7 @@ class Ladder:
         double = (
             ((2 * far_cos**2 - 1) * noises) @ (2 * cos**2 - 1).T - (2 * far_sin * far_cos * noises) @ (2 * sin * cos).T
         ).ravel()
-        squares, along = (np.maximum(2 * (each.sum() - cosines(each)), 0) for each in (weight, noises))
+        squares, along = (np.maximum(2 * (row.sum() - cosines(row)), 0) for row in (weight, noises))
         return squares, along, np.maximum(noises.sum() - double, 0) / 2
 
     @cached_property
@@ -292,22 +292,22 @@ class Ladder:
 
 
 def _rad(ids: IntArray, turns: UInt64Array) -> Float64Array:
-    """Compute (ids, pairs) rad within half a turn, by exact turns."""
+    """Compute (ids, pairs) angles from −π to π from exact turns."""
     return (ids.astype(np.uint64)[:, None] * turns).view(np.int64).astype(np.float64) * (2 * np.pi * 2.0**-64)
 
 
 @dataclass(eq=False)
 class Follower:
-    """Reads the ids of one axis token after token: by steps that are known, by a search where they fail.
+    """Reads the ids of one axis token by token: by known steps, or by a search if these fail.
 
     Args:
         ladder: the pairs of the axis.
-        known: steps that occurred.
+        last: (pairs,) phasors of the last token that was read.
+        known: steps that are tried.
         last_id: id of the last token that was read.
-        last: (pairs,) its phasors.
-        searches: tokens that were searched.
-        found: those of them whose id was found, and leaves no more than the noise.
-        trusted: noise in rad up to which an id that steps led to needs no search, whatever the lengths of pairs show.
+        searches: number of tokens that were searched.
+        successes: number of searches that led to an id with no residual beyond the noise.
+        trusted: noise in rad up to which an id from a known step needs no search, whatever the lengths of pairs show.
     """
 
     ladder: Ladder
@@ -315,76 +315,76 @@ class Follower:
     known: Float64Array = field(default_factory=lambda: np.arange(-NEAR_STEPS, NEAR_STEPS + 1, dtype=np.float64))
     last_id: float = 0.0
     searches: int = 0
-    found: int = 0
+    successes: int = 0
     trusted: float = 0.01
 
     @property
     def futile(self) -> bool:
-        """Whether searches have failed so often that others would."""
-        return self.searches >= FUTILE and self.found < self.searches / 10
+        """Whether most searches have failed, so that further ones are skipped."""
+        return self.searches >= FUTILE and self.successes < self.searches / 10
 
     def read(self, phasors: Phasors, lengths: Float32Array, alike: Flags) -> Float64Array:
         """Read a block of tokens.
 
         Args:
-            phasors: (tokens, pairs) how far they turned.
+            phasors: (tokens, pairs) phasors relative to the reference.
             lengths: (2, tokens) of ``Ladder.lengths``.
-            alike: (tokens,) whether they can be read at all.
+            alike: (tokens,) whether a token can be read at all.
 
         Returns:
-            (3, tokens) of ``Ladder.explain``; NaN for an id where none explains the phases.
+            (3, tokens) of ``Ladder.explain``, with NaN as the id if none explains the phases.
         """
-        found = np.full((3, len(phasors)), np.inf)
-        found[0] = np.nan
+        readings = np.full((3, len(phasors)), np.inf)
+        readings[0] = np.nan
         if not alike.all():
             if alike.any():
-                found[:, alike] = self.read(phasors[alike], lengths[:, alike], alike[alike])
-            return found
+                readings[:, alike] = self.read(phasors[alike], lengths[:, alike], alike[alike])
+            return readings
         start, restarts = 0, 0
         while start < len(phasors):
             guess = self.last_id + np.cumsum(self._steps(phasors[start:]))
-            found[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
-            found[0, start:][~fits] = np.nan
-            failed = start + np.flatnonzero(~fits | self._doubted(found[:, start:], lengths[:, start:]))
+            readings[:, start:], fits = self.settle(phasors[start:], lengths[:, start:], guess)
+            readings[0, start:][~fits] = np.nan
+            failed = start + np.flatnonzero(~fits | self._doubted(readings[:, start:], lengths[:, start:]))
             good = int(failed[0]) if failed.size else len(phasors)
             if good > start:
-                self.last, self.last_id = phasors[good - 1], float(found[0, good - 1])
+                self.last, self.last_id = phasors[good - 1], float(readings[0, good - 1])
             if not failed.size or self.futile:
                 break
-            tracked = found[0, good]
+            tracked = readings[0, good]
             restarts += 1
-            self._search(phasors, lengths, failed if restarts > 32 else failed[:1], found)
-            if found[0, good] == tracked:  # so large is the noise
-                self.trusted = min(max(self.trusted, 1.5 * found[1, good]), TRUSTED)
+            self._search(phasors, lengths, failed if restarts > 32 else failed[:1], readings)
+            if readings[0, good] == tracked:  # the search confirms the id, so its residual is noise
+                self.trusted = min(max(self.trusted, 1.5 * readings[1, good]), TRUSTED)
             if restarts > 32:
                 break
             start = good + 1
-        return found
+        return readings
 
-    def _doubted(self, found: Float64Array, lengths: Float32Array) -> Flags:
-        """Tell (tokens,) whether ids leave more than the noise."""
-        return np.asarray(found[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
+    def _doubted(self, readings: Float64Array, lengths: Float32Array) -> Flags:
+        """Return (tokens,) whether the residual of an id exceeds the noise."""
+        return np.asarray(readings[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:
-        """Estimate (tokens,) steps from each token to the next, from the last one on."""
+        """Estimate the (tokens,) step from the previous token to each token."""
         fast = np.take(phasors, self.ladder.fastest, axis=1)
         moved = fast * np.concatenate([self.last[None, self.ladder.fastest], fast[:-1]]).conj()
         return self.ladder.step(moved, self.known)
 
-    def _search(self, phasors: Phasors, lengths: Float32Array, at: IntArray, found: Float64Array) -> None:
-        for one in range(0, at.size, 64):
+    def _search(self, phasors: Phasors, lengths: Float32Array, at: IntArray, readings: Float64Array) -> None:
+        for start in range(0, at.size, 64):
             if self.futile:
                 return
-            few = at[one : one + 64]
+            few = at[start : start + 64]
             searched, fits = self.settle(phasors[few], lengths[:, few], self.ladder.search(phasors[few]))
-            better = fits & (np.isnan(found[0, few]) | (found[1, few] > 1.5 * searched[1]))
-            found[:, few[better]] = searched[:, better]
+            better = fits & (np.isnan(readings[0, few]) | (readings[1, few] > 1.5 * searched[1]))
+            readings[:, few[better]] = searched[:, better]
             good = fits & ~self._doubted(searched, lengths[:, few])
             self.searches += few.size
-            self.found += int(good.sum())
-            if good[-1]:  # what follows is not told by its step from a token that is broken
-                self._learn(float(found[0, few[-1]]) - self.last_id)
-                self.last, self.last_id = phasors[few[-1]], float(found[0, few[-1]])
+            self.successes += int(good.sum())
+            if good[-1]:  # steps are not measured from a token without a certain id
+                self._learn(float(readings[0, few[-1]]) - self.last_id)
+                self.last, self.last_id = phasors[few[-1]], float(readings[0, few[-1]])
 
     def _learn(self, step: float) -> None:
         if step == round(step) and step not in self.known:
@@ -392,11 +392,11 @@ class Follower:
             self.known = np.concatenate([near, learned[-255:], [step]])
 
     def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
-        """Move guesses to where the phases fit best, to integers where those do; see ``Ladder.explain``."""
+        """Move guesses to the best fit of the phases, to integers if these fit; return ``Ladder.explain`` of them."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
-        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # whatever the id
-        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond half an id another is nearer
+        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # independent of the id
+        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond 0.5 another integer is nearer
         left = self.ladder.left(phasors, ids)
         moving = np.arange(ids.size)
         for _ in range(15):

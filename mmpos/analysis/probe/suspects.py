@@ -1,4 +1,4 @@
-"""Rotations that engines are known to apply in place of the one that was meant."""
+"""Wrong rotations that engines are known to apply."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ FACTORS = (1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
 """Factors of the scalings of deployed models."""
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Lengths that such models were trained with before they were scaled."""
+"""Context lengths of deployed models before scaling."""
+
+
+NO_SECTIONS: dict[str, Any] = {"mrope_section": None, "axes_dim": None}
+"""Arguments of Rotary that an explicit allocation excludes."""
+
+NO_THETA: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
+"""Arguments of Rotary that explicit frequencies exclude."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A rotation that keys may have been turned by.
+    """A rotation that may have been applied to keys.
 
     Args:
-        cause: how it differs from the one that was meant, in words.
-        remedy: what to change.
+        cause: how it differs from the intended rotation, in words.
+        remedy: how to fix it.
         rotary: the rotation.
-        kind: the cause without numbers that are fitted to keys; by default the cause.
-        sign: −1 for pairs that turn backwards.
-        cast: a dtype and what is cast to it, such as "bfloat16 angles"; empty for none.
-        second: rotation that gives the second channel of each pair, where rotary gives the first alone; else None.
+        kind: the cause without numbers that were fitted to keys; empty if the cause has none.
+        sign: −1 if pairs rotate backwards.
+        cast: a dtype and the values that are cast to it, such as "bfloat16 angles"; empty if none are.
+        second: the rotation of the second channel of each pair, if rotary applies to the first channel only.
     """
 
     cause: str
@@ -51,15 +58,15 @@ class Suspect:
     second: Rotary | None = None
 
 
-@lru_cache(maxsize=8)  # layers and heads share a rotation, and the exact frequencies of suspects take longest
+@lru_cache(maxsize=8)  # layers and heads share a rotation, and the suspects' exact frequencies are slow to compute
 def suspects(meant: Rotary, with_ids: bool) -> tuple[Suspect, ...]:
-    """Make what engines are known to do instead; what ids would explain, only where ids are known."""
+    """Return the known wrong rotations; without known ids, only rotations that other ids cannot explain."""
     return tuple(_suspects(meant, with_ids))
 
 
 def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     other: Literal["half", "adjacent"] = "adjacent" if meant.pairing == "half" else "half"
-    remedy = f"pair channels as {meant.pairing!r} says"
+    remedy = f"pair channels as in {meant.pairing!r}"
     yield Suspect(f"pairs are {other!r}, not {meant.pairing!r}", remedy, replace(meant, pairing=other))
     yield from _dims(meant)
     if meant.head_axes is None:
@@ -67,55 +74,55 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     if with_ids:
         yield from _apart(meant)
         yield Suspect(
-            "pairs turn backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
+            "pairs rotate backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
         )
         for cast in ("bfloat16", "float16"):
-            remedy = "make angles, cos and sin in float32 or by exact turns, and cast them last"
-            yield Suspect(f"angles are made in {cast}", remedy, meant, cast=f"{cast} angles")
+            remedy = "compute angles, cos and sin in float32 or by exact turns, and cast them last"
+            yield Suspect(f"angles are computed in {cast}", remedy, meant, cast=f"{cast} angles")
             yield Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
-            yield Suspect(f"ids are cast to {cast} before they meet frequencies", remedy, meant, cast=f"{cast} ids")
-            yield Suspect(f"frequencies are held in {cast}", remedy, meant, cast=f"{cast} frequencies")
+            yield Suspect(f"ids are cast to {cast} before the multiplication", remedy, meant, cast=f"{cast} ids")
+            yield Suspect(f"frequencies are stored in {cast}", remedy, meant, cast=f"{cast} frequencies")
     if meant.inv_freq is None and isinstance(meant.theta, float):
         for theta in THETAS:
             if theta != meant.theta:
                 cause = f"theta is {theta:,.0f}, not {meant.theta:,.0f}"
-                yield from if_made(cause, "give the engine the theta of the config", meant, theta=theta)
+                yield from if_valid(cause, "configure the engine with the theta of the config", meant, theta=theta)
                 if meant.scaling is not None:
-                    yield from if_made(f"{cause}, and the scaling is left out", "", meant, theta=theta, scaling=None)
+                    yield from if_valid(f"{cause}, and the scaling is missing", "", meant, theta=theta, scaling=None)
         yield from _scalings(meant, with_ids)
 
 
 def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
-    """Yield other scalings of the frequencies; some where none was meant, if ids are known."""
+    """Yield other scalings of the frequencies; if none is intended, only if ids are known."""
     mine: Any = meant.scaling
     remedy = "apply the scaling of the config to the frequencies"
     if mine is None:
         for factor in FACTORS if with_ids else ():
             others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
             for other in others:
-                cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, and none was meant"
-                yield from if_made(cause, "scale no frequencies, as the config says", meant, scaling=other)
+                cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, but none is intended"
+                yield from if_valid(cause, "do not scale frequencies: the config has no scaling", meant, scaling=other)
         return
     if isinstance(mine, tuple):
-        yield from if_made("the scalings of all axes are left out", remedy, meant, scaling=None)
+        yield from if_valid("the scalings of all axes are missing", remedy, meant, scaling=None)
         for axis, own in enumerate(mine):
             if own is not None:
-                cause = f"the scaling {own.name!r} of axis {axis} is left out"
-                yield from if_made(cause, remedy, meant, scaling=[*mine[:axis], None, *mine[axis + 1 :]])
+                cause = f"the scaling {own.name!r} of axis {axis} is missing"
+                yield from if_valid(cause, remedy, meant, scaling=[*mine[:axis], None, *mine[axis + 1 :]])
                 cause = f"all axes have the scaling of axis {axis}, {own.name!r}"
-                yield from if_made(cause, remedy, meant, scaling=own)
+                yield from if_valid(cause, remedy, meant, scaling=own)
         return
-    yield from if_made(f"the scaling {mine.name!r} is left out", remedy, meant, scaling=None)
+    yield from if_valid(f"the scaling {mine.name!r} is missing", remedy, meant, scaling=None)
     for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
         own = getattr(mine, field, None)
         for value in values if isinstance(own, int | float) else ():
             if value != own:
                 cause = f"{field} of the scaling {mine.name!r} is {value:,g}, not {own:,g}"
-                yield from if_made(cause, remedy, meant, scaling=replace(mine, **{field: value}))
+                yield from if_valid(cause, remedy, meant, scaling=replace(mine, **{field: value}))
     if isinstance(mine, YaRN):
         scaling = replace(mine, truncate=not mine.truncate)
         cause = f"YaRN's ramp begins and ends {'at' if scaling.truncate else 'between'} whole pairs"
-        yield from if_made(cause, "let YaRN take truncate from the config", meant, scaling=scaling)
+        yield from if_valid(cause, "take YaRN's truncate from the config", meant, scaling=scaling)
 
 
 def _from(scaling: Scaling) -> str:
@@ -124,83 +131,77 @@ def _from(scaling: Scaling) -> str:
 
 
 def _apart(meant: Rotary) -> Iterator[Suspect]:
-    """Yield the rotation whose angles are laid out for one pairing, and whose channels are paired by the other."""
+    """Yield the rotation with angles in the layout of the other pairing, so that the channels of a pair differ."""
     if meant.head_axes is not None or meant.kv_heads is not None:
         return
     axis, inv_freq = meant.pair_axis, meant.inv_freq_array
-    if meant.pairing == "half":  # angles lie twice side by side: channels j and j + d/2 have those of j/2 and j/2 + d/4
+    if meant.pairing == "half":  # each angle is repeated in place: channels j and j + d/2 get angles j/2 and j/2 + d/4
         laid, firsts = np.arange(axis.size).repeat(2), slice(None, axis.size)
         seconds = slice(axis.size, None)
-    else:  # angles lie twice one after the other: channels 2j and 2j + 1 are neighbours among them
+    else:  # all angles are repeated as a block: channels 2j and 2j + 1 get neighbouring angles
         laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
     where = "side by side" if meant.pairing == "half" else "in two halves"
-    change: dict[str, Any] = {"mrope_section": None, "axes_dim": None, "theta": DEFAULT_THETA, "scaling": None}
     first, second = (
-        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **change)
+        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **NO_SECTIONS, **NO_THETA)
         for of in (laid[firsts], laid[seconds])
     )
-    cause = f"the two channels of a pair turn apart: both angles of a pair lie {where}, and pairs are {meant.pairing!r}"
-    remedy = "give both channels of a pair one angle; a model that was trained so (ERNIE-Image) has a second_rotary"
+    cause = (
+        f"the two channels of a pair rotate differently: angles are repeated {where}, but pairs are {meant.pairing!r}"
+    )
+    remedy = "give both channels of a pair one angle; a model trained that way (ERNIE-Image) has a second_rotary"
     yield Suspect(cause, remedy, first, second=second)
 
 
 def _dims(meant: Rotary) -> Iterator[Suspect]:
-    """Yield other numbers of channels that turn, with sections in proportion."""
+    """Yield other numbers of rotated channels, with sections in proportion."""
     for size in sorted({meant.head_dim * quarters // 4 for quarters in range(1, 5)} - {meant.rotary_dim}):
-        section = meant.mrope_section and [each * size // meant.rotary_dim for each in meant.mrope_section]
-        cause = f"{size} channels of a head turn, not {meant.rotary_dim}"
-        remedy = f"turn the first {meant.rotary_dim} channels of a head, and leave the others"
-        yield from if_made(cause, remedy, meant, rotary_dim=size, mrope_section=section)
+        section = meant.mrope_section and [length * size // meant.rotary_dim for length in meant.mrope_section]
+        cause = f"{size} channels of a head are rotated, not {meant.rotary_dim}"
+        remedy = f"rotate only the first {meant.rotary_dim} channels of a head"
+        yield from if_valid(cause, remedy, meant, rotary_dim=size, mrope_section=section)
+
+
+_OTHER_AXES = "rotate each pair by the axis in the config, see Rotary.pair_axis"
 
 
 def of_axes(cause: str, meant: Rotary, axis: IntArray, kind: str = "") -> Iterator[Suspect]:
-    """Yield the rotation whose pairs keep their frequencies and have these axes."""
-    change: dict[str, Any] = {
-        "allocation": axis.tolist(),
-        "mrope_section": None,
-        "axes_dim": None,
-        "theta": DEFAULT_THETA,
-    }
-    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
-    inv_freq = meant.inv_freq_array.tolist()
-    yield from if_made(cause, remedy, meant, kind=kind, **change, scaling=None, inv_freq=inv_freq)
+    """Yield the rotation with the intended frequencies and these axes of pairs."""
+    change = {"allocation": axis.tolist(), "inv_freq": meant.inv_freq_array.tolist()} | NO_SECTIONS | NO_THETA
+    yield from if_valid(cause, _OTHER_AXES, meant, kind=kind, **change)
 
 
-def if_made(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change: Any) -> Iterator[Suspect]:
-    """Yield the suspect whose rotary has these changes, if there is such a rotary."""
+def if_valid(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change: Any) -> Iterator[Suspect]:
+    """Yield the suspect with these changes of the intended rotary, if they are a valid Rotary."""
     try:
         rotary = replace(meant, **change)
     except MmposError:
         return
-    yield Suspect(cause, remedy or "give the engine the rope parameters of the config", rotary, kind)
+    yield Suspect(cause, remedy or "configure the engine with the rope parameters of the config", rotary, kind)
 
 
 def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
-    """Yield other axes of pairs: by name, exchanged, dropped."""
+    """Yield other allocations of axes to pairs: named ones, swapped axes, dropped axes."""
     mine = meant.allocation if isinstance(meant.allocation, str) else "a vector"
     section = meant.mrope_section or np.bincount(meant.pair_axis[meant.pair_axis >= 0], minlength=meant.axes).tolist()
-    remedy = "give each pair the axis that the config says: Rotary.pair_axis has them"
     names, axis = axis_names(meant.axes), meant.pair_axis
     for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
         if name not in (meant.allocation, HEADS):
-            told = section if name in ("sections", "mrope-interleaved") else None
-            change: dict[str, Any] = {"allocation": name, "mrope_section": told, "axes_dim": None}
-            yield from if_made(f"pairs are allocated as {name!r}, not as {mine!r}", remedy, meant, **change)
+            own_section = section if name in ("sections", "mrope-interleaved") else None
+            change = NO_SECTIONS | {"allocation": name, "mrope_section": own_section}
+            yield from if_valid(f"pairs are allocated as {name!r}, not as {mine!r}", _OTHER_AXES, meant, **change)
     vectors: dict[str, IntArray] = {}
     if with_ids:
         for a, name in enumerate(names):
-            vectors[f"all pairs turn by axis {a} ({name}): the other axes are dropped"] = np.where(axis < 0, axis, a)
+            vectors[f"all pairs rotate by axis {a} ({name}): other axes are dropped"] = np.where(axis < 0, axis, a)
             for b, instead in enumerate(names):
                 if a != b and meant.axes > 2:
-                    vectors[f"pairs of axis {a} ({name}) turn by axis {b} ({instead}), which counts twice"] = np.where(
-                        axis == a, b, axis
-                    )
+                    vectors[f"pairs of axis {a} ({name}) rotate by axis {b} ({instead})"] = np.where(axis == a, b, axis)
         for order in permutations(range(meant.axes)) if meant.axes <= 4 else ():
             if list(order) != sorted(order):
-                came = ", ".join(names[a] for a in order)
-                exchanged = np.array([*order, STILL])[axis]
-                vectors[f"axes are exchanged: pairs of ({', '.join(names)}) turn by ({came})"] = exchanged
+                used = ", ".join(names[a] for a in order)
+                swapped = np.array([*order, STILL])[axis]
+                vectors[f"axes are swapped: pairs of ({', '.join(names)}) rotate by ({used})"] = swapped
     for a, name in enumerate(names):
-        vectors[f"pairs of axis {a} ({name}) do not turn"] = np.where(axis == a, STILL, axis)
+        vectors[f"pairs of axis {a} ({name}) are not rotated"] = np.where(axis == a, STILL, axis)
     for cause, vector in vectors.items():
         yield from of_axes(cause, meant, vector)

@@ -1,4 +1,4 @@
-"""What keys say of every token, sure or not: the id that explains it best, and what that leaves."""
+"""The id that best explains every token's key, whether or not it is certain, and its residual."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import IntArray
 
 RARE = 0.01
-"""Share of tokens whose ids may be off integers by noise before all are taken for fractions, or of unlike lengths."""
+"""Fraction of tokens that may be exceptions: ids between integers before ids count as fractions, or pairs of other
+lengths."""
 
 MOST = 0.5
-"""Share of tokens that must fit ids before any is believed: else the rotary is another one."""
+"""Fraction of tokens that must fit ids for any id to be trusted; otherwise the rotary is wrong."""
 
 ANY_ANGLE = np.pi / 3**0.5
-"""Root mean square in rad of angles that mean nothing."""
+"""Root mean square in rad of random angles."""
 
 COARSE = 0.04
-"""Noise in rad of e4m3, the coarsest of numbers; beyond it something else is at work, which pairs may share."""
+"""Noise in rad of e4m3, the coarsest dtype; larger noise has another cause, which pairs may share."""
 
 ROUNDED = 0.02
-"""Most, in rad, that angles in float32 may be off."""
+"""Largest error in rad of angles in float32."""
 
 EXPLAINED = 0.005
-"""What an id may leave, in rad, beyond the noise of other tokens: bfloat16 among float32 leaves less."""
+"""Residual in rad that an id may have beyond the noise of other tokens: bfloat16 keys among float32 keys have less."""
 
 FACTOR = 0.02
-"""What the lengths of a token's pairs may be off on average, relative: as factors on cos and sin, which are larger."""
+"""Largest mean relative error of the lengths of a token's pairs; wrong attention factors are larger."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traces:
-    """What keys say, sure or not.
+    """Ids of all tokens, whether or not they are certain, and their errors.
 
     Args:
-        axes: pairs of every axis, and of those that do not turn, last.
-        ids: (axes, tokens) NaN where none explains the keys.
-        across: (axes, tokens) rad that ids leave of the phases.
-        along: (axes, tokens) what lengths are off, the noise along phasors.
+        axes: the pairs of every axis; if some pairs are not rotated, they follow as axis −1.
+        ids: (axes, tokens) ids; NaN if no id explains the key.
+        across: (axes, tokens) residual of the phases in rad.
+        along: (axes, tokens) error of the lengths, the noise along phasors.
         length: (axes, tokens) mean lengths of phasors.
-        by_pair: of each axis (pairs,) the mean squares of what lengths are off.
-        away: (axes, tokens) how many ids away the keys would fit best.
-        still: (tokens,) mean square of rad by which pairs have turned that should not.
-        alike: (tokens,) whether pairs are as long as the reference's.
-        futile: whether searches were given up.
-        scale: how much longer keys are than a reference that was not turned.
-        factor: how much longer they should be; None where the reference is a token.
+        by_pair: for each axis, (pairs,) mean squared errors of lengths.
+        away: (axes, tokens) distance in ids to where the phases would fit best.
+        still: (tokens,) mean squared rotation, in rad², of the pairs that should not be rotated.
+        alike: (tokens,) whether the token's pairs are as long as the reference's.
+        futile: whether searches were abandoned.
+        scale: factor by which keys are longer than an unrotated reference.
+        factor: the factor by which they should be longer; None if the reference is a token.
     """
 
     axes: list[Axis]
@@ -69,34 +70,34 @@ class Traces:
 
     @property
     def noise(self) -> Float64Array:
-        """(axes, tokens) the larger one of both."""
+        """(axes, tokens) the larger of ``across`` and ``along``."""
         return np.maximum(self.across, self.along)
 
     @property
     def residual(self) -> Float64Array:
-        """(tokens,) root mean square in rad over the pairs, those of axes without an id at any angle."""
-        ladders = [each.ladder for each in self.axes]
+        """(tokens,) root mean square residual in rad over the pairs; random angles on axes without an id."""
+        ladders = [axis.ladder for axis in self.axes]
         weights = np.array([ladder.weights.sum() for ladder in ladders])
         squares = np.minimum(self.noise, ANY_ANGLE) ** 2
         if len(ladders) > len(squares):
             squares = np.concatenate([squares, self.still[None]])
-        if not weights.any():  # where the reference has nothing but pairs of no frequency
+        if not weights.any():  # the reference is zero in all pairs with a frequency
             return np.where(self.alike, ANY_ANGLE, np.nan)
         return np.where(self.alike, np.sqrt(np.average(squares, axis=0, weights=weights)), np.nan)
 
     @property
     def _right(self) -> Flags:
-        """(tokens,) by which noise is judged: all, or where many have another factor, those that have the right one."""
+        """(tokens,) whether a token is used to estimate noise: all, or tokens with the right factor if most have it."""
         if self.scale != self.factor:
             return np.ones_like(self.alike)
         return np.asarray((np.abs(self.length - 1) <= FACTOR).all(axis=0))
 
-    def unexplained(self, rounding: float, told: Flags | None = None) -> Flags:
-        """Tell (tokens,) whose keys are not the reference's, turned by their ids, at the noise that other tokens have.
+    def unexplained(self, rounding: float, certain: Flags | None = None) -> Flags:
+        """Return (tokens,) whether a key is not the reference rotated by its ids, given the noise of other tokens.
 
         Args:
             rounding: ``Keys.rounding``.
-            told: (axes, tokens) ids that are sure although the token has more noise than others; by default all.
+            certain: (axes, tokens) ids that are certain even if the token has more noise than others; by default all.
         """
         broken = ~self.alike & (self.along <= ALIKE).all(axis=0) | (self.still > (0.05 + 3 * rounding) ** 2)
         driven = [axis for axis in range(len(self.ids)) if self.axes[axis].columns.size]
@@ -108,7 +109,7 @@ class Traces:
                 return np.ones_like(broken)
             usual = max(float(np.median(along[good])), rounding)
             most = chance * max(usual, min(float(np.median(noise[good])), ROUNDED))
-            few = np.flatnonzero(~(read & (noise <= EXPLAINED)))  # the others are within all bounds
+            few = np.flatnonzero(~(read & (noise <= EXPLAINED)))  # all other tokens are within every bound
             with np.errstate(invalid="ignore"):
                 off, typical = (
                     np.sqrt(across[at] ** 2 - np.minimum(across[at], chance * np.maximum(along[at], usual)) ** 2)
@@ -116,34 +117,34 @@ class Traces:
                 )
                 least = max(min(3 * chance * float(np.median(typical)), ROUNDED), 3 * rounding, EXPLAINED)
                 fits = off <= np.fmax(least, ladder.rounding(ids[few]))
-            sure = True if told is None else told[axis, few]
-            fits &= read[few] & (noise[few] <= 2 * most + np.where(sure, 2 * COARSE, EXPLAINED))
+            trusted = True if certain is None else certain[axis, few]
+            fits &= read[few] & (noise[few] <= 2 * most + np.where(trusted, 2 * COARSE, EXPLAINED))
             tail = 2 * most if self.alike.mean() > 1 - RARE else 0.0
             broken[few] |= np.where(self.alike[few], ~fits, ~(along[few] <= max(ALIKE, tail)))
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
 
     def _other_factor(self, driven: list[int], rounding: float) -> Flags:
-        """Tell (tokens,) whose pairs are all longer or shorter than those of most tokens, or than they should be."""
+        """Return (tokens,) whether the pairs of a token are all longer or shorter than usual, or than intended."""
         weights = [self.axes[axis].ladder.weights for axis in driven]
-        every = np.concatenate(weights) / np.concatenate(weights).sum()
-        length = np.average(self.length[driven], axis=0, weights=[each.sum() for each in weights])
+        shares = np.concatenate(weights) / np.concatenate(weights).sum()
+        length = np.average(self.length[driven], axis=0, weights=[pairs.sum() for pairs in weights])
         some = _some(self.alike & self._right)
         off = np.abs(length / (1.0 if self.scale == self.factor else np.median(length[some])) - 1)
-        noise = float(np.median(self.along[:, some][driven])) * float(np.sqrt(every @ every))
+        noise = float(np.median(self.along[:, some][driven])) * float(np.sqrt(shares @ shares))
         scatter = max(noise, float(np.median(off[some])) / 0.6745)
         return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
 
 
 def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: Float64Array | None = None) -> Traces:
-    """Find the ids of every token, sure or not; or see what (axes, tokens) ids leave that are given."""
+    """Find the ids of every token, or measure the residuals of known (axes, tokens) ids."""
     tokens, axes = keys.num_tokens, keys.axes()
     turning = axes[: keys.rotary.axes]
-    found = np.full((3, len(turning), tokens), np.inf)
-    found[0] = np.nan
+    readings = np.full((3, len(turning), tokens), np.inf)
+    readings[0] = np.nan
     along, length = np.zeros((len(turning), tokens)), np.ones((len(turning), tokens))
-    by_pair, counts = [np.zeros(each.columns.size) for each in turning], [0] * len(turning)
+    by_pair, counts = [np.zeros(axis.columns.size) for axis in turning], [0] * len(turning)
     still, same = np.zeros(tokens), np.zeros(tokens, np.bool_)
-    followers = [Follower(each.ladder, np.ones(each.columns.size, np.complex64)) for each in turning]
+    followers = [Follower(axis.ladder, np.ones(axis.columns.size, np.complex64)) for axis in turning]
     plain = keys.reference[:, 2 * keys.rotary.num_pairs :]
     factor = keys.rotary.attention_factor if keys.token is None else None
     scale, at = 1.0, 0
@@ -151,52 +152,53 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
         here = slice(at, at + len(block))
         at = here.stop
         pairs = keys.pairs(block)
-        phasors = [each.phasors(pairs) for each in axes]
+        phasors = [axis.phasors(pairs) for axis in axes]
         if index == 0:
             scale = _scale(axes, phasors, factor)
         if scale != 1.0:
-            phasors = [each / np.float32(scale) for each in phasors]
+            phasors = [row / np.float32(scale) for row in phasors]
         same[here] = _unturned_alike(block, plain)
         with np.errstate(invalid="ignore", over="ignore"):
-            measured = [each.ladder.lengths(some) for each, some in zip(axes, phasors, strict=True)]
+            measured = [axis.ladder.lengths(row) for axis, row in zip(axes, phasors, strict=True)]
             if len(axes) > len(turning):
                 still[here] = np.abs(phasors[-1] - 1) ** 2 @ axes[-1].ladder.weight
         same[here] &= np.all([off <= ALIKE**2 for (_, off), _ in measured], axis=0)
-        for axis, follower in enumerate(followers):
-            lengths, squares = measured[axis]
-            if not turning[axis].columns.size:
+        for a, follower in enumerate(followers):
+            lengths, squares = measured[a]
+            if not turning[a].columns.size:
                 continue
             if ids is None:
-                found[:, axis, here] = follower.read(phasors[axis], lengths, same[here])
+                readings[:, a, here] = follower.read(phasors[a], lengths, same[here])
             else:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    found[:, axis, here], _ = follower.ladder.explain(phasors[axis], lengths, ids[axis, here])
-            length[axis, here], along[axis, here] = lengths[0], np.sqrt(lengths[1])
+                    readings[:, a, here], _ = follower.ladder.explain(phasors[a], lengths, ids[a, here])
+            length[a, here], along[a, here] = lengths[0], np.sqrt(lengths[1])
             good = same[here]
             if good.any():
                 good = good & (lengths[1] <= 16 * np.median(lengths[1][good][::16]))
-            by_pair[axis] += (squares if good.all() else squares[good]).sum(axis=0)
-            counts[axis] += int(good.sum())
+            by_pair[a] += (squares if good.all() else squares[good]).sum(axis=0)
+            counts[a] += int(good.sum())
         if progress is not None:
             progress(at, tokens)
-    _, across, away = found
+    best, across, away = readings
     by_pair = [squares / max(count, 1) for squares, count in zip(by_pair, counts, strict=True)]
-    futile = any(each.futile for each in followers)
-    return Traces(axes, found[0], across, along, length, by_pair, away, still, same, futile, scale, factor)
+    futile = any(follower.futile for follower in followers)
+    return Traces(axes, best, across, along, length, by_pair, away, still, same, futile, scale, factor)
 
 
 def _some(good: Flags) -> IntArray:
-    """Pick up to 2¹⁶ of the tokens that are good, spread over all: enough for a median."""
+    """Choose up to 2¹⁶ of the good tokens, evenly spread: enough for a median."""
     tokens = np.flatnonzero(good)
     return tokens[:: max(1, tokens.size >> 15)]
 
 
 def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> float:
-    """How much longer the turned pairs of most tokens are than those of the reference: an attention factor.
+    """Estimate the attention factor: by how much the rotated pairs of most tokens are longer than the reference's.
 
-    Where most have nearly the factor that is right, and some have it, it is that factor: others are wrong, though many.
+    If most tokens have nearly the right factor and some have exactly that, the result is the right factor; then most
+    tokens are wrong.
     """
-    weights = np.concatenate([each.ladder.weights for each in axes])
+    weights = np.concatenate([axis.ladder.weights for axis in axes])
     with np.errstate(invalid="ignore", over="ignore"):
         lengths = np.abs(np.concatenate(phasors, axis=1)) @ weights / max(weights.sum(), 1e-300)
     lengths = lengths[np.isfinite(lengths)]
@@ -209,7 +211,7 @@ def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> fl
 
 
 def _unturned_alike(block: npt.NDArray[np.float32], plain: npt.NDArray[np.float32]) -> Flags:
-    """Tell (tokens,) whether the channels that do not turn are those of the reference."""
+    """Return (tokens,) whether the channels that are not rotated equal those of the reference."""
     if not plain.size:
         return np.ones(len(block), np.bool_)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,4 +1,4 @@
-"""Judge the keys of a layer: whether its ids and its rotation are as meant, and which kv heads are not."""
+"""Verdicts on the keys of a layer: whether its ids and its rotation are as intended, and which kv heads differ."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import Array
 
-OTHER = "The keys are not those of reference.npz: other weights, heads, or order of channels."
+OTHER = "The keys do not belong to reference.npz: weights, heads or the order of channels differ."
 
 UNWRITTEN = "the keys were never written"
 
 ONE = 1e-5
-"""Most that tokens with one key differ, relative: less than the slowest pairs of M-RoPE turn by one id."""
+"""Largest relative difference of keys that count as one: less than the slowest pairs of M-RoPE rotate by one id."""
 
 
 @dataclass(frozen=True, eq=False)
 class Meant:
-    """The positions that were meant.
+    """The intended positions.
 
     Args:
-        documents: what the keys are of, or (axes, tokens) the integers that the engine was given.
-        scheme: of documents.
+        documents: the documents of the keys, or (axes, tokens) integers, the ids that were passed to the engine.
+        scheme: the scheme of the documents; None means "rope-tie".
         start: id of each document's first token.
     """
 
@@ -51,14 +51,14 @@ class Meant:
 
     @cached_property
     def positions(self) -> PositionTable | Array:
-        """The table of documents, or the ids."""
+        """The placed documents, or the ids."""
         if isinstance(self.documents, SegmentTable):
             return place(self.documents, self.scheme or "rope-tie", self.start)
         return self.documents
 
     @property
     def changes(self) -> Flags:
-        """(tokens,) whose ids are not those of the first."""
+        """(tokens,) whether a token's ids differ from those of the first token."""
         table = self.positions
         ids = table.dense(dtype=np.float64) if isinstance(table, PositionTable) else table
         return np.asarray((ids != ids[:, :1]).any(axis=0))
@@ -66,17 +66,17 @@ class Meant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What keys of one layer are beside what was meant.
+    """The result of comparing the keys of one layer with the intended positions and rotation.
 
     Args:
-        readings: of all kv heads as one, or of each where heads are judged apart.
-        equal: whether ids and rotation are as meant.
-        first_wrong: the first token that is not, counted over all rows.
-        sentences: the result in words.
-        cause: why they are not, in words that are the same for heads with one mistake; None if that is not known.
-        wrong_heads: kv heads that are wrong where others are right, or wrong in another way.
-        foreign: whether the reference is not that of these keys.
-        diagnosis: the ids of all heads as one beside those that were meant; None where they were not compared.
+        readings: one reading of all kv heads, or one for each head if heads are judged separately.
+        equal: whether ids and rotation are as intended.
+        first_wrong: the first wrong token, counted over all rows.
+        sentences: the result in sentences.
+        cause: the cause, with equal words for heads with the same mistake; None if it is unknown.
+        wrong_heads: wrong kv heads, if other heads are right or wrong for another cause.
+        foreign: whether the reference belongs to other keys.
+        diagnosis: the diagnosis of the ids of all heads; None if ids were not compared.
     """
 
     readings: tuple[Reading, ...]
@@ -90,28 +90,28 @@ class Verdict:
 
     @property
     def known(self) -> Flags:
-        """(readings, axes, tokens) which ids were told."""
+        """(readings, axes, tokens) whether an id is known."""
         return np.stack([reading.known for reading in self.readings])
 
     @property
     def unknown_tokens(self) -> int:
-        """Tokens of which an id could not be told, though the key may be right."""
+        """Number of tokens with an unknown id whose key may be right."""
         explained = np.stack([reading.explained for reading in self.readings])
         return int((explained & ~self.known.all(axis=1)).any(axis=0).sum())
 
     @property
     def factor_judged(self) -> bool:
-        """Whether the attention factor was judged, by a key that was not turned."""
+        """Whether the attention factor was judged, which requires an unrotated reference key."""
         return all(reading.reference is None for reading in self.readings)
 
     @property
     def residual(self) -> float:
-        """The most rad that an id leaves unexplained."""
+        """The largest residual in rad."""
         residual = np.concatenate([reading.residual for reading in self.readings])
         return float(residual[np.isfinite(residual)].max(initial=0))
 
-    def foreign_too(self) -> Verdict:
-        """Say that the reference is of other keys."""
+    def as_foreign(self) -> Verdict:
+        """Add that the reference belongs to other keys."""
         return replace(self, equal=False, sentences=(*self.sentences, OTHER), cause=self.cause or OTHER)
 
 
@@ -125,16 +125,16 @@ def judge(
     trusted: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
-    """Read the keys of a layer and of each kv head, and compare ids and rotation with those that were meant.
+    """Read the keys of a layer and of each kv head, and compare ids and rotation with the intended ones.
 
     Args:
-        keys: as ``read`` takes them, of numpy.
-        rotary: the rotation that was meant.
-        meant: the positions; None compares nothing.
-        lengths: as ``read`` takes them.
-        reference: (kv_heads, head_dim) a key that was not turned.
-        trusted: whether the reference is known to be that of the keys; else keys that are not like it are read without.
-        progress: as ``read`` takes it.
+        keys: as for ``read``, from numpy.
+        rotary: the intended rotation.
+        meant: the intended positions; None compares nothing.
+        lengths: as for ``read``.
+        reference: (kv_heads, head_dim) an unrotated key.
+        trusted: whether the reference is known to belong to the keys; if False, it is ignored for keys unlike it.
+        progress: as for ``read``.
 
     Raises:
         InvalidInputError: as for ``read`` and ``check``.
@@ -142,19 +142,19 @@ def judge(
     keys, rotary, reference = as_one_head(keys, rotary, reference)
     fits = trusted or reference is None or reference.shape == keys.shape[-2:]
     layer = _Layer(keys, rotary, meant, lengths, reference if fits else None, trusted, foreign=not fits)
-    found = layer.judged(progress)
-    says_nothing = (reference is None or trusted) and found.readings[0].num_tokens == 1
-    if keys.shape[-2] > 1 and rotary.head_axes is None and not says_nothing:
-        found = _by_head(layer, found)
-    return found.foreign_too() if found.foreign else found
+    verdict = layer.judged(progress)
+    undecidable = (reference is None or trusted) and verdict.readings[0].num_tokens == 1
+    if keys.shape[-2] > 1 and rotary.head_axes is None and not undecidable:
+        verdict = _by_head(layer, verdict)
+    return verdict.as_foreign() if verdict.foreign else verdict
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Keys of all heads of a layer, or of one, and what is given with them; see ``judge``.
+    """Keys of all heads of a layer, or of one head, with the arguments of ``judge``.
 
     Args:
-        foreign: whether there was a reference of other keys, which is left out.
+        foreign: whether a reference that belongs to other keys was dropped.
     """
 
     keys: npt.NDArray[Any]
@@ -166,14 +166,14 @@ class _Layer:
     foreign: bool = False
 
     def head(self, head: int) -> _Layer:
-        """Return one kv head alone, with its row of the reference."""
+        """Return the layer with one kv head only, and its row of the reference."""
         here = slice(head, head + 1)
         row = None if self.reference is None else self.reference[here]
         return replace(self, keys=self.keys[..., here, :], reference=row)
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """(tokens, kv_heads, head_dim) keys of all rows that count."""
+        """(tokens, kv_heads, head_dim) keys of all rows, without padding."""
         rows = self.keys.reshape(-1, *self.keys.shape[-3:])
         if self.lengths is None:
             return rows.reshape(-1, *self.keys.shape[-2:])
@@ -181,7 +181,7 @@ class _Layer:
 
     @property
     def written(self) -> Flags:
-        """(tokens, kv_heads) which keys are finite numbers, not all zero."""
+        """(tokens, kv_heads) whether a key is finite and not all zero."""
         tokens = self.tokens
         return np.asarray(np.isfinite(tokens).all(axis=-1) & tokens.any(axis=-1))
 
@@ -193,7 +193,7 @@ class _Layer:
 
     @property
     def as_meant(self) -> bool:
-        """Whether all keys are those of the rotation and the positions that were meant."""
+        """Whether all keys have the intended rotation and positions."""
         try:
             return bool(self.written.any()) and self.identified.as_meant and self.identified.first_wrong is None
         except UnwrittenError:
@@ -201,11 +201,11 @@ class _Layer:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """What is said of the keys as one."""
+        """The verdict on all heads together."""
         return self.judged()
 
     def judged(self, progress: Callable[[int, int], None] | None = None) -> Verdict:
-        """Judge heads as one, by the reference where most tokens that were written are like it."""
+        """Judge all heads together, with the reference if most written tokens are like it."""
         try:
             reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths, progress=progress)
         except UnwrittenError as error:
@@ -219,43 +219,43 @@ class _Layer:
                 return replace(self, reference=None, foreign=True).judged(progress)
         try:
             return self._compared(reading)
-        except InvalidInputError as error:  # of keys in another layout, which the notes see
+        except InvalidInputError as error:  # keys in another layout, which the notes mention
             raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
 
     def _unwritten(self, reading: Reading, sentence: str) -> Verdict:
         return Verdict((reading,), False, 0, (sentence,), UNWRITTEN, foreign=self.foreign)
 
     def _unread(self) -> Reading:
-        """Make the reading in which nothing is told, since the token that ids are relative to was never written."""
+        """Return a reading without known ids, for a reference token that was never written."""
         rows = self.keys.reshape(-1, *self.keys.shape[-3:])
         lengths = np.full(len(rows), rows.shape[1]) if self.lengths is None else np.asarray(self.lengths)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        tokens, no = int(offsets[-1]), np.zeros(int(offsets[-1]), np.bool_)
+        tokens, false = int(offsets[-1]), np.zeros(int(offsets[-1]), np.bool_)
         ids, ones = np.full((self.rotary.axes, tokens), UNKNOWN), np.ones(tokens, np.int64)
-        return Reading(ids, ones, np.full(tokens, np.nan), np.zeros(ids.shape), no, no, 0, offsets, ())
+        return Reading(ids, ones, np.full(tokens, np.nan), np.zeros(ids.shape), false, false, 0, offsets, ())
 
     def _compared(self, reading: Reading) -> Verdict:
-        """Compare a reading with the positions that were meant, and the rotation with its own."""
+        """Compare a reading with the intended positions, and the keys with the intended rotation."""
         meant, notes = self.meant, [note for note in reading.notes if note != ONE_KEY]
-        alone = reading.reference is not None and reading.num_tokens == 1  # it is what it is compared with
-        diagnosis, wrong, said = None, None, list[str]()
+        alone = reading.reference is not None and reading.num_tokens == 1  # the only token is the reference
+        diagnosis, wrong, sentences = None, None, list[str]()
         if meant is None:
-            notes.append("Nothing was compared: give --spec or --ids, the positions that were meant.")
+            notes.append("Nothing was compared: pass the intended positions as --spec or --ids.")
         elif reading.known.any() and not alone:
             diagnosis = check(reading, meant.documents, meant.scheme, meant.start)
-            wrong, said = diagnosis.token, [*diagnosis.difference]
+            wrong, sentences = diagnosis.token, [*diagnosis.difference]
             if wrong is not None and diagnosis.document and isinstance(meant.positions, PositionTable):
                 wrong += int(meant.positions.documents[FIRST_TOKEN, diagnosis.document])
-                said.insert(1, f"Counted over all rows, this is token {wrong}.")
+                sentences.insert(1, f"Counted over all rows, this is token {wrong}.")
             if diagnosis.equal and reading.reference is not None:
-                notes.append(f"Ids are relative to token {reading.reference}: what all have too much is not seen.")
+                notes.append(f"Ids are relative to token {reading.reference}: an offset of all ids cannot be seen.")
         equal, cause = diagnosis is not None and diagnosis.equal, None if diagnosis is None else diagnosis.cause
         verdict = partial(Verdict, (reading,), foreign=self.foreign, diagnosis=diagnosis)
         if not equal and not alone and self._one_key(reading):
             if wrong is None and meant is not None:
                 wrong = int(meant.changes.argmax())
             notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
-            return verdict(False, wrong, (*said, *notes), ONE_KEY)
+            return verdict(False, wrong, (*sentences, *notes), ONE_KEY)
         if not alone:
             identified = self.identified  # ids may be read through a wrong rotation
             first, other = identified.first_wrong, identified.named and not identified.as_meant
@@ -265,14 +265,14 @@ class _Layer:
             wrong = first if earlier else wrong
             if other or earlier or (not differs and (not equal or reading.notes)):
                 notes.append(str(identified))
-            if other:  # the cause in the ids is what they look like through the rotation that was meant
-                return verdict(equal, wrong, (*said, *notes), identified.kind)
+            if other:  # the cause in the ids is an artefact of reading them with the intended rotation
+                return verdict(equal, wrong, (*sentences, *notes), identified.kind)
         if diagnosis is not None:
-            said += diagnosis.explanation
-        return verdict(equal, wrong, (*said, *notes), cause)
+            sentences += diagnosis.explanation
+        return verdict(equal, wrong, (*sentences, *notes), cause)
 
     def _one_key(self, reading: Reading) -> bool:
-        """Tell whether tokens have one key, also where its pairs are too few to tell ids, though ids should differ."""
+        """Return whether all tokens have one key although their ids should differ, even if ids cannot be read."""
         if reading.known.all():
             return reading.num_tokens > 1 and bool((reading.position_ids == reading.position_ids[:, :1]).all())
         if self.meant is None or self.meant.changes.size != reading.num_tokens or not self.meant.changes.any():
@@ -283,31 +283,31 @@ class _Layer:
         return bool((off <= ONE**2 * (first**2).mean()).all())
 
 
-def _by_head(layer: _Layer, whole: Verdict) -> Verdict:
-    """Judge each kv head alone, and name those that are wrong where not all are, or not for one cause."""
+def _by_head(layer: _Layer, together: Verdict) -> Verdict:
+    """Judge each kv head separately, and name the wrong ones unless all are wrong for one cause."""
     heads = [layer.head(head) for head in range(layer.keys.shape[-2])]
     if layer.meant is None:
-        if not whole.foreign or all(head.verdict.foreign for head in heads):
-            return whole
-        return replace(whole, foreign=False, sentences=("Kv heads were not turned alike.", *whole.sentences))
-    found = {number: head.verdict for number, head in enumerate(heads) if not head.as_meant}
-    apart = [number for number, one in found.items() if one.foreign]
-    foreign = whole.foreign and (layer.reference is None or len(apart) == len(heads))
+        if not together.foreign or all(head.verdict.foreign for head in heads):
+            return together
+        return replace(together, foreign=False, sentences=("Kv heads are rotated differently.", *together.sentences))
+    verdicts = {number: head.verdict for number, head in enumerate(heads) if not head.as_meant}
+    foreign_heads = [number for number, verdict in verdicts.items() if verdict.foreign]
+    foreign = together.foreign and (layer.reference is None or len(foreign_heads) == len(heads))
     if not foreign:
-        found |= {number: found[number].foreign_too() for number in apart}
+        verdicts |= {number: verdicts[number].as_foreign() for number in foreign_heads}
     causes: dict[str | None, list[int]] = {}
-    for number, one in found.items():
-        if not one.equal:
-            causes.setdefault(one.cause, []).append(number)
-    wrong = sorted(number for some in causes.values() for number in some)
-    of_one_cause = whole.cause not in (None, UNWRITTEN) or len(causes) == 1
-    if not wrong or (whole.foreign == foreign and len(wrong) == len(heads) and of_one_cause):
-        return replace(whole, foreign=foreign)
+    for number, verdict in verdicts.items():
+        if not verdict.equal:
+            causes.setdefault(verdict.cause, []).append(number)
+    wrong = sorted(number for numbers in causes.values() for number in numbers)
+    one_cause = together.cause not in (None, UNWRITTEN) or len(causes) == 1
+    if not wrong or (together.foreign == foreign and len(wrong) == len(heads) and one_cause):
+        return replace(together, foreign=foreign)
     sentences = []
-    for some in causes.values():
-        names = f"{'head' if len(some) == 1 else 'heads'} {', '.join(map(str, some))}"
-        sentences += [f"Of {len(heads)} kv heads, {names} alone:", *found[some[0]].sentences]
-    first = min((at for number in wrong if (at := found[number].first_wrong) is not None), default=None)
+    for numbers in causes.values():
+        names = f"{'head' if len(numbers) == 1 else 'heads'} {', '.join(map(str, numbers))}"
+        sentences += [f"Kv {names} (of {len(heads)}):", *verdicts[numbers[0]].sentences]
+    first = min((at for number in wrong if (at := verdicts[number].first_wrong) is not None), default=None)
     readings = tuple(reading for head in heads for reading in head.verdict.readings)
     cause = next(iter(causes)) if len(causes) == 1 else None
     return Verdict(readings, False, first, tuple(sentences), cause, tuple(wrong), foreign)

@@ -1,5 +1,5 @@
-"""The explorer: a page in the browser that shows ids as a document changes, for whoever studies a scheme."""
+"""The explorer: a page in the browser that shows the ids of a document while it changes, to study schemes."""
 
-from mmpos.cli.explore import command  # joins the app
+from mmpos.cli.explore import command  # adds its command to the app
 
 __all__ = ["command"]

@@ -1,4 +1,4 @@
-"""The command that serves the explorer on this machine, or writes one file with everything in it."""
+"""The command that serves the explorer on this machine, or writes it as one self-contained file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmpos.cli.explore.request import Explorer
 
 _HOST = "127.0.0.1"
-_LARGEST_REQUEST = 2**20  # bytes: input_ids of a page-sized document and a config.json
+_LARGEST_REQUEST = 2**20  # bytes, enough for the input_ids of MAX_TOKENS tokens and a config.json
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -36,49 +36,51 @@ _HEADERS = {
 _STARTING_SPEC = "8,4x6,6,5x3,4"
 
 
-@app.command(help=f"Show ids in the browser while a document changes.\n\n{SPECS}")
+@app.command(help=f"Explore the ids of a document in the browser.\n\n{SPECS}")
 def explore(
-    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="The document to begin with.")] = _STARTING_SPEC,
-    scheme: Annotated[list[str] | None, scheme_option("rope-tie and mrope", "Up to three, side by side. ")] = None,
-    token: Annotated[int, typer.Option(min=0, help="The token to begin with.")] = 0,
+    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="The initial document.")] = _STARTING_SPEC,
+    scheme: Annotated[
+        list[str] | None, scheme_option("rope-tie and mrope", "Repeat to show up to three side by side. ")
+    ] = None,
+    token: Annotated[int, typer.Option(min=0, help="Index of the token that is selected at first.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="Write one file to keep or to send; serve nothing."),
+        typer.Option("--output", "-o", metavar="FILE.html", help="Write a self-contained file; serve nothing."),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 chooses a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 chooses a free port.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
-    """Show ids in the browser while a document changes."""
+    """Explore the ids of a document in the browser."""
     from mmpos.cli.explore.request import Explorer
 
     specs = read_specs([document])
     if len(specs.documents) != 1:
         raise InvalidInputError(f"SPEC|FILE: got {len(specs.documents)} documents, want 1")
-    words = scheme or ([specs.scheme] if specs.scheme else ["rope-tie", "mrope"])
-    explorer = Explorer({each: make_scheme(each) for each in words})
-    begin = {"parts": to_json(specs.documents)[0], "schemes": words, "token": token}
+    names = scheme or ([specs.scheme] if specs.scheme else ["rope-tie", "mrope"])
+    explorer = Explorer({name: make_scheme(name) for name in names})
+    begin = {"parts": to_json(specs.documents)[0], "schemes": names, "token": token}
     if output is not None:
         write_page(explorer, begin, output)
         typer.echo(f"wrote {output}")
         return
-    # An error belongs to the terminal, before a browser opens.
+    # Print errors in the terminal before a browser opens.
     explorer.answer(begin)
     _asset("plotly.js")
     asyncio.run(_serve(make_app(explorer, begin), port, browser))
 
 
 def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
-    """Write the page with the answer to its first request, its style and all scripts in one file.
+    """Write the page with the answer to its first request, its style and all scripts as one file.
 
     Args:
-        explorer: computes the answer.
-        begin: the request.
-        path: the file, ending in .html.
+        explorer: the explorer that computes the answer.
+        begin: the first request.
+        path: path of the file, ending in .html.
     """
     page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
     page = page.replace('<link rel="stylesheet" href="explorer.css">', f"<style>\n{_asset('explorer.css')}</style>")
     head, _, tail = page.rpartition("</body>")
-    for name in ("plotly.js", "explorer.js"):  # at the end, since an inline script cannot wait for the body
+    for name in ("plotly.js", "explorer.js"):  # at the end of the body, since inline scripts ignore defer
         head = head.replace(f'<script src="{name}" defer></script>\n', "", 1) + f"<script>\n{_asset(name)}\n</script>\n"
     save_html("--output", path, f"{head}</body>{tail}")
 
@@ -92,18 +94,20 @@ def _asset(name: str) -> str:
 
 
 def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] | None = None) -> str:
-    """Fill the page with its first request, the names of schemes and, where nothing is served, the answer."""
+    """Insert the first request, the names of schemes and, for a self-contained file, the answer into the page."""
     names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
     state = json.dumps({"request": begin, "schemes": names, "answer": answer})
-    return _asset("explorer.html").replace("{{state}}", state.replace("<", "\\u003c"))  # no text ends the script
+    return _asset("explorer.html").replace(
+        "{{state}}", state.replace("<", "\\u003c")
+    )  # so that no text ends the script
 
 
 def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
-    """Make the web application: the page, its style and scripts, and the answers to its requests.
+    """Create the web application: the page, its style and scripts, and the answers to its requests.
 
     Args:
-        explorer: computes the answers.
-        begin: the request that the page begins with.
+        explorer: the explorer that computes the answers.
+        begin: the first request of the page.
     """
     with needed_for("mmpos explore", extra="explore"):
         from aiohttp import web
@@ -112,9 +116,9 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
     async def guard(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        # A page of another site must not read answers through a name that resolves to this machine.
+        # Prevent other sites from reading answers through a name that resolves to this machine (DNS rebinding).
         if request.url.host not in (_HOST, "localhost"):
-            raise web.HTTPForbidden(text=f"the explorer answers at {_HOST} only")
+            raise web.HTTPForbidden(text=f"the explorer only answers at {_HOST}")
         response = await handler(request)
         response.headers.update(_HEADERS)
         return response
@@ -127,7 +131,7 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
         return web.Response(text=_asset(name), content_type="text/css" if name.endswith(".css") else "text/javascript")
 
     async def view(request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # which a form of another site cannot send
+        if request.content_type != "application/json":  # a form of another site cannot send this type
             raise web.HTTPUnsupportedMediaType(text="want application/json")
         try:
             answer = await asyncio.to_thread(explorer.answer, json.loads(await request.read()))
@@ -152,10 +156,10 @@ async def _serve(application: web.Application, port: int, browser: bool) -> None
     try:
         await site.start()
     except OSError as error:
-        raise InvalidInputError(f"--port: got {port}, which cannot be served ({error.strerror})") from error
+        raise InvalidInputError(f"--port: got {port} ({error.strerror}), want a free port") from error
     try:
         address = f"http://{_HOST}:{runner.addresses[0][1]}/"
-        typer.echo(f"Explore at {address} (Ctrl+C stops)")
+        typer.echo(f"Explorer at {address} (press Ctrl+C to stop)")
         if browser:
             webbrowser.open(address)
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""A request of the explorer's page: a document or tokenised ids, schemes, a token and a pair."""
+"""Requests of the explorer's page: a document or input_ids, schemes, a token and a pair."""
 
 from __future__ import annotations
 
@@ -21,70 +21,70 @@ _NAMES = (*_DOCUMENT, "config", "image_grid_thw", "video_grid_thw", "schemes", "
 
 @dataclass(frozen=True)
 class Explorer:
-    """What answers the page.
+    """The explorer that answers requests of the page.
 
     Args:
-        own: schemes of the command line beside those of mmpos, by the words that name them. The page itself may not
-            name a class to import.
+        own: schemes of the command line by name, in addition to those of mmpos. The page itself cannot name classes to
+            import.
     """
 
     own: Mapping[str, Scheme] = field(default_factory=dict)
 
     def answer(self, request: Any, every_token: bool = False) -> dict[str, object]:
-        """Compute what the page shows.
+        """Compute the contents of the page.
 
         Args:
-            request: an object with one of ``spec`` ("3,2x3,2"), ``parts`` ([{"text": 3}, {"grid": [2, 3]},
-                {"picture": [height, width]}], the last in pixels) and ``input_ids``, which come with ``config``, the
-                content of a config.json, and with grids if they hold images; ``schemes``, words that name 1 to 3;
-                ``token`` and ``pair``, the ones that are selected.
-            every_token: whether each token is explained, and not only the selected one.
+            request: an object with one document: ``spec`` ("3,2x3,2"), ``parts`` ([{"text": 3}, {"grid": [2, 3]},
+                {"picture": [height, width]}], with pixels for a picture), or ``input_ids`` with ``config``, the content
+                of a config.json, and grids if there are images. Also ``schemes``, 1 to 3 names, and the selected
+                ``token`` and ``pair``.
+            every_token: whether to explain every token, not only the selected one.
 
         Returns:
-            the object of ``view``, with the document as ``parts`` and ``spec``, which are None for input_ids.
+            The result of ``view``, with the document as ``parts`` and ``spec``, which are None for input_ids.
 
         Raises:
-            InvalidInputError, LimitExceededError: naming what of the request cannot be used.
-            UnsupportedError: a scheme or model that mmpos does not compute.
+            InvalidInputError, LimitExceededError: the request is invalid; the error names the field.
+            UnsupportedError: mmpos does not support the scheme or the model.
         """
         if not isinstance(request, Mapping):
             raise InvalidInputError(f"request: got {type(request).__name__}, want an object")
         for name in request.keys() - set(_NAMES):
             raise InvalidInputError(f"request: got {name!r}, want {', '.join(_NAMES)}")
-        given = [name for name in _DOCUMENT if request.get(name) is not None]
-        if len(given) != 1:
+        passed = [name for name in _DOCUMENT if request.get(name) is not None]
+        if len(passed) != 1:
             raise InvalidInputError(
-                f"request: got {' and '.join(given) or 'no document'}, want one of {', '.join(_DOCUMENT)}"
+                f"request: got {' and '.join(passed) or 'no document'}, want one of {', '.join(_DOCUMENT)}"
             )
-        schemes: Sequence[Scheme] = [self._scheme(words) for words in _list("schemes", request.get("schemes", []))]
+        schemes: Sequence[Scheme] = [self._scheme(name) for name in _list("schemes", request.get("schemes", []))]
         document: Document | None = None
-        if given == ["input_ids"]:
+        if passed == ["input_ids"]:
             explored, own = _tokenised(request)
             schemes = schemes or [own]
         else:
-            document = _spec(request["spec"]) if given == ["spec"] else _parts(request["parts"])
+            document = _spec(request["spec"]) if passed == ["spec"] else _parts(request["parts"])
             explored = Explored(SegmentTable.from_documents([document]), code_of(document))
         numbers = {name: integer(name, request[name]) for name in ("token", "pair") if name in request}
-        numbers["token"] = min(numbers.get("token", 0), explored.segments.num_tokens - 1)  # of a document that shrank
-        named = range(explored.segments.num_tokens) if every_token else None
-        shown = view(explored, schemes or [make_scheme("rope-tie")], sentences=named, **numbers)
-        written = None if document is None else to_json([document])[0]
-        return shown | {"parts": written, "spec": None if written is None else _words(written)}
+        numbers["token"] = min(
+            numbers.get("token", 0), explored.segments.num_tokens - 1
+        )  # the document may have shrunk
+        explained = range(explored.segments.num_tokens) if every_token else None
+        shown = view(explored, schemes or [make_scheme("rope-tie")], sentences=explained, **numbers)
+        parts = None if document is None else to_json([document])[0]
+        return shown | {"parts": parts, "spec": None if parts is None else _spec_of(parts)}
 
-    def _scheme(self, words: Any) -> Scheme:
-        if isinstance(words, str) and words in self.own:
-            return self.own[words]
-        if not isinstance(words, str) or ":" in words:
-            raise InvalidInputError(
-                f"schemes: got {words!r}, want the name of a scheme of mmpos or of the command line"
-            )
-        return make_scheme(words)
+    def _scheme(self, name: Any) -> Scheme:
+        if isinstance(name, str) and name in self.own:
+            return self.own[name]
+        if not isinstance(name, str) or ":" in name:
+            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme of mmpos or of the command line")
+        return make_scheme(name)
 
 
-def _spec(words: Any) -> Document:
-    if not isinstance(words, str):
-        raise InvalidInputError(f"spec: got {type(words).__name__}, want text such as 3,2x3,2")
-    return read_spec(words)
+def _spec(spec: Any) -> Document:
+    if not isinstance(spec, str):
+        raise InvalidInputError(f"spec: got {type(spec).__name__}, want text such as 3,2x3,2")
+    return read_spec(spec)
 
 
 def _parts(parts: Any) -> Document:
@@ -92,7 +92,7 @@ def _parts(parts: Any) -> Document:
 
 
 def _part(name: str, part: Any) -> Document:
-    """Read a part; a picture becomes a marker, its patches and a marker."""
+    """Read a part; expand a picture to a marker, its patches and a marker."""
     match part:
         case {"picture": [height, width], **rest} if not rest:
             sides = integer(f"{name}.picture[0]", height, minimum=1), integer(f"{name}.picture[1]", width, minimum=1)
@@ -101,11 +101,11 @@ def _part(name: str, part: Any) -> Document:
 
 
 def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
-    """Make the table of input_ids by a model's config, with the scheme of the model."""
+    """Read input_ids with a model's config, and return the document and the scheme of the model."""
     from mmpos.integrations.models import from_hf_config
 
     config = request.get("config")
-    if not isinstance(config, Mapping):  # never a path, which from_hf_config would read
+    if not isinstance(config, Mapping):  # from_hf_config would read the file of a path
         raise InvalidInputError(f"config: got {type(config).__name__}, want the content of a config.json")
     settings = from_hf_config(config)
     grids = {name: request[name] for name in ("image_grid_thw", "video_grid_thw") if request.get(name) is not None}
@@ -120,8 +120,8 @@ def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
     return Explored(segments, code, settings.start), settings.scheme
 
 
-def _words(parts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Write a document as a spec; None where a spec cannot say it."""
+def _spec_of(parts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Format a document as a spec; return None if a spec cannot express it."""
     pieces = []
     for part in parts:
         match part:

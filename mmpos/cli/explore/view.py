@@ -1,4 +1,4 @@
-"""Everything that the explorer's page draws, computed here: the page itself computes no id."""
+"""The contents of the explorer's page: all ids are computed here, none on the page."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import integer
 
 MAX_TOKENS = 4096
-"""Most tokens of a document on the page."""
+"""Largest number of tokens of a document on the page."""
 
 HEAD_DIM = 128
-"""Channels of a head whose phases are drawn."""
+"""Number of channels of the head whose phases are drawn."""
 
 
 @dataclass(frozen=True)
 class Explored:
-    """One document to draw.
+    """A document to draw.
 
     Args:
-        segments: the document.
-        code: Python expression that makes ``segments``, and the lines before it.
-        start: id of its first token.
+        segments: the segments of the document.
+        code: Python code that assigns ``segments``.
+        start: id of the first token.
     """
 
     segments: SegmentTable
@@ -43,7 +43,7 @@ class Explored:
 
 
 def code_of(document: Sequence[Segment]) -> str:
-    """Write the Python that makes a document's table.
+    """Return the Python code that builds the segment table of a document.
 
     >>> from mmpos.segments import Grid, Text
     >>> print(code_of([Text(3), Grid(2, 3)]))
@@ -56,22 +56,22 @@ def code_of(document: Sequence[Segment]) -> str:
 def view(
     explored: Explored, schemes: Sequence[Scheme], token: int = 0, pair: int = 0, sentences: Iterable[int] | None = None
 ) -> dict[str, object]:
-    """Compute what the page shows of one document under several schemes.
+    """Compute the contents of the page for one document in several schemes.
 
     Args:
         explored: the document.
-        schemes: 1 to 3 of them, side by side.
-        token: the token that is selected; its score with every other token is computed.
-        pair: the pair of channels whose phases are computed, 0 to 63.
-        sentences: tokens to explain; None for the selected one.
+        schemes: 1 to 3 schemes, which are shown side by side.
+        token: the selected token; its score with every other token is computed.
+        pair: the pair of channels with the computed phases, 0 to 63.
+        sentences: tokens to explain; None explains the selected one.
 
     Returns:
-        an object for JSON: the segments, and for each scheme ids, sentences, phases, scores and the Python that makes
-        the ids.
+        An object for JSON: the segments, and for each scheme ids, sentences, phases, scores and the Python code that
+        computes the ids.
 
     Raises:
-        InvalidInputError: no such token or pair, or a number of schemes other than 1 to 3.
-        LimitExceededError: more tokens than a page can show.
+        InvalidInputError: the token or pair does not exist, or the number of schemes is not 1 to 3.
+        LimitExceededError: the document has more than 4,096 tokens.
     """
     if not 1 <= len(schemes) <= 3:
         raise InvalidInputError(f"schemes: got {len(schemes)}, want 1 to 3")
@@ -80,37 +80,32 @@ def view(
         raise LimitExceededError(f"document: got {tokens} tokens, want at most {MAX_TOKENS}")
     token = integer("token", token, minimum=0, maximum=tokens - 1)
     pair = integer("pair", pair, minimum=0, maximum=HEAD_DIM // 2 - 1)
-    named = [token] if sentences is None else list(sentences)
+    explained = [token] if sentences is None else list(sentences)
     return {
         "tokens": tokens,
         "token": token,
         "pairs": HEAD_DIM // 2,
         "segments": _segments(explored.segments),
-        "schemes": [_scheme(explored, scheme, token, pair, named) for scheme in schemes],
+        "schemes": [_scheme(explored, scheme, token, pair, explained) for scheme in schemes],
     }
 
 
 def _segments(segments: SegmentTable) -> list[dict[str, object]]:
     """List the segments with their nouns, first tokens and sides."""
+    nouns = {**NOUNS, GRID: "image"}
     first = np.cumsum(segments.lengths) - segments.lengths
     rows = zip(
         segments.kind.tolist(), first.tolist(), segments.lengths.tolist(), segments.extents.T.tolist(), strict=True
     )
     return [
-        {"kind": _noun(kind, frames), "first": start, "length": length}
+        {"kind": "video" if kind == GRID and frames > 1 else nouns.get(kind, "text"), "first": start, "length": length}
         | {"frames": frames, "height": height, "width": width}
         for kind, start, length, (frames, height, width) in rows
     ]
 
 
-def _noun(kind: int, frames: int) -> str:
-    if kind == GRID:
-        return "video" if frames > 1 else "image"
-    return NOUNS.get(kind, "text")
-
-
-def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, named: Sequence[int]) -> dict[str, object]:
-    """Compute what one scheme makes of the document."""
+def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, explained: Sequence[int]) -> dict[str, object]:
+    """Compute the ids, sentences, code and rotation of the document in one scheme."""
     positions = place(explored.segments, scheme, explored.start)
     resumable = bool(positions.resumable[0])
     names = axis_names(positions.axes)
@@ -123,14 +118,14 @@ def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, named: Se
         else None,
         "next": int(positions.documents[NEXT_POSITION, 0]) if resumable else None,
         "delta": int(positions.documents[DELTA, 0]) if resumable else None,
-        "sentences": {str(each): positions.explain(each, explored.segments) for each in named},
+        "sentences": {str(index): positions.explain(index, explored.segments) for index in explained},
         "python": _program(explored, scheme),
         **_rotation(positions, token, pair),
     }
 
 
 def _rotation(positions: PositionTable, token: int, pair: int) -> dict[str, object]:
-    """Compute the phases of one pair, and the mean cosine over pairs between the selected token and each other."""
+    """Compute the phases of one pair, and the mean cosine over pairs between the selected token and every token."""
     rotary = _rotary(positions.axes)
     ids = positions.dense(dtype=np.float64)
     frequency, turning = rotary.inv_freq_array[pair], int(rotary.pair_axis[pair])
@@ -145,18 +140,18 @@ def _rotation(positions: PositionTable, token: int, pair: int) -> dict[str, obje
 
 @cache
 def _rotary(axes: int) -> Rotary:
-    """Make the default rotation over these axes; its exact frequencies take longer than a view."""
+    """Return the default rotation with this number of axes; cached, since exact frequencies are slow to compute."""
     return Rotary(head_dim=HEAD_DIM, axes=axes)
 
 
 def _program(explored: Explored, scheme: Scheme) -> str:
-    """Write the Python that makes the ids of a scheme."""
+    """Return the Python code that computes the ids of a scheme."""
     known = SCHEMES.get(scheme.name)
     module = "mmpos.schemes" if known is type(scheme) else type(scheme).__module__
     default = known is not None and known() == scheme
-    words = repr(scheme.name) if default else f"{module}.{_call(scheme)}"
+    value = repr(scheme.name) if default else f"{module}.{_call(scheme)}"
     start = f", start={explored.start}" if explored.start else ""
-    code = f"{explored.code}\npositions = mmpos.place(segments, scheme={words}{start})\nprint(positions.dense())\n"
+    code = f"{explored.code}\npositions = mmpos.place(segments, scheme={value}{start})\nprint(positions.dense())\n"
     imports = ["import mmpos"]
     if "Fraction(" in code:
         imports.insert(0, "from fractions import Fraction\n")
@@ -166,16 +161,16 @@ def _program(explored: Explored, scheme: Scheme) -> str:
 
 
 def _call(value: object) -> str:
-    """Write the call that makes a dataclass, without arguments that are defaults."""
+    """Format the call that constructs a dataclass, without default arguments."""
     arguments: list[str] = []
     by_name = False
     for name, parameter in inspect.signature(type(value)).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
-        given = getattr(value, name)
+        argument = getattr(value, name)
         by_name = by_name or parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        if given == parameter.default:
+        if argument == parameter.default:
             by_name = True
         else:
-            arguments.append(f"{name}={given!r}" if by_name else repr(given))
+            arguments.append(f"{name}={argument!r}" if by_name else repr(argument))
     return f"{type(value).__name__}({', '.join(arguments)})"

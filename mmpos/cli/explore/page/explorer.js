@@ -1,4 +1,4 @@
-// Draws what mmpos computed. No id is computed here: each change asks again.
+// Draw the answers of mmpos. The page computes no ids: each change sends a new request.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -12,12 +12,12 @@ let selected = 0;
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const element = (tag, properties = {}, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+  const created = Object.assign(document.createElement(tag), properties);
+  created.append(...children);
+  return created;
 };
 
-// Requests: the last one asked is the one shown.
+// Requests. Only the answer to the last request is shown.
 
 async function ask(change) {
   const next = { ...request, ...change };
@@ -32,7 +32,7 @@ async function ask(change) {
     });
     body = await response.json();
   } catch {
-    body = { error: "mmpos does not answer: is the command still running?" };
+    body = { error: "No answer from mmpos: is the command still running?" };
   }
   if (number !== asked) return;
   fail(body.error);
@@ -42,12 +42,12 @@ async function ask(change) {
   show(body);
 }
 
-function fail(words) {
-  $("error").hidden = !words;
-  $("error").textContent = words || "";
+function fail(message) {
+  $("error").hidden = !message;
+  $("error").textContent = message || "";
 }
 
-// Ask at most twenty times a second, and for the last change in any case.
+// Send at most twenty requests per second, and always one for the last change.
 const askSoon = (() => {
   let waiting = null;
   return (change) => {
@@ -66,7 +66,7 @@ const ofParts = (parts) => ({ parts, spec: null, input_ids: null, config: null, 
 
 function colourOf(segment) {
   if (answer.segments[segment].kind === "text") return style("--faint");
-  const images = answer.segments.slice(0, segment).filter((each) => each.kind !== "text").length;
+  const images = answer.segments.slice(0, segment).filter((before) => before.kind !== "text").length;
   return COLOURS[images % COLOURS.length];
 }
 
@@ -74,21 +74,21 @@ function segmentOf(token) {
   return answer.segments.findLastIndex((segment) => segment.first <= token);
 }
 
-let shapes = ""; // kinds and numbers of sides of the parts on the page
-let items = []; // of each part on the page: its inputs and its drawing
+let shapes = ""; // kind and number of sides of each part on the page, as JSON
+let items = []; // list item and update function of each part on the page
 
 function showParts() {
   const parts = answer.parts;
   if (document.activeElement !== $("spec")) $("spec").value = (parts && answer.spec) || "";
-  const fresh = JSON.stringify((parts || []).map((part) => Object.entries(part).map(([name, value]) => [name, [value].flat().length])));
-  if (fresh !== shapes) {
+  const newShapes = JSON.stringify((parts || []).map((part) => Object.entries(part).map(([name, value]) => [name, [value].flat().length])));
+  if (newShapes !== shapes) {
     let images = 0;
     const colour = (part) => ("text" in part ? style("--faint") : COLOURS[images++ % COLOURS.length]);
     items = (parts || []).map((part, i) => partItem(part, i, colour(part)));
-    $("parts").replaceChildren(...items.map((each) => each.item));
-    shapes = fresh;
+    $("parts").replaceChildren(...items.map(({ item }) => item));
+    shapes = newShapes;
   }
-  // The input that is typed in and the drawing that is dragged stay as they are.
+  // update() does not change the focused input and the dragged drawing.
   (parts || []).forEach((part, i) => items[i].update([Object.values(part)[0]].flat()));
 }
 
@@ -115,7 +115,7 @@ function partItem(part, i, colour) {
   return { item, update };
 }
 
-// Change sides of a part: numbers by their places.
+// Change sides of a part; sides maps the index of each changed side to its new value.
 function resize(part, sides) {
   const parts = structuredClone(request.parts);
   const kind = Object.keys(parts[part])[0];
@@ -124,7 +124,7 @@ function resize(part, sides) {
   askSoon(ofParts(parts));
 }
 
-// The drawing of an image, whose corner is dragged; the numbers above it do the same for the keyboard.
+// Draw an image with a corner that resizes it when dragged; the number inputs do the same for the keyboard.
 function grip(part, sides) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -173,7 +173,7 @@ function makeSchemes() {
     for (const name of state.schemes) select.append(element("option", { value: name, textContent: name }));
     select.value = request.schemes[i] || "";
     select.addEventListener("change", () => {
-      const chosen = [...$("schemes").querySelectorAll("select")].map((each) => each.value).filter(Boolean);
+      const chosen = [...$("schemes").querySelectorAll("select")].map(({ value }) => value).filter(Boolean);
       ask({ schemes: [...new Set(chosen)] });
     });
     $("schemes").append(select);
@@ -188,7 +188,7 @@ async function addPictures(files) {
       parts.push({ picture: [picture.height, picture.width] });
       picture.close();
     } catch {
-      return fail(`${file.name} is not a picture that this browser reads`);
+      return fail(`${file.name} is not an image that this browser can read`);
     }
   }
   ask(ofParts(parts));
@@ -196,8 +196,8 @@ async function addPictures(files) {
 
 // The panels.
 
-function show(fresh) {
-  answer = fresh;
+function show(newAnswer) {
+  answer = newAnswer;
   selected = Math.min(selected, answer.tokens - 1);
   if (served) selected = answer.token;
   $("token").max = answer.tokens - 1;
@@ -217,7 +217,7 @@ function draw() {
   $("token-number").textContent = `${selected} of ${answer.tokens}`;
   const sentences = answer.schemes.map((scheme) => [scheme.label, scheme.sentences[selected]]);
   $("sentences").replaceChildren(
-    ...sentences.map(([label, words]) => element("p", {}, element("strong", { textContent: `${label}: ` }), words || "")),
+    ...sentences.map(([label, sentence]) => element("p", {}, element("strong", { textContent: `${label}: ` }), sentence || "")),
   );
   $("pair-label").hidden = view() !== "phases" || !served;
   $("pair-number").textContent = answer.schemes[0].pair.index;
@@ -287,7 +287,7 @@ function plane(panel, scheme) {
   });
 }
 
-// Every axis over the tokens; then, of the image or frame of the selected token, its own map.
+// Draw one map with a row per axis and a column per token, then the maps of the selected token's image or frame.
 function maps(panel, scheme) {
   const scale = { colorscale: "Viridis", showscale: false };
   const hover = scheme.axes.map((name) => tokens().map((token) => `token ${token}: ${written(scheme, token)}`));
@@ -300,7 +300,7 @@ function maps(panel, scheme) {
   );
   const inside = answer.segments[segmentOf(selected)];
   const grid = inside.kind !== "text" && inside.height * inside.width * inside.frames === inside.length
-    ? inside : answer.segments.find((each) => each.kind !== "text" && each.height * each.width * each.frames === each.length);
+    ? inside : answer.segments.find((part) => part.kind !== "text" && part.height * part.width * part.frames === part.length);
   if (!grid) return;
   const area = grid.height * grid.width;
   const frame = grid === inside ? Math.floor((selected - grid.first) / area) : 0;
@@ -323,9 +323,9 @@ function maps(panel, scheme) {
 function phases(panel, scheme) {
   const { axis, inv_freq: frequency, phases: values, index } = scheme.pair;
   const hover = tokens().map((token) => `token ${token}: ${values[token].toFixed(3)} rad`);
-  const turns = `pair ${index} turns by ${frequency.toPrecision(4)} rad per ${axis} id`;
+  const title = `pair ${index} rotates by ${frequency.toPrecision(4)} rad per ${axis} id`;
   chart(panel, points(scheme, tokens(), values, hover), {
-    title: { text: turns, font: { size: 13 } },
+    title: { text: title, font: { size: 13 } },
     margin: { l: 44, r: 12, t: 36, b: 40 },
     xaxis: { title: { text: "token" } },
     yaxis: { title: { text: "phase in rad" }, range: [-0.2, 6.5], tickvals: [0, Math.PI / 2, Math.PI, 1.5 * Math.PI, 2 * Math.PI],
@@ -334,11 +334,11 @@ function phases(panel, scheme) {
 }
 
 function scores(panel, scheme) {
-  const from = answer.token; // the scores are of this token's query
+  const from = answer.token; // the query of the scores
   const distances = tokens().map((token) => token - from);
   const hover = tokens().map((token) => `token ${token}: ${scheme.scores[token].toFixed(3)}`);
   chart(panel, points(scheme, distances, scheme.scores, hover), {
-    title: { text: `mean cosine over pairs between token ${from} and each other`, font: { size: 13 } },
+    title: { text: `mean cosine over pairs between token ${from} and every token`, font: { size: 13 } },
     margin: { l: 44, r: 12, t: 36, b: 40 },
     xaxis: { title: { text: "distance in tokens" } },
     yaxis: { title: { text: "score by position alone" } },
@@ -365,7 +365,7 @@ function python(panel, scheme) {
     try {
       await navigator.clipboard.writeText(scheme.python);
       copy.textContent = "Copied";
-    } catch { // a browser may keep files from the clipboard
+    } catch { // browsers may deny the clipboard to local files
       getSelection().selectAllChildren(code);
       copy.textContent = "Selected";
     }
@@ -403,16 +403,16 @@ if (served) {
   });
   $("ids-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const given = {};
+    const values = {};
     for (const name of ["input_ids", "config", "image_grid_thw"]) {
       const text = event.target.elements[name].value.trim();
       try {
-        given[name] = text ? JSON.parse(text) : null;
+        values[name] = text ? JSON.parse(text) : null;
       } catch {
-        return fail(`${name} is not JSON`);
+        return fail(`${name} is not valid JSON`);
       }
     }
-    ask({ ...ofParts(null), ...given });
+    ask({ ...ofParts(null), ...values });
   });
   for (const button of document.querySelectorAll("[data-add]"))
     button.addEventListener("click", () => ask(ofParts([...(request.parts || []), JSON.parse(button.dataset.add)])));

@@ -632,7 +632,7 @@ def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
     diagnosis = diagnose(ids, "1,2x3,3")
     assert diagnosis.sentences[2:] == (
         f"Cause of 2 of the 3 differences: {AHEAD}.",
-        "To do: continue after a grid at the scheme's next position, see positions.next_positions.",
+        "To do: continue after a grid where the scheme continues, as positions.explain(TOKEN) shows.",
     )
 
 

@@ -459,7 +459,7 @@ def other_times(case: Deviation) -> Iterator[Guess]:
         yield Guess(words, case.placed(segments=replace(case.segments, seconds_per_frame=mistaken)))
 
 
-@mistake("continue after a grid at the scheme's next position, see positions.next_positions")
+@mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
 def wrong_advance(case: Deviation) -> Iterator[Guess]:
     """Guess that grids are right, and that the segments after them are not."""
     if case.scheme is not None:

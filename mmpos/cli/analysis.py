@@ -89,10 +89,14 @@ def check(
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:
-    """Return the named scheme, or that of a model, and the id of each document's first token."""
+def _scheme_and_start(
+    specs: Specs, name: str | None, axes: int | None, config: Path | None
+) -> tuple[Scheme | None, int]:
+    """Return the scheme of a name or model, None if neither is given, and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
+        if name is None and axes is None:
+            return None, 0
         return make_scheme(DEFAULT if name is None else name, axes), 0
     if name is not None or axes is not None:
         raise InvalidInputError("--config cannot be combined with --scheme or --axes")

@@ -730,6 +730,7 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
             np.zeros((3, 11)),
             {},
             "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=; "
             "with Transformers' text row before the axes, want (3, 1, 11): ids[:, None]",
         ),
         (
@@ -748,7 +749,8 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
         (
             np.zeros((3, 1, 10)),
             {},
-            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=",
         ),
         (
             np.zeros((2, 29)),

@@ -150,6 +150,9 @@ def _build(scheme: object, head: str, parameters: dict[str, object]) -> Scheme:
         raise _refused(head, error) from error
     if not isinstance(built, Scheme):
         raise InvalidInputError(f"--scheme: got {head!r}, which is {type(built).__name__}, want a Scheme")
+    for attribute, kind in (("name", str), ("axes", int)):
+        if not isinstance(getattr(built, attribute, None), kind):
+            raise InvalidInputError(f"--scheme: got {head!r} without {attribute}, want a Scheme with name and axes")
     return built
 
 

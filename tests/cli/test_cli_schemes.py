@@ -49,6 +49,21 @@ NUMBER = 3
 
 class Half(Scheme):
     name = "half"
+
+
+class Failing(Wide):
+    def __init__(self):
+        raise KeyError("size")
+
+
+class Nameless(Scheme):
+    axes = 2
+    advance = place = None
+
+
+class Axisless(Scheme):
+    name = "axisless"
+    advance = place = None
 '''
 
 
@@ -123,6 +138,9 @@ WANT = "want the package.module:Class of a valid Scheme"
         (":", None, f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
         ("own:NUMBER", None, "--scheme: got 'own:NUMBER', which is int, want a Scheme"),
         ("own:Wide,step=1", None, "--scheme: got 'step' of 'own:Wide', want stride"),
+        ("own:Failing", None, f"--scheme: got 'own:Failing' (KeyError: 'size'), {WANT}"),
+        ("own:Nameless", None, "--scheme: got 'own:Nameless' without name, want a Scheme with name and axes"),
+        ("own:Axisless", 3, "--scheme: got 'own:Axisless' without axes, want a Scheme with name and axes"),
         ("own:Half", None, None),
     ],
 )

@@ -23,7 +23,6 @@ from mmpos.cli.options import (
     SchemeName,
     Specs,
     complete_scheme,
-    did_you_mean,
     flat,
     make_scheme,
     read_config,
@@ -34,6 +33,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import did_you_mean
 from mmpos.support.html import page
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
 

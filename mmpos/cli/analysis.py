@@ -186,21 +186,19 @@ def compare(
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings, or all."""
+    """Measure the named schemes and encodings in the order of the names, or all."""
     from mmpos.analysis.compare import measure, measure_encodings
-    from mmpos.analysis.compare.schemes import every_scheme
     from mmpos.encodings import ENCODINGS
 
-    with_parameters = [make_scheme(name) for name in names if "," in name or ":" in name]
+    if not names:
+        return [measure(), measure_encodings()]
+    known = (*SCHEMES, *ENCODINGS)
+    names = list(dict.fromkeys(names))
     for name in names:
-        if name not in SCHEMES and name not in ENCODINGS and "," not in name and ":" not in name:
-            known = (*SCHEMES, *ENCODINGS)
+        if name not in known and not set(",:(").intersection(name):
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
-    schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names]
-    measured = {scheme.name for scheme in schemes}
-    # Schemes of models that generate images are measured only by name.
-    schemes += [SCHEMES[name]() for name in names if name in SCHEMES and name not in measured] + with_parameters
-    encodings = [name for name in ENCODINGS if not names or name in names]
+    encodings = [name for name in names if name in ENCODINGS]
+    schemes = [make_scheme(name) for name in names if name not in ENCODINGS]
     return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 
 

@@ -163,6 +163,15 @@ def test_own_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
 
 
+def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["own:Wide", "v2pe(stride=16)", "rope-tie", "v2pe", "own:Wide"]
+    printed = json.loads(run(capsys, "compare", *names, "nope", "alibi", "--json"))
+    assert list(printed["schemes"]) == ["wide", "v2pe(stride=16)", "rope-tie", "v2pe"]
+    assert list(printed["encodings"]) == ["nope", "alibi"]
+
+
 @pytest.mark.slow  # the worker processes import torch
 def test_own_schemes_work_in_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("pyarrow")

@@ -23,7 +23,6 @@ from mmpos.cli.options import (
     SchemeName,
     Specs,
     complete_scheme,
-    did_you_mean,
     flat,
     make_scheme,
     read_config,
@@ -34,6 +33,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import did_you_mean
 from mmpos.support.html import page
 from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
 
@@ -89,10 +89,14 @@ def check(
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme_and_start(specs: Specs, name: str | None, axes: int | None, config: Path | None) -> tuple[Scheme, int]:
-    """Return the named scheme, or that of a model, and the id of each document's first token."""
+def _scheme_and_start(
+    specs: Specs, name: str | None, axes: int | None, config: Path | None
+) -> tuple[Scheme | None, int]:
+    """Return the scheme of a name or model, None if neither is given, and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
+        if name is None and axes is None:
+            return None, 0
         return make_scheme(DEFAULT if name is None else name, axes), 0
     if name is not None or axes is not None:
         raise InvalidInputError("--config cannot be combined with --scheme or --axes")
@@ -182,21 +186,19 @@ def compare(
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings, or all."""
+    """Measure the named schemes and encodings in the order of the names, or all."""
     from mmpos.analysis.compare import measure, measure_encodings
-    from mmpos.analysis.compare.schemes import every_scheme
     from mmpos.encodings import ENCODINGS
 
-    with_parameters = [make_scheme(name) for name in names if "," in name or ":" in name]
+    if not names:
+        return [measure(), measure_encodings()]
+    known = (*SCHEMES, *ENCODINGS)
+    names = list(dict.fromkeys(names))
     for name in names:
-        if name not in SCHEMES and name not in ENCODINGS and "," not in name and ":" not in name:
-            known = (*SCHEMES, *ENCODINGS)
+        if name not in known and not set(",:(").intersection(name):
             raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
-    schemes = [scheme for scheme in every_scheme() if not names or scheme.name in names]
-    measured = {scheme.name for scheme in schemes}
-    # Schemes of models that generate images are measured only by name.
-    schemes += [SCHEMES[name]() for name in names if name in SCHEMES and name not in measured] + with_parameters
-    encodings = [name for name in ENCODINGS if not names or name in names]
+    encodings = [name for name in names if name in ENCODINGS]
+    schemes = [make_scheme(name) for name in names if name not in ENCODINGS]
     return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
 
 

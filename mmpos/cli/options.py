@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
 from functools import wraps
@@ -20,7 +20,7 @@ import typer
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes import NOT_AFFINE, SCHEMES, Scheme, get_scheme
 from mmpos.segments.kinds import Audio, Clip, Grid, Segment, Text, Thumbnail, Tile
-from mmpos.support.checks import integer, naming
+from mmpos.support.checks import did_you_mean, integer, naming
 from mmpos.support.program import STDIN, read_input
 
 P = ParamSpec("P")
@@ -104,14 +104,6 @@ def make_scheme(name: str, axes: int | None = None) -> Scheme:
     return _build(scheme, head, {"axes": axes})
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a remark with the name most similar to a mistyped one, or an empty string."""
-    from difflib import get_close_matches
-
-    likely = get_close_matches(word, names, n=1)
-    return f" (did you mean {likely[0]!r}?)" if likely else ""
-
-
 def _known(name: str) -> type[Scheme]:
     if name in NOT_AFFINE:
         get_scheme(name)  # raises an error with the reason
@@ -150,6 +142,9 @@ def _build(scheme: object, head: str, parameters: dict[str, object]) -> Scheme:
         raise _refused(head, error) from error
     if not isinstance(built, Scheme):
         raise InvalidInputError(f"--scheme: got {head!r}, which is {type(built).__name__}, want a Scheme")
+    for attribute, kind in (("name", str), ("axes", int)):
+        if not isinstance(getattr(built, attribute, None), kind):
+            raise InvalidInputError(f"--scheme: got {head!r} without {attribute}, want a Scheme with name and axes")
     return built
 
 

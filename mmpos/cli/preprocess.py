@@ -16,9 +16,9 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.options import DEFAULT, SchemeName, did_you_mean, flat, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, flat, make_scheme
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.support.checks import counted, naming
+from mmpos.support.checks import counted, did_you_mean, naming
 from mmpos.support.extras import needed_for
 from mmpos.support.program import INTERRUPTED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, TypeVar
@@ -55,6 +55,14 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
         raise
     except MmposError as error:
         raise type(error)(f"{name}{joint}{error}") from error
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return a remark with the name most similar to a mistyped one, or an empty string."""
+    from difflib import get_close_matches
+
+    likely = get_close_matches(word, names, n=1)
+    return f" (did you mean {likely[0]!r}?)" if likely else ""
 
 
 def written(value: object) -> str:

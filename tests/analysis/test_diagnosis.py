@@ -522,6 +522,53 @@ def test_a_constant_offset_from_some_token_on_is_recognized() -> None:
     assert cause_of(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
 
 
+ONE = "the ids of one image (segment {}) are {}; all other tokens are right"
+BOTH = "the ids of 2 images (segments 1, 3) are {}; all other tokens are right"
+
+
+@pytest.mark.parametrize(
+    ("specs", "shifts", "cause"),
+    [
+        (["3,2x3,4,4x4,5"], [0, 0, 0, 1, 0], ONE.format(3, "1 too large")),
+        (["3,2x3,4,3x2,5"], [0, 0, 0, 1, 0], ONE.format(3, "1 too large")),
+        (["3,2x3,4,4x4,5"], [0, -2, 0, 0, 0], ONE.format(1, "2 too small")),
+        (["3,2x3,4,4x4,5"], [0, 1, 0, 1, 0], BOTH.format("1 too large")),
+        (["3,2x3,4,4x4,5"], [0, 1, 0, 2, 0], BOTH.format("shifted by 1 to 2")),
+        (["2,2x3", "1,4x4,5"], [0, 1, 0, 1, 0], BOTH.format("1 too large")),
+        (
+            ["1,2x2,2x2,2x2,2x2,1"],
+            [0, 1, 1, 1, 1, 0],
+            "the ids of 4 images (segments 1, 2, 3 and 1 more) are 1 too large; all other tokens are right",
+        ),
+        (
+            ["3,2x2x3,4"],
+            [0, 1, 0],
+            "the ids of one grid (segment 1) are 1 too large; all other tokens are right",
+        ),
+    ],
+)
+def test_shifted_images_between_right_tokens_are_recognized(specs: list[str], shifts: list[int], cause: str) -> None:
+    segments = table(*specs)
+    ids = mmpos.place(segments, "mrope").dense() + np.repeat(shifts, segments.lengths)
+    assert cause_of(ids, *specs, scheme="mrope") == cause
+    of_positions = mmpos.diagnose(ids, mmpos.place(segments, "mrope"))
+    assert of_positions.cause == cause.replace("image", "grid")
+    ids[:, -1] += 7
+    assert "all other tokens are right" not in str(diagnose(ids, *specs, scheme="mrope"))
+
+
+def test_an_offset_of_a_whole_document_is_not_claimed_if_its_first_or_last_tokens_are_right() -> None:
+    ids = ids_of("3,2x3,4,4x4,5", scheme="mrope")
+    ids[:, 14:29] += 1
+    cause = "a run of {} tokens has ids that are {} too large; all other tokens are right"
+    assert cause_of(ids, "3,2x3,4,4x4,5", scheme="mrope") == cause.format(15, 1)
+    text = ids_of("30")
+    text[:, 5:25] += 3
+    assert cause_of(text, "30") == cause.format(20, 3)
+    text[:, 24] += 1
+    assert cause_of(text, "30") is None
+
+
 def test_a_constant_offset_in_several_runs_is_recognized() -> None:
     ids = ids_of("30")
     ids[:, [21, 22, 23, 25, 26, 27]] += 1
@@ -585,7 +632,7 @@ def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
     diagnosis = diagnose(ids, "1,2x3,3")
     assert diagnosis.sentences[2:] == (
         f"Cause of 2 of the 3 differences: {AHEAD}.",
-        "To do: continue after a grid at the scheme's next position, see positions.next_positions.",
+        "To do: continue after a grid where the scheme continues, as positions.explain(TOKEN) shows.",
     )
 
 
@@ -683,6 +730,7 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
             np.zeros((3, 11)),
             {},
             "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=; "
             "with Transformers' text row before the axes, want (3, 1, 11): ids[:, None]",
         ),
         (
@@ -701,7 +749,8 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
         (
             np.zeros((3, 1, 10)),
             {},
-            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
+            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
+            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=",
         ),
         (
             np.zeros((2, 29)),

@@ -230,6 +230,11 @@ WANT = "want an array saved with numpy.save"
             lambda path: np.save(path, np.arange(4)),
             "ids: got shape (4,), want (2, 3) packed or (2, 1, 3) padded, or either without axes for 1-D ids",
         ),
+        (
+            lambda path: np.save(path, np.zeros((4, 3))),
+            "ids: got shape (4, 3), want (2, 3) packed or (2, 1, 3) padded, or either without axes for 1-D ids; "
+            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=",
+        ),
         (lambda path: np.save(path, np.array([0, np.nan, 0])), "ids[1]: got nan, want a number"),
     ],
 )
@@ -238,6 +243,13 @@ def test_files_without_ids_are_named(fail: Fail, save: Any, line: str | None) ->
     code, message = fail("check", "ids.npy", "--spec", "3")
     assert code == 2
     assert (message == line) if line else message.startswith(("ids.npy: got ", "ids: got "))
+
+
+def test_the_default_scheme_is_named_only_if_no_scheme_was_chosen(fail: Fail) -> None:
+    np.save("ids.npy", np.zeros((3, 3)))
+    default = "for scheme rope-tie, the default; choose another with --scheme"
+    assert default in fail("check", "ids.npy", "--spec", "3")[1]
+    assert default not in fail("check", "ids.npy", "--spec", "3", "--scheme", "rope-tie")[1]
 
 
 def test_a_header_with_a_false_size_is_refused_without_allocation(fail: Fail) -> None:

@@ -49,6 +49,21 @@ NUMBER = 3
 
 class Half(Scheme):
     name = "half"
+
+
+class Failing(Wide):
+    def __init__(self):
+        raise KeyError("size")
+
+
+class Nameless(Scheme):
+    axes = 2
+    advance = place = None
+
+
+class Axisless(Scheme):
+    name = "axisless"
+    advance = place = None
 '''
 
 
@@ -123,6 +138,9 @@ WANT = "want the package.module:Class of a valid Scheme"
         (":", None, f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
         ("own:NUMBER", None, "--scheme: got 'own:NUMBER', which is int, want a Scheme"),
         ("own:Wide,step=1", None, "--scheme: got 'step' of 'own:Wide', want stride"),
+        ("own:Failing", None, f"--scheme: got 'own:Failing' (KeyError: 'size'), {WANT}"),
+        ("own:Nameless", None, "--scheme: got 'own:Nameless' without name, want a Scheme with name and axes"),
+        ("own:Axisless", 3, "--scheme: got 'own:Axisless' without axes, want a Scheme with name and axes"),
         ("own:Half", None, None),
     ],
 )
@@ -143,6 +161,15 @@ def test_own_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
     run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
+
+
+def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["own:Wide", "v2pe(stride=16)", "rope-tie", "v2pe", "own:Wide"]
+    printed = json.loads(run(capsys, "compare", *names, "nope", "alibi", "--json"))
+    assert list(printed["schemes"]) == ["wide", "v2pe(stride=16)", "rope-tie", "v2pe"]
+    assert list(printed["encodings"]) == ["nope", "alibi"]
 
 
 @pytest.mark.slow  # the worker processes import torch

@@ -195,7 +195,8 @@ def diagnose(
     padded, segments, placed_by = _placed(documents, scheme, start)
     array = host_array("ids", ids)
     text_row = array.ndim == 3 and len(array) == padded.axes + 1
-    rows, mask = read_ids(array[1:] if text_row else array, padded, attention_mask, side, array.shape)
+    by_default = segments is not None and scheme is None
+    rows, mask = read_ids(array[1:] if text_row else array, padded, attention_mask, side, array.shape, by_default)
     positions = without_padding(padded)
     first_ids = per_document("start", start, padded.num_documents, minimum=INT32_MIN) if segments else starts(positions)
     received = np.broadcast_to(rows, (positions.axes, positions.num_tokens))

@@ -196,7 +196,9 @@ def another_start(case: Deviation) -> Iterator[Guess]:
         return  # no two starts within int32 are that far apart
     first = case.start + int(case.offset)
     ids = case.want + case.offset if case.segments is None else case.placed(start=first)
-    document = case.document[case.first]
+    document, begin = case.document[case.first], case.begin[case.first]
+    if ids is None or not case.near(case.rounded(ids[:, begin, None]), case.got[:, begin, None]):
+        return
     yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
 
 
@@ -219,10 +221,34 @@ def one_token_off(case: Deviation) -> Iterator[Guess]:
 @mistake("check the segment before the first difference: it consumes another number of ids")
 def constant(case: Deviation) -> Iterator[Guess]:
     """Guess that ids are off by a constant from the first difference to the end of the document."""
-    if not case.offset:
+    if not case.offset or (case.late & ~case.wrong).any():
         return
     words = f"from the first difference to the end of the document, ids are {case.offset_in_words}"
     yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
+
+
+@mistake("check the offset that is added to the ids of each image")
+def shifted_grids(case: Deviation) -> Iterator[Guess]:
+    """Guess that whole grids are shifted, each by a constant, and that all other tokens are right."""
+    lengths, is_grid = case.positions.segment_lengths, case.positions.is_grid
+    if case.segments is not None:
+        lengths, is_grid = case.segments.lengths, np.isin(case.segments.kind, _GRIDS)
+    begins = lengths.cumsum() - lengths
+    shift = case.got[0, begins] - case.want[0, begins]
+    ids = case.want + shift.repeat(lengths)
+    agrees = np.logical_and.reduceat(case.near(case.rounded(ids), case.got), begins)
+    moved = is_grid & agrees & np.isfinite(shift) & (shift != 0)
+    (shifted,) = moved.nonzero()
+    if not shifted.size or (case.wrong & ~moved.repeat(lengths)).any():
+        return
+    lowest, highest = shift[shifted].min(), shift[shifted].max()
+    change = case.offset_in_words if lowest == highest else f"shifted by {lowest:g} to {highest:g}"
+    noun = "image" if case.segments is not None and (case.segments.extents[0, shifted] == 1).all() else "grid"
+    grids = f"one {noun} (segment {shifted[0]})"
+    if shifted.size > 1:
+        more = f" and {shifted.size - 3} more" if shifted.size > 3 else ""
+        grids = f"{shifted.size} {noun}s (segments {', '.join(map(str, shifted[:3]))}{more})"
+    yield Guess(f"the ids of {grids} are {change}; all other tokens are right", ids, evidence=shifted.size)
 
 
 @mistake("count each token once, as the scheme does, and leave scale factors to the rotation")
@@ -237,13 +263,23 @@ def multiplied(case: Deviation) -> Iterator[Guess]:
         yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
 
 
-@mistake("place draft tokens after the token before them, as positions.decode does")
+@mistake(
+    "check the offset that is added to the ids of these tokens; place draft tokens after the token before them, as "
+    "positions.decode does"
+)
 def constant_in_runs(case: Deviation) -> Iterator[Guess]:
-    """Guess that several runs of tokens are off by the same constant, as draft tokens in the windows of steps."""
-    if not case.offset or case.runs < 2:
+    """Guess that runs of tokens are off by the same constant, as draft tokens in the windows of steps."""
+    if not case.offset:
+        return
+    ids = np.where(case.wrong, case.want + case.offset, case.want)
+    if not case.near(case.rounded(ids), case.got).all():
         return
     words = f"{case.runs} runs of tokens have ids that are {case.offset_in_words}; the tokens between them are right"
-    yield Guess(words, np.where(case.wrong, case.want + case.offset, case.want), evidence=2 * case.runs)
+    if case.runs == 1:
+        words = (
+            f"a run of {case.wrong.sum()} tokens has ids that are {case.offset_in_words}; all other tokens are right"
+        )
+    yield Guess(words, ids, evidence=2 * case.runs)
 
 
 @mistake("add the delta to the index of every token; take cache slots from the index, since ids are for rotations only")
@@ -311,7 +347,7 @@ def _swapped(case: Deviation) -> SegmentTable | None:
     if segments is None or segments.row_separator is not None:
         return None
     extents = segments.extents.copy()
-    grid = np.isin(segments.kind, (GRID, CLIP, THUMBNAIL, TILE))
+    grid = np.isin(segments.kind, _GRIDS)
     extents[1:, grid] = segments.extents[:0:-1, grid]
     return replace(segments, extents=extents)
 
@@ -376,6 +412,8 @@ def shifted_references(case: Deviation) -> Iterator[Guess]:
 
 _MERGES = (2, 3, 4)
 
+_GRIDS = (GRID, CLIP, THUMBNAIL, TILE)
+
 _VARIANTS: tuple[Scheme, ...] = (
     *(scheme() for scheme in SCHEMES.values()),
     *(scheme(axes=3) for scheme in (RopeTie, RopeTieFractional, RopeTieV2, RopeTieLcm)),
@@ -421,7 +459,7 @@ def other_times(case: Deviation) -> Iterator[Guess]:
         yield Guess(words, case.placed(segments=replace(case.segments, seconds_per_frame=mistaken)))
 
 
-@mistake("continue after a grid at the scheme's next position, see positions.next_positions")
+@mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
 def wrong_advance(case: Deviation) -> Iterator[Guess]:
     """Guess that grids are right, and that the segments after them are not."""
     if case.scheme is not None:
@@ -554,8 +592,9 @@ MISTAKES = (
     delta_of_another,
     one_token_off,
     constant,
+    shifted_grids,
     multiplied,
-    constant_in_runs,
     index_among_right_ids,
+    constant_in_runs,
 )
 """The mistakes in the order in which they are tried: casts first, since rounded ids may match other mistakes too."""

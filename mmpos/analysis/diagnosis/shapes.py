@@ -23,6 +23,7 @@ def read_ids(
     attention_mask: npt.ArrayLike | None,
     side: Side,
     shape: tuple[int, ...] | None = None,
+    default_scheme: bool = False,
 ) -> tuple[Array, Flags | None]:
     """Read the ids of the table's tokens, without padding, from any of the usual shapes.
 
@@ -32,6 +33,7 @@ def read_ids(
         attention_mask: (batch, length) of 0 and 1.
         side: the side of the padding, if neither the mask nor the table has it.
         shape: the shape named in errors; None is the shape of ids.
+        default_scheme: whether no scheme was named, so that an error about the number of axes says so.
 
     Returns:
         (axes, tokens) ids, or (1, tokens) of 1-D ids; and a (batch, length) mask of the tokens of a padded batch, None
@@ -49,7 +51,7 @@ def read_ids(
             raise InvalidInputError(f"attention_mask requires padded ids, got packed ids of shape {array.shape}")
         return array.reshape(_rows(array, 1), positions.num_tokens)[:, tokens], None
     if batch is None:
-        raise _shape_error(array.shape if shape is None else shape, positions)
+        raise _shape_error(array.shape if shape is None else shape, positions, default_scheme)
     mask = _mask(positions, tokens, attention_mask, side, batch)
     return array.reshape(_rows(array, 2), prod(batch))[:, mask.ravel()], mask
 
@@ -103,7 +105,7 @@ def _mask(
     return column >= shape[1] - real[:, None] if side == "left" else column < real[:, None]
 
 
-def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInputError:
+def _shape_error(shape: tuple[int, ...], positions: PositionTable, default_scheme: bool) -> InvalidInputError:
     axes, tokens, documents = positions.axes, positions.num_tokens, positions.num_documents
     longest = positions.max_seqlen
     hint = ""
@@ -117,6 +119,9 @@ def _shape_error(shape: tuple[int, ...], positions: PositionTable) -> InvalidInp
     elif len(shape) == 3 and shape[0] == documents and shape[1] in (axes, axes + 1):
         rows = f"{shape[1]} rows" + (f", {text_row}," if shape[1] > axes else "")
         hint = f"; these are batch first, as in verl: want the {rows} first: ids.swapaxes(0, 1)"
+    if default_scheme and len(shape) > 1 and shape[0] not in (1, axes):
+        default = f"these shapes are for scheme {positions.scheme}, the default"
+        hint = f"; {default}; choose another with --scheme or scheme={hint}"
     return InvalidInputError(
         f"ids: got shape {shape}, want ({axes}, {tokens}) packed or ({axes}, {documents}, {longest}) padded, or "
         f"either without axes for 1-D ids{hint}"

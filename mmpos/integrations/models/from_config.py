@@ -28,7 +28,7 @@ from mmpos.schemes import (
 )
 from mmpos.segments.kinds import CLIP
 from mmpos.segments.placeholders import CropMarkers, Placeholders
-from mmpos.support.checks import integer, one_of
+from mmpos.support.checks import did_you_mean, integer, one_of
 
 __all__ = ["audio_chunk", "config_folder", "from_hf_config", "thinker", "vision_scheme"]
 
@@ -52,8 +52,8 @@ def from_hf_config(
         layer_type: type of layer, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
-        UnsupportedError: the model type is unknown, and the message lists the known types; or no scheme has its
-            positions.
+        UnsupportedError: the model type is unknown, and the message names the type most similar to it; or no
+            scheme has its positions.
         InvalidInputError: the config lacks a field or contradicts itself, and the message names the field; or a file
             of the folder is missing or not JSON, and the message names the file.
     """
@@ -111,7 +111,10 @@ def _model_type(fields: Fields) -> ModelType:
     if model in UNSUPPORTED_TYPES:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
-        raise UnsupportedError(f"config.model_type: got {model!r}, want one of {_listed(MODEL_TYPES)}")
+        raise UnsupportedError(
+            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type of "
+            "docs/models-names.md"
+        )
     return MODEL_TYPES[model]
 
 

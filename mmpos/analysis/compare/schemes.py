@@ -176,7 +176,7 @@ def ids_of_a_row(scheme: Scheme) -> PropertyValue:
 
 @needing("resumable")
 def growth(scheme: Scheme) -> PropertyValue:
-    """Compute the exponent p with which the ids of an image grow: twice the side consumes 2^p times as many ids.
+    """Compute the exponent p of the growth of ids: an image with sides twice as long consumes 2^p times as many.
 
     Compare side 64 with side 128. For each, take the image that consumes the most ids, among images with a height and
     a width up to 8 patches shorter.

@@ -198,7 +198,7 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Build ready sequences from a corpus: a Parquet file for each 64 MiB of every shard, and a manifest.
+    """Build ready sequences from a corpus: one Parquet file per 64 MiB of each shard, and a manifest.
 
     A run that is stopped leaves only complete files, and the same command resumes it.
     With [bold]--on-error skip[/bold], unusable records are listed in FOLDER/*.quarantine.jsonl; with

@@ -16,10 +16,10 @@ body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 syst
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; }
 """
 
-_WIDTH, _LEFT, _ROW = 800, 130, 16  # pixels
+_WIDTH, _LEFT, _ROW, _NUMBERS = 800, 130, 16, 14  # pixels; numbers of segments are below the bar of a document
+_DIGIT = 7  # pixels of a digit, at most
 _COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # distinguishable for colour-blind readers
 
 
@@ -40,14 +40,25 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def token_map(states: npt.ArrayLike, offsets: npt.ArrayLike, names: Sequence[str], most: int = 40) -> str:
+def token_map(
+    states: npt.ArrayLike,
+    offsets: npt.ArrayLike,
+    names: Sequence[str],
+    most: int = 40,
+    segment_starts: npt.ArrayLike | None = None,
+) -> str:
     """Draw a bar for each document, coloured by the states of its tokens, with a legend below.
+
+    The map keeps its size and scrolls horizontally on a narrow screen.
 
     Args:
         states: (tokens,) the state of each token, as an index into names.
         offsets: (documents + 1,) the first token of each document, then the number of tokens.
         names: up to three states in words.
         most: bars at most; documents in which every token has state 0 are left out first.
+        segment_starts: (segments,) the first token of each segment, whose number is written below the bar if there is
+            room; None writes no numbers. The segment of a document's first token with another state than 0 always has
+            its number.
     """
     state, edges = np.asarray(states, np.int64), np.asarray(offsets, np.int64)
     documents = [d for d in range(edges.size - 1) if edges[d + 1] > edges[d]]
@@ -56,19 +67,28 @@ def token_map(states: npt.ArrayLike, offsets: npt.ArrayLike, names: Sequence[str
         documents = (eventful or documents)[:most]
     longest = max((int(edges[d + 1] - edges[d]) for d in documents), default=1)
     scale, parts = (_WIDTH - _LEFT) / longest, list[str]()
+    height = _ROW if segment_starts is None else _ROW + _NUMBERS
     for row, d in enumerate(documents):
-        y = row * _ROW
-        parts.append(f'<text x="0" y="{y + 12}" fill="currentColor" font-size="12">documents[{d}]</text>')
-        parts += _runs(state[edges[d] : edges[d + 1]], scale, y, names)
-    y = (len(documents) + 1) * _ROW
+        y = row * height
+        inside = state[edges[d] : edges[d + 1]]
+        parts.append(_text(0, y + 12, f"documents[{d}]"))
+        parts += _runs(inside, scale, y, names)
+        if segment_starts is not None:
+            parts.append(_text(0, y + 25, "segments", size=11))
+            parts += _numbers(np.asarray(segment_starts, np.int64) - edges[d], inside, scale, y)
+    y = len(documents) * height + _ROW
     for k, name in enumerate(names):
         parts.append(f'<rect x="{_LEFT + 150 * k}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[k]}"/>')
-        label = f'<text x="{_LEFT + 150 * k + 18}" y="{y}" fill="currentColor" font-size="12">{escape(name)}</text>'
-        parts.append(label)
+        parts.append(_text(_LEFT + 150 * k + 18, y, name))
     left_out = edges.size - 1 - len(documents)
     more = f"<p>{left_out} more documents are not drawn.</p>" if left_out else ""
     size = f'viewBox="0 0 {_WIDTH} {y + 6}" width="{_WIDTH}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{"".join(parts)}</svg>{more}'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{"".join(parts)}</svg>'
+    return f'<div style="overflow-x: auto" tabindex="0">{svg}</div>{more}'
+
+
+def _text(x: float, y: float, text: str, size: int = 12) -> str:
+    return f'<text x="{x:g}" y="{y}" fill="currentColor" font-size="{size}">{escape(text)}</text>'
 
 
 def _runs(state: npt.NDArray[np.int64], scale: float, y: int, names: Sequence[str]) -> list[str]:
@@ -83,6 +103,29 @@ def _runs(state: npt.NDArray[np.int64], scale: float, y: int, names: Sequence[st
             f'fill="{_COLOURS[kind]}"><title>{tokens}: {escape(names[kind])}</title></rect>'
         )
     return rectangles
+
+
+def _numbers(starts: npt.NDArray[np.int64], state: npt.NDArray[np.int64], scale: float, y: int) -> list[str]:
+    """Draw a tick and the number of each segment with room for it, and of the segment with the first nonzero state.
+
+    Args:
+        starts: (segments,) the first token of each segment, relative to the document.
+        state: (tokens,) the states of the document's tokens.
+        scale: pixels per token.
+        y: the top of the bar.
+    """
+    numbers = np.flatnonzero((starts >= 0) & (starts < state.size))
+    widths = np.diff(starts[numbers], append=state.size) * scale
+    first = numbers[starts[numbers] <= state.argmax()].max(initial=-1) if state.any() else -1
+    marks, free = list[str](), 0.0
+    for number, width in zip(numbers.tolist(), widths.tolist(), strict=True):
+        x, room = _LEFT + float(starts[number]) * scale, 5.0 + _DIGIT * len(str(number))
+        left = min(x, _WIDTH - room) if number == first else max(x, free)
+        if number == first or left + room <= x + width:
+            marks.append(f'<rect x="{x:.2f}" y="{y + 14}" width="1" height="12" fill="currentColor"/>')
+            marks.append(_text(round(left + 3, 2), y + 25, str(number), size=11))
+            free = left + room
+    return marks
 
 
 def page(title: str, body: str) -> str:

@@ -136,6 +136,14 @@ def test_panels_show_names_gaps_and_next_positions(tmp_path: Path) -> None:
     assert labels[-5:] == ["text", "from text to text", "image", "next position", "(frame ids are not drawn)"]
 
 
+@pytest.mark.parametrize("schemes", [["mrope"], ["rope-tie"], ["rope-tie", "mrope"]])
+@pytest.mark.parametrize("spec", ["3,2x3,2", "7,3x5,7,6x2,2", "1,2x2,1,2x3,1,2x2,1,3x3,1,2x2,1"])
+def test_the_legend_fits_into_the_picture(spec: str, schemes: list[str]) -> None:
+    figure = plot_positions([table(spec, scheme=scheme) for scheme in schemes])
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+
+
 def test_documents_with_the_same_index_are_drawn_next_to_each_other(tmp_path: Path) -> None:
     tables = [table("3", "1,2x2,1,2x3,1", scheme=scheme) for scheme in ("rope-tie", "mrope")]
     plot_positions(tables, tmp_path / "ids.svg")

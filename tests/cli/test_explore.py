@@ -233,6 +233,34 @@ def test_a_written_file_opens_without_a_server(tmp_path: Path) -> None:
     browser.run(tmp_path / "profile", steps)
 
 
+@pytest.mark.slow
+@no_browser
+def test_a_narrow_page_shows_the_spec_the_legend_and_whole_titles(tmp_path: Path) -> None:
+    path, spec = tmp_path / "ids.html", "1,4x6,6,5x3,2,2x2x2,4"
+    app(
+        args=["explore", spec, "-s", "mrope", "--token", "50", "-o", str(path)],
+        prog_name="mmpos",
+        standalone_mode=False,
+    )
+
+    async def steps(page: browser.Page) -> None:
+        await page.open(path.as_uri(), width=400)
+        await page.until("document.querySelectorAll('.panel').length")
+        assert await page.evaluate("$('summary').textContent") == f"{spec}: 60 tokens, 2 images, 1 video"
+        entries = "[...$('legend').children].map((entry) => [entry.textContent, entry.children.length])"
+        assert await page.evaluate(entries) == [["text", 1], ["images", 2], ["video", 1]]
+        for view in ("scores", "phases", "maps"):
+            await page.evaluate(f"document.querySelector('input[value={view}]').click()")
+            await page.until("document.querySelector('.gtitle')")
+            title = "document.querySelector('.gtitle').getBoundingClientRect()"
+            panel = "document.querySelector('.panel').getBoundingClientRect()"
+            assert await page.evaluate(f"{panel}.left < {title}.left && {title}.right < {panel}.right")
+            assert await page.evaluate("$('legend').hidden") == (view == "maps")
+        assert page.errors == []
+
+    browser.run(tmp_path / "profile", steps)
+
+
 async def _drag(page: browser.Page, start: list[float], by: tuple[float, float]) -> None:
     """Press the mouse, move it and release it."""
     x, y = start

@@ -29,12 +29,22 @@ CLI_ONLY = [
     *("docs/sequences.md", "docs/tutorials/check.md", "docs/tutorials/scheme.md"),
 ]
 """Pages whose examples run after `make demo`, which installs the extra cli and no other."""
+NAMES_NO_EXTRA = [
+    name
+    for page in DOCUMENTS
+    if (name := page.relative_to(ROOT).as_posix()) not in CLI_ONLY
+    and "```python\n" in page.read_text()
+    and not re.search(r'"\.\[(?!cli\])', page.read_text())
+]
+"""The other pages with examples that name no extra, so that readers expect to need none."""
 WITHOUT_OTHER_EXTRAS = """
 import sys
 
+BLOCKED = "datasets", "google", "grpc", "pyarrow", "tokenizers", "torch", "torchvision", "transformers"
+
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("datasets", "google", "grpc", "pyarrow", "tokenizers", "torch", "torchvision"):
+        if name.partition(".")[0] in BLOCKED:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -72,8 +82,8 @@ def test_a_python_block_prints_the_text_block_after_it(
     assert printed.getvalue() == (output or "")
 
 
-@pytest.mark.parametrize("page", CLI_ONLY)
-def test_examples_of_first_pages_need_no_extra_except_cli(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", CLI_ONLY + NAMES_NO_EXTRA)
+def test_examples_of_first_pages_and_of_pages_that_name_no_extra_need_only_cli(page: str, tmp_path: Path) -> None:
     codes = [match[3] for match in BLOCK.finditer((ROOT / page).read_text()) if match[1] == "python" and not match[2]]
     assert codes
     runs = [f"exec(compile({code!r}, 'example', 'exec'), {{'__name__': 'example'}})" for code in codes]

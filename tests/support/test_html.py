@@ -51,10 +51,30 @@ def test_a_matrix_is_shown_as_a_table() -> None:
 
 def test_a_map_draws_documents_with_differences_first() -> None:
     html = token_map(np.repeat([0, 1, 0], 2), [0, 2, 4, 6], ("right", "wrong"), most=1)
-    svg, more = html.split("</svg>")
-    (name, *_) = ElementTree.fromstring(f"{svg}</svg>").iter("{http://www.w3.org/2000/svg}text")
+    svg, more = html.split("</div>")
+    (name, *_) = ElementTree.fromstring(f"{svg}</div>").iter("{http://www.w3.org/2000/svg}text")
     assert name.text == "documents[1]"
     assert more == "<p>2 more documents are not drawn.</p>"
+
+
+def test_a_map_numbers_wide_segments_and_that_of_the_first_difference() -> None:
+    wrong = np.zeros(1000, np.int64)
+    wrong[[501, 700]] = 1
+    starts = [0, 400, 450, 501, 502, 503, 900]  # segments 3 and 4 are single tokens, about a pixel wide
+    html = token_map(wrong, [0, 450, 1000], ("right", "wrong"), segment_starts=starts)
+    texts = ElementTree.fromstring(html).iter("{http://www.w3.org/2000/svg}text")
+    places = [(text.text, float(text.attrib["x"])) for text in texts]
+    first = ["documents[0]", "segments", "0", "1"]
+    assert [text for text, _ in places] == [*first, "documents[1]", "segments", "2", "3", "5", "6", "right", "wrong"]
+    assert places[7][1] == pytest.approx(130 + 670 * 51 / 550 + 3, abs=0.01)
+
+
+def test_a_diagnosis_numbers_the_segments_on_its_map() -> None:
+    segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(5)]])
+    ids = place(segments, "mrope").dense()
+    ids[:, 9:] += 3
+    numbers = re.findall(r'font-size="11">(.*?)<', diagnose(ids, segments, "mrope")._repr_html_())
+    assert numbers == ["segments", "0", "1", "2"]
 
 
 def test_titles_are_escaped() -> None:

@@ -178,7 +178,8 @@ def ids_of_a_row(scheme: Scheme) -> PropertyValue:
 def growth(scheme: Scheme) -> PropertyValue:
     """Compute the exponent p of the growth of ids: an image with sides twice as long consumes 2^p times as many.
 
-    Measured from side 64 to side 128; for each, the image with the most ids among images with sides up to 8 shorter.
+    Compare side 64 with side 128. For each, take the image that consumes the most ids, among images with a height and
+    a width up to 8 patches shorter.
     """
     families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in (64, 128))
     small, large = (max(1, _most_ids(scheme, images)) for images in families)

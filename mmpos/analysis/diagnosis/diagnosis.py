@@ -47,6 +47,7 @@ class Diagnosis:
         unknown_tokens: number of tokens that were not compared because an id could not be read from their keys.
         wrong: (tokens,) whether each token differs, document after document; None if all are equal.
         owner: (tokens,) the document of each token.
+        segment_starts: (segments,) the first token of each segment; None if no segments are known.
     """
 
     equal: bool
@@ -67,6 +68,7 @@ class Diagnosis:
     unknown_tokens: int = 0
     wrong: Flags | None = field(default=None, repr=False, compare=False)
     owner: IntArray | None = field(default=None, repr=False, compare=False)
+    segment_starts: IntArray | None = field(default=None, repr=False, compare=False)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ class Diagnosis:
         if self.wrong is None or self.owner is None:
             return ""
         offsets = np.searchsorted(self.owner, np.arange(self.num_documents + 1))
-        return html.token_map(self.wrong, offsets, ("right", "wrong"))
+        return html.token_map(self.wrong, offsets, ("right", "wrong"), segment_starts=self.segment_starts)
 
     def _repr_html_(self) -> str:
         """Show the sentences and the map of tokens in a notebook."""
@@ -140,6 +142,13 @@ def first_difference(
     where = {"document": int(owner[first]), "token": int(index[first]), "wrong": wrong, "owner": owner}
     compared = {"scheme": positions.scheme, "num_tokens": wrong.size, "num_documents": positions.num_documents}
     return Diagnosis(**{"equal": False, **compared, **counts, **where, **fields})
+
+
+def segment_starts(documents: SegmentTable | PositionTable) -> IntArray:
+    """Return the (segments,) first token of each segment."""
+    return (
+        documents.offset if isinstance(documents, PositionTable) else np.cumsum(documents.lengths) - documents.lengths
+    )
 
 
 def fractions_of(positions: PositionTable, token: int) -> tuple[Fraction, ...]:
@@ -264,6 +273,7 @@ def different(case: Deviation, rows: int) -> Diagnosis:
         axis=int((~case.near(case.want[:, token : token + 1].T, case.got[:, token : token + 1].T)).argmax()),
         got=tuple(case.received[:rows, token].tolist()),
         want=fractions_of(case.positions, token),
+        segment_starts=segment_starts(case.segments or case.positions),
         **find_cause(case),
     )
 
@@ -290,6 +300,7 @@ def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
         axis=0,
         got=(text[token].item(),),
         want=(Fraction(int(case.index[token])),),
+        segment_starts=segment_starts(case.segments or case.positions),
         cause=cause,
         remedy=cause and "count the tokens of each document from 0, as position_ids(text_row=True) does",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
@@ -21,6 +21,7 @@ from mmpos.support.checks import IntArray, counted, instance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.legend import Legend
 
     from mmpos.analysis.plot.picture import Picture
 
@@ -84,10 +85,20 @@ def plot_positions(
                 entries.setdefault(label, handle)
         for axes in panels.flat[len(planes) :]:
             axes.remove()
-        place: Style = {"loc": "outside lower left", "ncols": min(len(entries), 5), "frameon": False, "fontsize": 9}
-        for handle in figure.legend(entries.values(), entries, **place).get_lines():
+        for handle in _legend(figure, entries).get_lines():
             handle.set_markersize(5)
     return figure
+
+
+def _legend(figure: Picture, entries: Mapping[str, Any]) -> Legend:
+    """Draw a legend below the panels, in up to 5 columns that fit into the width of the figure."""
+    place: Style = {"loc": "outside lower left", "frameon": False, "fontsize": 9}
+    for columns in range(min(len(entries), 5), 1, -1):
+        legend = figure.legend(entries.values(), entries, ncols=columns, **place)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            return legend
+        legend.remove()
+    return figure.legend(entries.values(), entries, **place)
 
 
 def _documents(positions: PositionTable | Sequence[PositionTable]) -> list[tuple[PositionTable, int]]:

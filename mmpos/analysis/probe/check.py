@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose, first_difference, fractions_of
+from mmpos.analysis.diagnosis.deviation import Flags
+from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose, first_difference, fractions_of, segment_starts
 from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.analysis.probe.confidence import Reading
 from mmpos.errors import InvalidInputError
@@ -57,9 +58,7 @@ def check(
     if (table.axes, table.num_tokens) != (reading.axes, reading.num_tokens):
         got = f"{reading.axes} axes and {counted(reading.num_tokens, 'token')}"
         raise InvalidInputError(f"reading: got {got}, want {table.axes} axes and {table.num_tokens}, as in documents")
-    known = reading.known
-    if not known.any():
-        raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
+    known = _known(reading)
     want = table.dense(dtype=np.float64)
     ids = np.where(known, reading.position_ids, 0) / reading.denominators
     if reading.reference is not None:
@@ -86,6 +85,7 @@ def check(
         axis=int((~known[:, first] | differ[:, first]).argmax()),
         got=tuple(np.where(known[:, first] & reading.explained[first], ids[:, first], np.nan).tolist()),
         want=fractions_of(table, first),
+        segment_starts=segment_starts(documents),
         **cause,
     )
 
@@ -98,6 +98,13 @@ def _late(reading: Reading, off: Float64Array, want: Float64Array, table: Positi
     known, off, want = reading.known[axes][:, begins].all(axis=0), off[axes][:, begins], want[axes][:, begins]
     below = known & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
     return float(-off[0, below].min(initial=0))
+
+
+def _known(reading: Reading) -> Flags:
+    """Return (axes, tokens) whether each id is known; refuse a reading without a known id."""
+    if not reading.known.any():
+        raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
+    return reading.known
 
 
 def _table(

@@ -70,6 +70,37 @@ function colourOf(segment) {
   return COLOURS[images % COLOURS.length];
 }
 
+const KINDS = ["text", "image", "video", "audio run", "clip", "thumbnail", "tile"]; // the order of counts and legend
+
+// List the kinds of segments in the document, each with the indices of its segments.
+function kinds() {
+  const byKind = new Map(KINDS.map((kind) => [kind, []]));
+  answer.segments.forEach(({ kind }, segment) => byKind.get(kind).push(segment));
+  return [...byKind].filter(([, segments]) => segments.length);
+}
+
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+// Describe the document: "3,2x3,2: 11 tokens, 1 image".
+function summary() {
+  const counts = kinds().filter(([kind]) => kind !== "text").map(([kind, segments]) => counted(segments.length, kind));
+  const sizes = [counted(answer.tokens, "token"), ...counts].join(", ");
+  return answer.spec ? `${answer.spec}: ${sizes}` : sizes;
+}
+
+// Explain the symbols of the charts; the segments of a kind may have several colours.
+function legend() {
+  return kinds().map(([kind, segments]) => {
+    const colours = [...new Set(segments.map(colourOf))];
+    const marks = colours.map((colour) => {
+      const mark = element("span", { className: kind === "text" ? "mark round" : "mark" });
+      mark.style.background = colour;
+      return mark;
+    });
+    return element("span", { className: "entry" }, ...marks, segments.length > 1 && kind !== "text" ? `${kind}s` : kind);
+  });
+}
+
 function segmentOf(token) {
   return answer.segments.findLastIndex((segment) => segment.first <= token);
 }
@@ -203,8 +234,7 @@ function show(newAnswer) {
   $("token").max = answer.tokens - 1;
   $("token").value = selected;
   $("pair").max = answer.pairs - 1;
-  const grids = answer.segments.filter((segment) => segment.kind !== "text").length;
-  $("summary").textContent = `${answer.tokens} tokens, ${grids} ${grids === 1 ? "image or video" : "images or videos"}`;
+  $("summary").textContent = summary();
   showParts();
   draw();
 }
@@ -221,6 +251,8 @@ function draw() {
   );
   $("pair-label").hidden = view() !== "phases" || !served;
   $("pair-number").textContent = answer.schemes[0].pair.index;
+  $("legend").hidden = !["plane", "phases", "scores"].includes(view());
+  $("legend").replaceChildren(...legend());
   const panels = answer.schemes.map((scheme, i) => {
     const panel = $(`panel-${i}`) || element("article", { id: `panel-${i}`, className: "panel" });
     const end = scheme.next === null ? "no next position" : `next position ${scheme.next}, delta ${scheme.delta}`;
@@ -338,8 +370,8 @@ function scores(panel, scheme) {
   const distances = tokens().map((token) => token - from);
   const hover = tokens().map((token) => `token ${token}: ${scheme.scores[token].toFixed(3)}`);
   chart(panel, points(scheme, distances, scheme.scores, hover), {
-    title: { text: `mean cosine over pairs between token ${from} and every token`, font: { size: 13 } },
-    margin: { l: 44, r: 12, t: 36, b: 40 },
+    title: { text: `mean cosine over pairs between<br>token ${from} and every token`, font: { size: 13 } },
+    margin: { l: 44, r: 12, t: 52, b: 40 },
     xaxis: { title: { text: "distance in tokens" } },
     yaxis: { title: { text: "score by position alone" } },
   });

@@ -554,7 +554,7 @@ static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyOb
 
 /* concatenate(tables, class, names) -> (bytearray of the table, bytearray of its documents, tokens), or None.
  *
- * tables: list of placed tables of this class; names: attributes with their table, documents and tokens. */
+ * tables: list of placed tables of this class; names: attributes that hold their table, documents and tokens. */
 PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *names[3], *result = NULL;
     Batch batch = {0};

@@ -281,7 +281,7 @@ static int numbers_fit(int64_t rule, int64_t count, const Numbers *asked) {
     for (int i = 0; fits && i < wanted[rule]; i++) {
         const Vector *vector = &asked[i].vector;
         fits = vector->data != NULL && (vector->size == count || (vector->size < 0 && !each));
-        fits = fits && (vector->size >= 0 || within(asked[i].one, 0, INT32_MAX)); /* also without documents */
+        fits = fits && (vector->size >= 0 || within(asked[i].one, 0, INT32_MAX)); /* checked even without documents */
     }
     return fits;
 }

@@ -91,7 +91,7 @@ class TinyVLM(nn.Module):
 
     @torch.no_grad()
     def answer(self, batch: Any, positions: mmpos.PositionTable | None = None, tokens: int = 40) -> Tensor:
-        """Generate the answer to each row greedily with a cache, (batch, tokens).
+        """Generate an answer for each row greedily, with a cache; return (batch, tokens) ids.
 
         Args:
             batch: chats without the last answer, padded on the left.

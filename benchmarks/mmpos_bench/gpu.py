@@ -75,7 +75,7 @@ class Kept:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Errors by the name of the work, including work in progress."""
+        """Error of each piece of work that failed or is in progress, keyed by its name."""
         return self.report.failed
 
     def write(self, *measurements: Measurement) -> None:

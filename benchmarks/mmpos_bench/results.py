@@ -158,7 +158,7 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""
-    multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": ", the limit"}
+    multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": " (limit)"}
     facts = list(dict.fromkeys(name for m in measurements for name in m.facts))
     rows = [["", *(name + multiples[role] for name, role in roles.items()), *facts]]
     for m in measurements:

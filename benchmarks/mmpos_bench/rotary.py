@@ -218,7 +218,7 @@ def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) 
 
 
 def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
-    """Compare with the same call of the reference, for work without a formula here."""
+    """Compare with the same call to the reference, for work that has no formula in this file."""
     for x, kept in zip(layer.sets[0], before, strict=True):
         x.copy_(kept)
     twin = copy(layer)
@@ -410,7 +410,7 @@ def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> It
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
-    """Return a way that is compared with the same call of the reference."""
+    """Return a way that is compared with the same call to the reference."""
     return Way(name, make, partial(_as_reference, make=make), Role.PART)
 
 

@@ -407,7 +407,7 @@ def _ids(caller: Client, documents: int) -> object:
 
 
 def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Actions:
-    """Return valid calls by name, with large tensors in messages and in shared memory, and streams, some abandoned."""
+    """Return valid calls by name, including large tensors in messages and shared memory, and abandoned streams."""
     import torch
 
     def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:

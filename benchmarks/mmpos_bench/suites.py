@@ -23,7 +23,7 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "images": "from the bytes of photographs to patches",
         "rotary": "rotations of q and k, forward and backward",
         "data": "from examples to batches and packs",
-        "service": "calls of the service, compared with an echo",
+        "service": "calls to the service, compared with an echo",
     }
 )
 """Subjects by suite; a suite is the module mmpos_bench.<name> with a function ``cases(options)``."""
@@ -85,7 +85,7 @@ class Lineup:
 
 
 def strictly(name: str, work: Callable[[], object]) -> bool:
-    """Do some work, and add its name to the error if a contestant is wrong.
+    """Run the work; if the result of a contestant is wrong, add the name of the work to the error.
 
     Raises:
         NotEqualError: the work raised NotEqualError; its comparison is then not timed.
@@ -104,7 +104,7 @@ class Comparison:
     group: str  # heading under which comparisons are shown together
     name: str  # name within the group
     line_up: Callable[[], Lineup]  # creates the contestants when the comparison begins
-    unit: str = "tokens"  # key of work by which times are divided in tables
+    unit: str = "tokens"  # key of ``work`` whose value divides the times in tables
     budget: Budget = FULL
     timer: Timer = compare
 

@@ -202,7 +202,7 @@ def _number(name: str) -> int | None:
 
 
 def _beside(config: Path, names: Iterable[str]) -> Arrays:
-    """Read the unrotated keys next to the config.json of a probe checkpoint, by the names of layers."""
+    """Read the unrotated keys stored next to the config.json of a probe checkpoint, keyed by layer name."""
     from mmpos.analysis.probe.checkpoint import REFERENCE
 
     path = (config if config.is_dir() else config.parent) / REFERENCE

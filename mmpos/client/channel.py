@@ -192,7 +192,7 @@ def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipad
     return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
 
 
-# Message of grpc.aio when a stream ends while a request is written: it loses the status of the stream
+# Message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
 # (grpc/grpc#36066). A second attempt finds the status, unless the connection merely broke.
 _FAILED_WRITE = "Internal error from Core"
 

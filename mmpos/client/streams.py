@@ -279,7 +279,7 @@ def thread_results(
 
 
 class TaskLink:
-    """Open stream in an event loop: a task of gRPC writes requests, and a read for one answer is always pending."""
+    """Open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
 
     def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()

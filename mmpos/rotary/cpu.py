@@ -159,7 +159,7 @@ def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source
 
 
 def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:
-    """Rotate q and k by the extension, in several threads if they are large; return False if it declines.
+    """Rotate q and k with the extension, in several threads if they are large; return False if it declines.
 
     Args:
         capsules: DLPack capsules of q, its output, k and its output; None as output means in place.

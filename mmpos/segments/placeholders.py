@@ -137,7 +137,7 @@ class Merging(NamedTuple):
         sides: patches merged along each side.
         frames_apart: whether each frame of a video is a separate grid.
         lenient: whether merging rounds down and grids without tokens are skipped.
-        types: whether tokens are token types 0, 1 and 2.
+        types: whether the input has token types (0, 1 and 2) instead of token ids.
     """
 
     frames: int

@@ -78,7 +78,7 @@ class Video:
 
 
 class Plain(NamedTuple):
-    """A part after videos are expanded.
+    """A part of a document once its videos have been expanded.
 
     Args:
         part_index: index of the original part in the argument of build.

@@ -124,7 +124,7 @@ def write_output(data: bytes) -> None:
     """Write bytes to standard output.
 
     Raises:
-        InvalidInputError: it is a terminal, which they would upset.
+        InvalidInputError: standard output is a terminal.
     """
     if sys.stdout.isatty():
         raise InvalidInputError(f"{STDIN}: standard output is a terminal, want a pipe or a file")

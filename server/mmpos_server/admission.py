@@ -111,7 +111,7 @@ class WorkPool:
     Args:
         name: name of the threads.
         threads: number of threads.
-        gate: slots of waiting and running calls.
+        gate: slots for waiting and running calls.
     """
 
     def __init__(self, name: str, threads: int, gate: Gate) -> None:

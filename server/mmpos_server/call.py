@@ -33,7 +33,7 @@ class Recipient(Protocol):
     """Side of a transport that knows whether its client is still connected."""
 
     def is_active(self) -> bool:
-        """Return whether the client still waits for the answer. Thread-safe."""
+        """Return whether the client is still waiting for the answer. Thread-safe."""
 
 
 class _Stage:
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def awaited(self) -> bool:
-        """Whether the client still waits for the answer."""
+        """Whether the client is still waiting for the answer."""
         return (self._deadline is None or not self.late) and self._context.is_active()
 
     def checkpoint(self) -> None:

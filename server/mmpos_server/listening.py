@@ -212,7 +212,7 @@ class Uds:
         """Check that a server can listen on the path.
 
         Raises:
-            InvalidInputError: a live server listens there, the path is not a socket, or its folder does not exist.
+            InvalidInputError: a running server listens there, the path is not a socket, or its folder does not exist.
         """
         try:
             if not self.path.parent.is_dir():

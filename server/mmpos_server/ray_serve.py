@@ -137,7 +137,7 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
 
     Args:
         config: settings of each replica; None uses the embedded settings. Replicas read the files that profiles name.
-        log_level: minimum level of the lines that replicas write to stderr, a key of LEVELS.
+        log_level: key of LEVELS, the minimum level of the lines that replicas write to stderr.
         options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 
     Raises:
@@ -306,7 +306,7 @@ class _Context:
         """Return None: Serve passes no deadline, but its proxy cancels late calls."""
 
     def is_active(self) -> bool:
-        """Return whether Serve still waits for the answer."""
+        """Return whether Serve is still waiting for the answer."""
         return self._active
 
     def add_callback(self, callback: Callable[[], None]) -> bool:

@@ -154,7 +154,7 @@ def test_text_in_batches_and_decoded_text_have_continuous_ids(model: str, conver
     assert ids_of(keys_of(engine), Rotary(32, 1e6, axes=1)) == [[[*range(32)]]] * 2
 
 
-def test_a_yarn_ramp_is_rounded_against_the_config(converted: Callable[..., Path]) -> None:
+def test_a_yarn_ramp_is_rounded_despite_the_config(converted: Callable[..., Path]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False}
     engine = opened(converted("qwen3", **yarn) / "probe.gguf")
     engine.eval(range(1, 41))

@@ -1,4 +1,4 @@
-"""vLLM's engine on a CPU, probed: it raises no alarm, and known bugs, patched into its functions, are named."""
+"""Probe vLLM's engine on a CPU: the probe raises no false alarm, and names known bugs patched into the engine."""
 
 from __future__ import annotations
 

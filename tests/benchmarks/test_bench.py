@@ -292,14 +292,14 @@ def test_multiples_below_the_limit_are_explained() -> None:
 def test_a_table_shows_multiples_of_the_limit_and_of_our_first_contestant() -> None:
     text = replace(MEASUREMENT, name="d", entries=MEASUREMENT.entries[:2])
     assert to_markdown((MEASUREMENT, text)) == (
-        "|  | fill, the limit | mmpos (× limit) | place (× limit) | loop (× mmpos) |\n"
+        "|  | fill (limit) | mmpos (× limit) | place (× limit) | loop (× mmpos) |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
         "| a: one | 2.00 µs | 3.00 µs (1.50×) | 1.00 µs (0.50×) | 60.0 µs (20.0×) |\n"
         "| d | 2.00 µs | 3.00 µs (1.50×) | – | – |\n"
     )
     full = replace(MEASUREMENT, entries=MEASUREMENT.entries[:1], facts={"fill": 0.99634, "tokens per second": 122975.4})
     assert to_markdown((full, replace(full, name="d", facts={"packs": 3}))) == (
-        "|  | fill, the limit | fill | tokens per second | packs |\n"
+        "|  | fill (limit) | fill | tokens per second | packs |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
         "| a: one | 2.00 µs | 0.9963 | 122,975 | – |\n"
         "| d | 2.00 µs | – | – | 3 |\n"

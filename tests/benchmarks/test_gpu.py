@@ -59,7 +59,7 @@ def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part
         "- g: n, wrong: NotEqualError: []: got 0, want 1",
         "| folder | tests | failures | errors | skipped | time | worst error |",
         "| tests/gpu | 4 | 1 | 1 | 1 | 3.5 | 0.5 |",
-        "|  | copy, the limit | ours (× limit) |",
+        "|  | copy (limit) | ours (× limit) |",
         "- Liger: not installed",
     ):
         assert line in report.splitlines()

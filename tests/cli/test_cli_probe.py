@@ -116,7 +116,7 @@ def test_keys_as_intended_are_equal(run: Run) -> None:
         assert "Ids are relative to token 0: an offset of all ids cannot be seen." in out
 
 
-def test_padding_of_ids_is_ignored_by_the_lengths_of_rows(run: Run) -> None:
+def test_padding_of_ids_is_ignored_if_row_lengths_are_given(run: Run) -> None:
     ids = np.stack([IDS, np.pad(IDS[:, :11], ((0, 0), (0, 5)), constant_values=-1)], axis=1)
     keys = np.stack([rotated(IDS), rotated(ids[:, 1])])
     np.savez("keys.npz", keys=keys, position_ids=ids, lengths=[16, 11])
@@ -292,7 +292,7 @@ def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
     Path("config.json").write_text(json.dumps(config))
 
 
-def test_mistakes_in_placement_are_named_as_by_mmpos_check(run: Run) -> None:
+def test_placement_mistakes_get_the_same_names_as_in_mmpos_check(run: Run) -> None:
     save_qwen25(head_dim=128, sections=[24, 20, 20], theta=5e6)
     video = Grid(1, 2, frames=4, seconds_per_frame=1)
     applied = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()

@@ -24,7 +24,7 @@ def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
 
 
 def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
-    """Return (tokens, tokens) whether a query attends to a key, both counted over the batch."""
+    """Return the mask (tokens, tokens): whether each query attends to each key, both numbered across the batch."""
     document: list[int | None] = []
     for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
         padding: list[int | None] = [None] * (size - length)

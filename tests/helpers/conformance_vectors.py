@@ -298,7 +298,7 @@ def layout_groups() -> dict[str, list[Json]]:
 
 
 def rotation(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any = 1) -> Json:
-    """Return the axis of each pair, null for unrotated pairs, and (tokens, pairs) cos and sin from 60 digits."""
+    """Return the axis of each pair, null if unrotated, and (tokens, pairs) cos and sin computed with 60 digits."""
     table: dict[str, list[list[float]]] = {"cos": [], "sin": []}
     with mpmath.workdps(60):
         for token in range(len(ids[0])):
@@ -361,7 +361,7 @@ def driven_by(module: Any, axes: int, layer_type: str | None) -> tuple[list[list
     """Rotate every channel by one id on one axis at a time.
 
     Returns:
-        The axis of the first channel of every pair, also of the second channels if they differ; and the frequencies.
+        The axes of the first channels of all pairs, those of the second channels if they differ, and the frequencies.
     """
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     options = {"layer_type": layer_type} if layer_type else {}

@@ -1,4 +1,4 @@
-"""Small transformers of diffusers with random weights, and calls of each, as released and by positions."""
+"""Small diffusers transformers with random weights, and their calls, as released and with positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of get_rope_index of every model type that has the method, the method itself, and our function."""
+"""Random calls to get_rope_index for every model type that has it, the method itself, and our function."""
 
 from __future__ import annotations
 

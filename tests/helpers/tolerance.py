@@ -92,7 +92,7 @@ def rounding(
 
     A rounded sum of n products is the exact sum of perturbed numbers: each by a relative error of at most γₙ [1, 3.1],
     and of about √n·u, since errors of both signs cancel [2]. So each input number is perturbed by √n·u, up or down at
-    random, eight times, where n is the length of the longest sum. The change of the result estimates the effect of
+    random, eight times, where n is the length of the longest sum. The change in the result estimates the effect of
     rounding; the result itself is a sum and is perturbed by √n·u. Everything else (norms, softmax, rotations) rounds a
     number a few times, not √n times.
 

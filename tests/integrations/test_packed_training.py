@@ -195,7 +195,7 @@ def test_a_pack_of_processed_inputs_trains_like_its_documents(model_type: str) -
 def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
     """Return the inputs that a GLM processor returns for two images, or for a video of two frames.
 
-    Frames have the placeholder of images.
+    Frames use the placeholder of images.
     """
     rng = np.random.default_rng(seed)
     text, image = rng.integers(3, 200, 7).tolist(), [302, *[300] * 4, 303]

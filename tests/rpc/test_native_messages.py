@@ -126,7 +126,7 @@ def test_counting_stops_at_the_limit(way: str) -> None:
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
         count_elements(BUILD, raw, 12)
-    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid numbers, at least 100 by their length
+    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid varints, at least 100 according to their length
     assert count_elements(PLACE, long, 50) == 51
 
 

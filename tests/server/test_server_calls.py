@@ -242,7 +242,7 @@ def test_items_of_a_stream_wait_for_the_rate_limit_and_count_towards_it() -> Non
 @pytest.mark.parametrize("pool", ["", "image"])
 def test_a_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) -> None:
     server = serve()
-    for seconds in (0.3, 3, 30):  # a longer deadline until the work begins in time
+    for seconds in (0.3, 3, 30):  # lengthen the deadline until the work begins before it passes
         assert refusal(partial(server.place, query(f"wait {pool}"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
         if server.fake.begun.is_set():
             break

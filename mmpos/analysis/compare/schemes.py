@@ -176,7 +176,7 @@ def ids_of_a_row(scheme: Scheme) -> PropertyValue:
 
 @needing("resumable")
 def growth(scheme: Scheme) -> PropertyValue:
-    """Compute the exponent p with which the ids of an image grow: twice the side consumes 2^p times as many ids.
+    """Compute the exponent p of the growth of ids: an image with sides twice as long consumes 2^p times as many.
 
     Measured from side 64 to side 128; for each, the image with the most ids among images with sides up to 8 shorter.
     """

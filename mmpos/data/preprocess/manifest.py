@@ -159,7 +159,7 @@ class Manifest:
             self.shards |= {task.stem: shard for task, shard in zip(tasks, list(resumed), strict=True)}
 
     def _part_of(self, stem: str) -> tuple[str, int]:
-        """Return the stem of the shard and the part number, by the stem of a file name."""
+        """Split the stem of a file name into the stem of the shard and the part number."""
         match = _PART.fullmatch(stem)
         if match and stem not in self.shards and match[1] in self.shards:
             return match[1], int(match[2])

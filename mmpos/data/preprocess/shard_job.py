@@ -122,7 +122,7 @@ class Task:
     def identity(self) -> Facts:
         """Name and size of the input, and the change times or version of its file; see StorePath.identity.
 
-        The size is in bytes for a file, and in records for any other input, of which nothing else is known.
+        The size is the number of bytes of a file, and the number of records of any other input.
         """
         source = store_path("source", self.reader.source)
         path = store_path("path", getattr(self.reader, "path", source))  # the source of a slice is not a file

@@ -71,7 +71,7 @@ def _axial(
         scheme: name of the scheme, or a scheme.
         field: config field with the number of channels of each axis.
         dims: defaults of ``field``.
-        theta: base of the frequencies, or the config field with it.
+        theta: base of the frequencies, or the name of the config field that has it.
         default_theta: default of the field ``theta``.
         patch: latents per token; None if the transformer cuts patches of the size in its config.
         default_patch: default of that size.

@@ -112,7 +112,7 @@ def unpatch(transformer: Transformer) -> Transformer:
         The transformer itself.
 
     Raises:
-        InvalidInputError: the transformer is not patched, or an attribute that patch set has been replaced.
+        InvalidInputError: the transformer is not patched, or other code has replaced an attribute set by ``patch``.
     """
     return unpatched("transformer", _checked_module(transformer))
 
@@ -243,7 +243,7 @@ def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] 
 
 
 def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -> Tensor:
-    """Move texts into their rows after the module that processes them per document."""
+    """Move texts into their rows once the module that processes them per document has run."""
     streams = _STREAMS.get()
     return texts if streams is None else streams.texts_in_rows(texts)
 

@@ -254,7 +254,7 @@ class Streams:
 
         Args:
             order: streams of the attention, in its order.
-            tokens: ascending numbers of this rank's tokens of every row; None for all.
+            tokens: ascending indices of this rank's tokens in each row; None for all.
         """
         parts = [self._streams[name] for name in order]
         columns = np.concatenate([part.columns for part in parts], axis=1)

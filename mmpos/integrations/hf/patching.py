@@ -95,7 +95,7 @@ def unpatch(model: Model) -> Model:
         The model itself.
 
     Raises:
-        InvalidInputError: the model is not patched, or other code has replaced an attribute that patch set.
+        InvalidInputError: the model is not patched, or other code has replaced an attribute set by ``patch``.
     """
     return unpatched("model", model)
 

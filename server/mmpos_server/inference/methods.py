@@ -234,7 +234,7 @@ class _Times:
     )
 
     def put(self, message: pb.ModelStatistics) -> None:
-        """Fill the statistics of a version."""
+        """Fill a message with the statistics of a version of a model."""
         message.last_inference = int(1000 * self.last)
         message.inference_count, message.execution_count = self.documents, self.succeeded
         for name, seconds in self.seconds.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import Documents, Start, group, scheme_of
 from mmpos.cli.options import IMAGE_SUFFIXES, Axes, flat, make_scheme, read_specs, scheme_option
-from mmpos.errors import InvalidInputError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import InvalidInputError, MmposError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import console
 
@@ -30,6 +31,28 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
 
+_OPTIONS = {
+    "tls=Tls(...)": "pass --tls-ca",
+    "Tls(..., certificate, key)": "pass --tls-cert and --tls-key",
+    "want tls=None": "want no --tls-ca",
+    "tls.root_certificates": "--tls-ca",
+    "tls.certificate": "--tls-cert",
+}
+"""Arguments that errors of the client name, and the options that set them here."""
+
+
+def _problem(message: str) -> str:
+    """Describe why no server answered, without the details of gRPC."""
+    for argument, option in _OPTIONS.items():
+        message = message.replace(argument, option)
+    if message.startswith(("tls", "--tls")):
+        cause, _, _ = message.partition(" (failed to connect")
+        return message if cause.endswith("the handshake failed") else cause
+    message, opening, hint = message.partition(" (a server that ")
+    if message.startswith(_TRANSPORT):  # the reason is at the end
+        message = message.rpartition(": ")[2].rstrip("]")
+    return f"got {message}{opening}{hint}, want a running server: start one with mmpos serve, or pass another --server"
+
 
 def _file(description: str) -> Any:
     return typer.Option(metavar="FILE", help=description, show_default=False)
@@ -45,7 +68,7 @@ class Connection:
             "--server", metavar="HOST:PORT", help="The server, or unix:PATH; several are separated by commas."
         ),
     ] = "localhost:50051"
-    token_file: Annotated[Path | None, _file("File with the client's token.")] = None
+    token_file: Annotated[Path | None, _file("File with only the client's token.")] = None
     tls_ca: Annotated[Path | None, _file("Trusted certificates, PEM; without the three TLS files, no TLS.")] = None
     tls_cert: Annotated[Path | None, _file("The client's certificate, PEM.")] = None
     tls_key: Annotated[Path | None, _file("The client's private key, PEM.")] = None
@@ -53,6 +76,7 @@ class Connection:
     @contextmanager
     def client(self, timeout: float, profile: str | None = None) -> Iterator[Client]:
         """Open a client of the server; if the server does not answer, the error names a remedy."""
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for each failed handshake
         from mmpos.client import Client, Tls
 
         addresses, files = self.server.split(","), (self.tls_ca, self.tls_cert, self.tls_key)
@@ -62,11 +86,7 @@ class Connection:
             with Client(where, profile=profile, timeout=timeout, tls=tls, token=self.token_file) as client:
                 yield client
         except ServiceUnavailableError as error:
-            got = str(error)
-            if got.startswith(_TRANSPORT):  # the reason is at the end
-                got = got.rpartition(": ")[2].rstrip("]")
-            want = "a running server: start one with mmpos serve, or pass another --server"
-            raise ServiceUnavailableError(f"{self.server}: got {got}, want {want}") from error
+            raise ServiceUnavailableError(f"{self.server}: {_problem(str(error))}") from error
         except ServiceTimeoutError as error:
             remedy = "check that mmpos serve is running, or pass a longer --timeout"
             raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s; {remedy}") from error
@@ -78,7 +98,13 @@ def health(connection: Connection, timeout: Timeout = 5.0) -> None:
     """Check that the server accepts calls."""
     with connection.client(timeout) as client:
         if not client.healthy():
-            raise ServiceUnavailableError("no answer, or NOT_SERVING")
+            try:
+                client.info()  # raises the cause if no server answers
+            except (ServiceUnavailableError, ServiceTimeoutError):
+                raise
+            except MmposError:
+                pass  # a server answered
+            raise ServiceUnavailableError("NOT_SERVING")
         typer.echo(f"{connection.server} is serving")
 
 

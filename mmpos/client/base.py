@@ -42,7 +42,7 @@ class BaseClient(Generic[C]):
         timeout: maximum seconds per call, retries included; for a stream, maximum seconds per answer.
         attempts: maximum number of attempts per call, 1 to 5; with 1 no call is retried or waits for a server.
         tls: certificates; None disables TLS.
-        token: bearer token sent with every call, or the path of a file that holds it and is read again when it
+        token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
             changes. Without tls a token is only sent to servers on this machine.
         metadata: pairs of name and value sent with every call.
         window: maximum number of unanswered requests of a stream.

@@ -88,7 +88,7 @@ class Token:
     """Bearer token of a client; its repr never shows the token.
 
     Args:
-        source: token, or the path of a file that holds it.
+        source: token, or the path of a file that holds only the token.
     """
 
     source: str | Path = field(repr=False)
@@ -126,19 +126,28 @@ class Token:
             # Taken before reading, so that a version written meanwhile is read at the next call.
             version = file_version(os.stat(self.source))
             if latest is None or version != latest[0]:
-                text = self.source.read_text(encoding="ascii").strip()
+                text = self.source.read_text(encoding="ascii", errors="replace").strip()
                 if not is_token(text):
-                    raise ValueError("no token in it")
+                    raise ValueError(_fault(text))
                 self._read.latest = latest = version, put_token(text)
         except (OSError, ValueError) as error:
             # A file that is being replaced may be missing or empty for a moment.
             if latest is None:
-                reason = error.strerror if isinstance(error, OSError) else "no token in it"
-                raise InvalidInputError(f"token: got {self.source} ({reason}), want a file with a token") from None
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise InvalidInputError(
+                    f"token: got {self.source} ({reason}), want a file with only the token"
+                ) from None
         return latest[1]
 
     def __reduce__(self) -> tuple[type[Token], tuple[str | Path]]:
         return Token, (self.source,)
+
+
+def _fault(text: str) -> str:
+    """Describe a file without a token; the text is not quoted, since any word of it may be a token."""
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
+    pairs = any(len(words) == 2 for words in lines)
+    return "names and tokens: this looks like the token file of a server" if pairs else "no token in it"
 
 
 MAX_ATTEMPTS = 5

@@ -13,10 +13,14 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from certificates import make_certificate
+from fake_server import Fake, echo, serving
 from waiting import without_torch
 
 from mmpos.cli.options import make_scheme
+from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig
+from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
 Run = Callable[..., tuple[int, str, str]]
@@ -113,6 +117,34 @@ def test_a_server_that_is_down_is_an_error_of_one_line_with_the_remedy(command: 
     assert (code, out) == (4, "")
     want = "want a running server: start one with mmpos serve, or pass another --server"
     assert re.fullmatch(rf"mmpos: error: {address}: got [A-Za-z, _]+, {want}\n", err)
+
+
+@pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
+def test_errors_of_tls_name_the_option_to_change(command: list[str], run: Run, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    other, _ = make_certificate(tmp_path, "other")
+    with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
+        want = "want a running server: start one with mmpos serve, or pass another --server"
+        closed = f"got Socket closed (a server that requires TLS closes it: pass --tls-ca), {want}"
+        assert run("remote", *command, "--server", address) == (4, "", f"mmpos: error: {address}: {closed}\n")
+        untrusted = f"mmpos: error: {address}: --tls-ca: cannot verify the server's certificate\n"
+        assert run("remote", *command, "--server", address, "--tls-ca", str(other)) == (4, "", untrusted)
+        assert run("remote", *command, "--server", address, "--tls-ca", str(cert))[0] == 0
+
+
+def test_a_failed_handshake_prints_only_its_error(server: str, tmp_path: Path) -> None:
+    cert, _ = make_certificate(tmp_path, "server")
+    command = [sys.executable, "-m", "mmpos", "remote", "health", "--server", server, "--tls-ca", str(cert)]
+    environment = {name: value for name, value in without_torch(tmp_path).items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == f"mmpos: error: {server}: tls: the server does not use TLS, want no --tls-ca\n"
+
+
+def test_a_server_that_reports_not_serving_is_not_healthy(run: Run) -> None:
+    with serving(Fake(echo), serving=False) as address:
+        code, out, err = run("remote", "health", "--server", address)
+    assert (code, out) == (4, "")
+    assert err.startswith(f"mmpos: error: {address}: got NOT_SERVING, want a running server")
 
 
 def test_a_server_that_does_not_answer_is_an_error_of_one_line_with_the_remedy(run: Run) -> None:

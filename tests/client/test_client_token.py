@@ -107,9 +107,14 @@ def test_an_unpickled_client_reads_the_token_file_again(tmp_path: Path) -> None:
 def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_the_file_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
-    assert mistake(client.info) == f"token: got {file} (No such file or directory), want a file with a token"
-    file.write_text("secret secret")
-    assert mistake(client.info) == f"token: got {file} (no token in it), want a file with a token"
+    want = "want a file with only the token"
+    assert mistake(client.info) == f"token: got {file} (No such file or directory), {want}"
+    for wrong in ("secret and secret", "secretß"):
+        file.write_text(wrong)
+        assert mistake(client.info) == f"token: got {file} (no token in it), {want}"
+    file.write_text(f"# clients\nalice {TOKEN}\n")
+    of_a_server = "names and tokens: this looks like the token file of a server"
+    assert mistake(client.info) == f"token: got {file} ({of_a_server}), {want}"
     seen = []
     for text in (f"{TOKEN}\n", f"{OTHER}\n", "", None, f"  {TOKEN}  "):
         # Replace the file each time, since timestamps alone are too coarse.

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from certificates import make_certificate
 
 from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, place
+from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig
+from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
 ROOT = Path(__file__).parents[2]
@@ -108,12 +111,12 @@ def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
 PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()
 
 
-def page(server: str, call: str = "Place", *edits: tuple[str, str]) -> str:
+def page(server: str, call: str = "Place", *edits: tuple[str, str], secure: bool = False) -> str:
     """Run the JavaScript of docs/protocol-clients.md with one of its calls, after edits, and return its output."""
     install()
-    load, expand, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
+    load, expand, credentials, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
     (code,) = (block for block in calls if f".{call}(" in block)
-    code = load + expand + code
+    code = load + expand + (credentials if secure else "") + code
     for old, new in (("localhost:50051", server), *edits):
         assert old in code
         code = code.replace(old, new)
@@ -124,8 +127,25 @@ def page(server: str, call: str = "Place", *edits: tuple[str, str]) -> str:
     return completed.stdout
 
 
+PRINTED_BY_PLACE, PRINTED_BY_BUILD = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+
+
 def test_the_documented_client_expands_a_table(server: str) -> None:
-    assert json.loads(page(server)) == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+    assert page(server) == PRINTED_BY_PLACE
+    assert json.loads(PRINTED_BY_PLACE) == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+
+
+def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    (tmp_path / "tokens").write_text("alice secret-secret-secret\n")
+    (tmp_path / "token").write_text("secret-secret-secret\n")
+    secured = ("grpc.credentials.createInsecure()", "credentials"), ('"ca.pem"', json.dumps(str(cert)))
+    with running(listen=Listen(tls=TlsFiles(cert, key), token_file=tmp_path / "tokens")) as address:
+        token = '"token"', json.dumps(str(tmp_path / "token"))
+        assert page(address, "Place", *secured, token, secure=True) == PRINTED_BY_PLACE
+        wrong = "Bearer ${token}", "Bearer ${token}s"
+        refusal = 'authorization: got no known token, want "Bearer TOKEN"\n'
+        assert page(address, "Place", *secured, token, wrong, secure=True) == refusal
 
 
 def test_the_loader_drops_a_field_without_the_documented_option(server: str) -> None:
@@ -133,8 +153,7 @@ def test_the_loader_drops_a_field_without_the_documented_option(server: str) -> 
 
 
 def test_the_documented_client_builds_a_sequence_with_two_images(server: str) -> None:
-    (printed,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    assert page(server, "Build") == printed
+    assert page(server, "Build") == PRINTED_BY_BUILD
 
 
 def test_large_answers_need_the_documented_limit(server: str) -> None:

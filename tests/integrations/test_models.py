@@ -31,7 +31,8 @@ from tolerance import EXACT, assert_within
 
 import mmpos
 import mmpos.rotary
-from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
+from mmpos import InvalidInputError
+from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
@@ -45,6 +46,24 @@ def test_the_mapping_of_a_config_has_the_settings_of_the_object(model: str) -> N
     config = config_of(model)
     mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+
+
+def test_the_page_has_the_fields_that_each_model_type_needs_without_its_config() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    section = page.partition("## Without a config.json")[2].partition("\n## ")[0]
+    needed = dict.fromkeys(TEXT_TYPES, ("{}", ""))
+    for models, fields, layer in re.findall(r"^\| (`.*) \| (.*) \| (.*)\|$", section, re.MULTILINE):
+        needed |= {model: (fields.strip("`"), layer.strip("` ")) for model in re.findall("`(.*?)`", models)}
+    assert set(needed) <= set(MODEL_TYPES) | set(TEXT_TYPES)
+    empty = '{"text_config": {}, "vision_config": {}}', ""
+    for model in (*MODEL_TYPES, *TEXT_TYPES):
+        fields, layer = needed.get(model, empty)
+        if fields.startswith("{"):
+            config = {"model_type": model, **json.loads(fields)}
+            assert mmpos.from_hf_config(config, layer_type=layer or None).model_type == model
+        if (fields, layer) != empty:
+            with pytest.raises(InvalidInputError):
+                mmpos.from_hf_config({"model_type": model, **json.loads(empty[0])})
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def _json(diagnosis: Diagnosis) -> str:
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
     values = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
-    for name in ("unknown_tokens", "wrong", "owner"):  # the first concerns keys, the others have a value per token
+    # The first concerns keys; the others have a value per token or per segment.
+    for name in ("unknown_tokens", "wrong", "owner", "segment_starts"):
         del values[name]
     return report.json_lines(values)
 

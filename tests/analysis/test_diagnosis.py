@@ -690,7 +690,8 @@ def test_the_ids_of_every_mistake_are_explained_by_it_or_by_an_earlier_one(
             ids = np.broadcast_to(guess.ids, want.shape).astype(np.float64)
             diagnosis = mmpos.diagnose(ids, segments, scheme)
             assert diagnosis.equal == bool((ids == want).all())
-            assert diagnosis.equal or diagnosis.explained == diagnosis.different_tokens, (guess.cause, str(diagnosis))
+            if diagnosis.different_tokens > 1:  # a single wrong token identifies no mistake
+                assert diagnosis.explained == diagnosis.different_tokens, (guess.cause, str(diagnosis))
 
 
 @settings(settled, max_examples=25)

@@ -89,22 +89,26 @@ def test_kernels_compile_to_wide_exact_code_without_spills(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ahead of time")
 def test_kernels_of_all_shapes_compile_to_wide_exact_code(facts: Facts) -> None:
     for case in WIDE:
         assert_wide(case, facts[case])
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ahead of time")
 def test_partly_rotated_heads_and_8_bit_numbers_compile_without_spills(facts: Facts) -> None:
     for case in NARROW:
         assert_exact(case, facts[case])
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ahead of time")
 def test_enabled_fusion_is_visible_in_the_count_of_fused_instructions(facts: Facts) -> None:
     assert facts[FUSED]["fma"] > 0
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ahead of time")
 def test_kernels_for_an_amd_gpu_compile_without_spills(facts: Facts) -> None:
     assert {case: facts[case] for case in AMD} == {case: {"spills": 0} for case in AMD}

@@ -42,7 +42,7 @@ LOOK = """[
 ]"""
 DIALOG = "[...document.querySelectorAll('div')].flatMap(each => each.shadowRoot ?? [])"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one worker builds the site for all
 in_a_browser = pytest.mark.skipif(
     browser.CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
 )

@@ -1,4 +1,4 @@
-"""Ctrl-C held back where it would leave half of a thing: an object in a store, or a pool of processes."""
+"""Delay Ctrl-C while it would leave an object in a store, or a pool of processes, incomplete."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["no_interrupts"]
 
 @contextmanager
 def no_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block; processes that start meanwhile ignore it for good."""
+    """Delay Ctrl-C until the end of the block; processes that start within the block ignore it permanently."""
     held: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     handled = callable(handler) and threading.current_thread() is threading.main_thread()
-    if handled:  # a thread of a library may get what this one blocks, and the handler would still run here
+    if handled:  # a thread of a library may receive the signal that this thread blocks, and run the handler here
         signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -548,8 +548,13 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         OMNI_25,
-        row(5, AUDIO, 5, image_grid_thw=[], audio_seqlens=[8]),
-        "audio_lengths[0]: got 2, want 1, the audio tokens in input_ids",
+        row(5, AUDIO, 5, image_grid_thw=[], audio_seqlens=[1, 8]),
+        "audio_seqlens[1]: got 8 frames, which the encoder turns into 2 tokens, want the 1 in input_ids",
+    ),
+    (
+        OMNI_25,
+        row(5, AUDIO, 5, image_grid_thw=[], audio_seqlens=[4, 4]),
+        "audio_seqlens: got 2 audios of at least one token, want 1, one per run of audio tokens",
     ),
     *(
         (

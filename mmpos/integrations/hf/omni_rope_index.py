@@ -30,7 +30,7 @@ from mmpos.schemes import TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, IntArray
+from mmpos.support.checks import INT32_MAX, IntArray, counted
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["OmniRopeIndex"]
@@ -162,13 +162,13 @@ def _compute(
         if grids is None:
             tokens = _text_without_marker(tokens, kind)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
-    audio_lengths = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
     segments = tokens.segments(
         tokens.used("image_grid_thw", images, IMAGE, merge),
         tokens.used("video_grid_thw", videos, VIDEO, merge),
         Placeholders(IMAGE, VIDEO, _AUDIO),
-        audio_lengths=None if audio_lengths is None else audio_lengths[audio_lengths > 0],
     )
+    if audio is not None:
+        _check_audio(segments, audio.numpy(), audio_chunk)
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
     times, first_frames = _omni_times(segments, tokens, seconds, tokens_per_second)
@@ -179,6 +179,26 @@ def _compute(
     seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
     scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=rounded, first_frames=first_frames)
     return ids_and_deltas(place(segments, scheme), input_ids, tokens, padding=1)
+
+
+def _check_audio(segments: SegmentTable, frames: IntArray, audio_chunk: int | None) -> None:
+    """Compare the audio tokens, in clips and alone, with the frames that the caller gives to the encoder."""
+    lengths = audio_tokens("audio_seqlens", frames, audio_chunk)
+    audios = np.flatnonzero(lengths > 0)
+    tokens = np.where(segments.kind == AUDIO, segments.lengths, 0)
+    if segments.extra_tokens is not None:
+        tokens = tokens + segments.extra_tokens
+    tokens = tokens[tokens > 0]
+    if audios.size != tokens.size:
+        raise InvalidInputError(
+            f"audio_seqlens: got {counted(audios.size, 'audio')} of at least one token, "
+            f"want {tokens.size}, one per run of audio tokens"
+        )
+    for i in audios[lengths[audios] != tokens][:1]:
+        raise InvalidInputError(
+            f"audio_seqlens[{i}]: got {counted(frames[i], 'frame')}, which the encoder turns into "
+            f"{counted(lengths[i], 'token')}, want the {tokens[audios == i][0]} in input_ids"
+        )
 
 
 def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:

@@ -1,8 +1,8 @@
-"""Fingerprints of positions, with which a trainer verifies that it uses the positions of the rollout.
+"""Fingerprints of positions, which let a trainer verify that it uses the same positions as the rollout.
 
 The ids of a document have one canonical form, however they are stored: the ids of the first token, then the steps from
 each token to the next, run-length encoded. The ids can be recovered from the form, so two documents have the same form
-exactly if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
+if and only if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def fingerprint(
             text row, which is not an axis.
         attention_mask: (batch, length), or (tokens,) for packed ids, of 0 and 1; the ids of tokens masked by 0 are
             ignored.
-        cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total; with None
-            each row of a batch, or the whole of packed ids, is one document.
+        cu_seqlens: (documents + 1,) index of the first token of each packed document, counting padding, then the total;
+            with None each row of a batch, or the whole of packed ids, is one document.
         denominators: denominators of integer ids, as returned by ``PositionTable.rationals``: one for all ids, or an
-            array of the shape of position_ids without axes.
+            array with the shape of position_ids without the axes.
 
     Returns:
         "mmpos2:" and 32 hexadecimal digits for each document; the number is the version of the canonical form.
@@ -88,7 +88,7 @@ class ExactIds:
     Args:
         numerators: (axes, tokens) int64, or int32 without denominators.
         denominators: (axes, tokens) or (1, tokens) int64; None if all are 1.
-        lengths: (documents,) tokens of each document.
+        lengths: (documents,) number of tokens in each document.
     """
 
     numerators: Array

@@ -1,4 +1,4 @@
-"""The commands of conformance: test any program with cases, print cases, and answer them with mmpos."""
+"""The conformance commands: test any program with cases, print cases, and answer them with mmpos."""
 
 from __future__ import annotations
 

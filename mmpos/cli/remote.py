@@ -42,7 +42,7 @@ _OPTIONS = {
 
 
 def _problem(message: str) -> str:
-    """Describe why no server answered, without the details of gRPC."""
+    """Describe why no server answered, without gRPC's details."""
     for argument, option in _OPTIONS.items():
         message = message.replace(argument, option)
     if message.startswith(("tls", "--tls")):
@@ -60,7 +60,7 @@ def _file(description: str) -> Any:
 
 @dataclass(frozen=True)
 class Connection:
-    """The options of the connection to a server."""
+    """The options for the connection to a server."""
 
     server: Annotated[
         str,
@@ -75,7 +75,7 @@ class Connection:
 
     @contextmanager
     def client(self, timeout: float, profile: str | None = None) -> Iterator[Client]:
-        """Open a client of the server; if the server does not answer, the error names a remedy."""
+        """Open a client for the server; if the server does not answer, the error names a remedy."""
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for each failed handshake
         from mmpos.client import Client, Tls
 

@@ -1,4 +1,4 @@
-"""Channels of gRPC: target, options, conversion of errors, waiting for servers, and trace context."""
+"""gRPC channels: target, options, error conversion, waiting for servers, and trace context."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _OPTIONS = {
 
 
 class OpenChannel(Generic[C]):
-    """Channel of a client, with its unary methods, which gRPC prepares once for many calls.
+    """A client's channel, with its unary methods, which gRPC prepares once for many calls.
 
     Args:
-        channel: channel of gRPC.
+        channel: the gRPC channel.
     """
 
     def __init__(self, channel: C) -> None:
@@ -66,7 +66,7 @@ class OpenChannel(Generic[C]):
         self._methods: dict[str, Any] = {}
 
     def method(self, path: str) -> Any:
-        """Return the callable for the method of this path, from bytes to bytes."""
+        """Return the callable for the method with this path, which takes and returns bytes."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
@@ -75,7 +75,7 @@ class OpenChannel(Generic[C]):
 
 
 class ProcessChannels(Generic[C]):
-    """Channels of a client by process and, if any, event loop.
+    """A client's channels, by process and event loop, if there is one.
 
     A channel that a parent opened before a fork stays unused and unclosed in the child, since using or closing it would
     affect the parent's connection.
@@ -124,7 +124,7 @@ def _fork_support() -> bool:
 
 
 def service_config(attempts: int, balanced: bool) -> dict[str, object]:
-    """Return the service config of gRPC, which sets retries and load balancing."""
+    """Return the gRPC service config, which sets retries and load balancing."""
     retry = {
         "maxAttempts": attempts,
         "initialBackoff": f"{FIRST_BACKOFF}s",
@@ -146,7 +146,7 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
 
 
 def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
-    """Return the options of a channel."""
+    """Return the options for a channel."""
     first = destination.addresses[0]
     balanced = len(destination.addresses) > 1 or first.startswith("dns:")
     config = json.dumps(service_config(destination.attempts, balanced))
@@ -166,7 +166,7 @@ def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
 
 
 def target(addresses: tuple[str, ...]) -> str:
-    """Return the target for gRPC: a single address unchanged, several ones resolved, since gRPC takes no list of names.
+    """Return the gRPC target: a single address unchanged, several resolved, since gRPC does not accept a list of names.
 
     Raises:
         ServiceUnavailableError: a name cannot be resolved.
@@ -192,15 +192,15 @@ def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipad
     return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
 
 
-# Message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
+# The message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
 # (grpc/grpc#36066). A second attempt finds the status, unless the connection merely broke.
 _FAILED_WRITE = "Internal error from Core"
 
-# Message of a server's transport for a call that it dropped unread because too many calls were waiting.
+# The message of a server's transport for a call that it dropped unread because too many calls were waiting.
 _DROPPED = "CANCELLED"
 
 
-# Messages of grpc for a failed TLS handshake, and their causes.
+# The messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
     "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
     "Hostname Verification Check failed": "tls.server_name: the server's certificate is valid only for other names",
@@ -209,7 +209,7 @@ _UNTRUSTED = {
     "ls handshake failed": "tls: the handshake failed",
 }
 
-# Message of grpc's ValueError for a call on a channel that another thread has closed.
+# The message of grpc's ValueError for a call on a channel that another thread has closed.
 _CLOSED = "Cannot invoke RPC"
 
 
@@ -218,17 +218,17 @@ class UntrustedError(ServiceUnavailableError):
 
 
 def closed() -> ServiceError:
-    """Return the error of a call on a channel that was closed during the call."""
+    """Return the error for a call on a channel that was closed during the call."""
     return ServiceError("CANCELLED: the client was closed")
 
 
 def was_closed(error: ValueError) -> bool:
-    """Return whether grpc raised this error because the channel is closed, and not for a wrong argument."""
+    """Return whether grpc raised this error because the channel is closed, and not because of a wrong argument."""
     return str(error).startswith(_CLOSED)
 
 
 def unreadable() -> MmposError:
-    """Return the error of an answer that is not a message, worded like gRPC's error for streams."""
+    """Return the error for an answer that is not a message, worded like gRPC's error for streams."""
     return from_status("INTERNAL", "Exception deserializing response!")
 
 
@@ -275,7 +275,7 @@ _BROKEN = ("Socket closed", "Connection reset")
 class Reach:
     """Record of whether the servers of a client have ever answered it.
 
-    If a server has answered and disappears, it is probably restarting, and calls wait for it. If no server has ever
+    If a server that has answered disappears, it is probably restarting, and calls wait for it. If no server has ever
     answered, the address is probably wrong, and waiting would only hide this. TLS errors are permanent, so no call
     waits after one.
 
@@ -295,7 +295,7 @@ class Reach:
         return Patience(timeout, self)
 
     def waits(self, error: MmposError) -> bool:
-        """Return whether a call that failed with this error is retried while time is left."""
+        """Return whether to retry a call that failed with this error while time is left."""
         absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
         return absent and self._answered and self._destination.attempts > 1
 
@@ -315,7 +315,7 @@ class Reach:
 
 
 class Patience:
-    """Remaining time of one call, or of one answer of a stream.
+    """The time left for one call, or for one answer in a stream.
 
     Args:
         timeout: seconds from now.
@@ -327,7 +327,7 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, always above 0."""
+        """Seconds left, always above 0."""
         return max(self._end - monotonic(), 0.001)
 
     def pause(self, error: MmposError) -> float | None:
@@ -337,7 +337,7 @@ class Patience:
 
 
 def traced(metadata: Metadata) -> Metadata:
-    """Add the trace context of the current span of OpenTelemetry to the metadata of a call, if there is one.
+    """Add the trace context of the current OpenTelemetry span, if there is one, to the metadata of a call.
 
     The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
     """

@@ -33,7 +33,7 @@ LEAST = 65_536
 
 
 class SharedObject:
-    """Mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
+    """A mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
 
     The process that created the object removes it when this object is garbage-collected, or at exit. A server that
     has opened the object keeps its mapping.
@@ -58,7 +58,7 @@ class SharedObject:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             # Registered first, so that the object is also removed if the next steps fail.
             self.remove = finalize(self, _remove, path, descriptor, os.getpid())
-            # Allocate all pages now, so that a lack of memory is an error here and not a SIGBUS at a later write.
+            # Allocate all pages now, so that a lack of memory raises an error here and not a SIGBUS at a later write.
             os.posix_fallocate(descriptor, 0, size)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if sealed:
@@ -81,7 +81,7 @@ def _remove(path: str, descriptor: int, process: int) -> None:
 
 
 class SharedObjects:
-    """Thread-safe pool of the shared memory objects of one process, in use or kept for the next call.
+    """A thread-safe pool of the shared memory objects of one process, in use or kept for the next call.
 
     Args:
         prefix: prefix of the objects' names.
@@ -159,9 +159,9 @@ TRIES = 3
 
 
 class Lease(Beside):
-    """Shared memory of one call; implements ``mmpos.rpc.tensors.Memory``, and is a context manager around the call.
+    """Shared memory for one call; it implements ``mmpos.rpc.tensors.Memory``, and is a context manager around the call.
 
-    If the call succeeds, its objects are reused. After a failure they are abandoned, since the server may still use
+    If the call succeeds, its objects are reused. If it fails, they are abandoned, since the server may still use
     them.
 
     Args:
@@ -195,8 +195,8 @@ class Lease(Beside):
         """Reserve a region for the tensors of the answer.
 
         Args:
-            request: message that is to name the region; its own tensors must have their regions already.
-            size: size in bytes; None takes the size of earlier answers to similar requests, or the rest of the budget.
+            request: message that will name the region; its own tensors must have their regions already.
+            size: size in bytes; None uses the size of earlier answers to similar requests, or the rest of the budget.
 
         Raises:
             LimitExceededError: the region does not fit the budget.
@@ -209,7 +209,7 @@ class Lease(Beside):
             request.output.key, request.output.byte_size = self._output.key, size
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of a tensor of the answer.
+        """Copy the bytes of a tensor in the answer.
 
         Raises:
             InvalidInputError: the bytes are not in the reserved region.
@@ -237,7 +237,7 @@ class Lease(Beside):
         self._taken, self._output = [], None
         if not isinstance(error, OutputError):
             return False
-        # With a margin, since the first refusal knows the size of the patches but not the number of ids.
+        # A margin is added, since the size of the patches is known at the first refusal, but the number of ids is not.
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
@@ -248,11 +248,11 @@ class Lease(Beside):
 
 
 class Pool:
-    """Shared memory of a client in one process.
+    """A client's shared memory in one process.
 
     Args:
         budget: maximum total bytes.
-        info: info of the server.
+        info: the server's info.
 
     Raises:
         UnsupportedError: the server does not accept shared memory, or this system is not Linux.
@@ -277,7 +277,7 @@ class Pool:
 
 
 class ProcessPools:
-    """Pools of a client by process, so that a forked child does not use its parent's pool.
+    """A client's pools, by process, so that a forked child does not use its parent's pool.
 
     Args:
         budget: maximum bytes of each pool; 0 disables them.

@@ -1,4 +1,4 @@
-"""Streams: a window of unanswered queries, which threads or tasks write and read."""
+"""Streams: a window of unanswered queries, with threads or tasks that send queries and read answers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Answer = positions_pb2.StreamPlaceResponse | sequences_pb2.StreamBuildResponse
 
 @dataclass(frozen=True)
 class Stream(Generic[Q, T]):
-    """Stream of calls, as data.
+    """A stream of calls, as data.
 
     Args:
         method: method of the stream.
-        call: function that returns the call of an item.
+        call: function that returns the call for an item.
         refused: function that turns the error of an item into a result, or raises it.
     """
 
@@ -83,7 +83,7 @@ def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Seq
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q, T]):
-    """Item of a stream: its request, or the error with which the client refused it."""
+    """An item of a stream: its request, or the error with which the client refused it."""
 
     id: int
     item: Q
@@ -94,10 +94,10 @@ class Unanswered(Generic[Q, T]):
     """Unanswered items of a stream in order, up to a maximum number.
 
     Args:
-        stream: stream of the items.
+        stream: the stream that the items belong to.
         options: options of the client: maximum number of items, and seconds that an answer may take.
         attempts: maximum number of consecutive streams that break without an answer.
-        reach: whether the servers have ever answered; a server that has disappeared may take longer.
+        reach: whether the servers have ever answered; an answer may take longer if the server has disappeared.
     """
 
     def __init__(self, stream: Stream[Q, T], options: CallOptions, attempts: int, reach: Reach) -> None:
@@ -177,7 +177,7 @@ class Unanswered(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """Return the error of a stream that does not answer."""
+    """Return the error for a stream that does not answer."""
     return ServiceTimeoutError(f"stream: no answer in {timeout:g} seconds")
 
 
@@ -187,7 +187,7 @@ _END: Any = object()
 
 
 class ThreadLink:
-    """Open stream that its own threads write and read, so that neither direction blocks the other."""
+    """An open stream that its own threads write and read, so that neither direction blocks the other."""
 
     def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
@@ -253,7 +253,7 @@ def thread_results(
                 item = next(items, _END)
                 more = item is not _END
                 if link is not None and link.ready and not len(unanswered):
-                    link.close()  # it ended while no item was unanswered
+                    link.close()  # the stream ended while no item was unanswered
                     link = None
                 request = unanswered.add(item) if more else None
                 if link is None:
@@ -279,7 +279,7 @@ def thread_results(
 
 
 class TaskLink:
-    """Open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
+    """An open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
 
     def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Probes that read, from the keys of an engine, the positions by which it actually rotates them."""
+"""Probes that read from an engine's keys the positions by which the engine actually rotates them."""
 
 from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check

@@ -1,4 +1,4 @@
-"""Recorders of the rotated keys of a loaded model, while every token has the same hidden state."""
+"""Recorders of a loaded model's rotated keys, which give every token the same hidden state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LayerKeys:
         layer: number of the layer in the model.
         keys: (batch, tokens, kv_heads, head_dim) as they enter the cache.
         reference: (kv_heads, head_dim) the key of every token before its rotation; None if the model does not expose
-            it, because q, k and v are one product or a norm follows the rotation.
+            it, because q, k and v are computed in one product or a norm follows the rotation.
     """
 
     layer: int
@@ -44,17 +44,18 @@ class LayerKeys:
 
 
 def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0) -> tuple[LayerKeys, ...]:
-    """Run a model of Transformers and return the rotated keys of every layer.
+    """Run a Transformers model and return the rotated keys of every layer.
 
-    Attention gets the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ only
-    by their rotation. Keys are read as they enter the cache, wherever they are rotated.
+    Attention receives the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ
+    only by their rotation. Keys are read as they enter the cache, wherever they are rotated.
 
     Args:
         model: a PreTrainedModel, with or without a head, with or without ``mmpos.integrations.hf.patch``.
-        calls: arguments of forward, as returned by a processor; several calls are chunks of the same rows, and each
-            uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used for all.
-        generate: number of tokens to generate after the only call, with ``model.generate``; their keys follow those of
-            the prompt, except the last one, which never passes through forward.
+        calls: the arguments of each call to forward, as returned by a processor; several calls are chunks of the same
+            rows, and each uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used
+            for all.
+        generate: number of tokens to generate after the single call, with ``model.generate``; their keys follow those
+            of the prompt, except the last one, which never passes through forward.
 
     Returns:
         Layers with keys, in order; layers without their own keys (linear attention, convolutions, shared keys) are
@@ -88,10 +89,10 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 
 
 def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKeys, ...]:
-    """Run a transformer of diffusers and return the rotated keys of every self-attention.
+    """Run a diffusers transformer and return the rotated keys of every self-attention.
 
-    All tokens get the same key right before the rotation: it replaces the output of the last module before, a norm or
-    else the projection. Keys are read from the calls of scaled_dot_product_attention.
+    All tokens get the same key right before the rotation: that key replaces the output of the last module before the
+    rotation, which is a norm or else the projection. Keys are read from the calls to scaled_dot_product_attention.
 
     Args:
         transformer: a ModelMixin, with or without ``mmpos.integrations.diffusers.patch``.
@@ -124,8 +125,9 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
 class KeyRecorder:
     """Record the keys of every call of a model inside a ``with`` block, without changing the model.
 
-    It records calls of your own code, such as a trainer or a pipeline. ``use_cache=False`` works as well. With gradient
-    checkpointing, call ``backward`` inside the block: layers that it recomputes are not recorded again.
+    It records the calls that your own code makes, such as a trainer or a pipeline. ``use_cache=False`` works as well.
+    With gradient checkpointing, call ``backward`` inside the block: layers that ``backward`` recomputes are not
+    recorded again.
 
     Args:
         model: a PreTrainedModel.
@@ -192,7 +194,7 @@ class _Tap:
         self._outputs: list[Float32Array] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Give every token the same hidden state, the longest of the first call, and record keys from the cache."""
+        """Give every token the hidden state with the largest norm in the first call, and record keys from the cache."""
         name = _cache_of(module)
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._state is None:
@@ -249,7 +251,7 @@ def _cache_of(attention: nn.Module) -> str:
 
 
 def _recomputing() -> bool:
-    """Return whether this is a backward pass, which repeats the forward of checkpointed layers."""
+    """Return whether this is a backward pass, which repeats the forward pass of checkpointed layers."""
     from torch.utils.module_tracker import ModuleTracker
 
     return bool(ModuleTracker().is_bw)

@@ -1,4 +1,4 @@
-"""Recorder of a diffusers transformer's rotated keys, with one key for all tokens before their rotation.
+"""Recorder of a diffusers transformer's rotated keys, which gives all tokens one key before the rotation.
 
 This file imports torch for the base class of Attending; the adapters import torch only when they are called.
 """
@@ -60,7 +60,7 @@ class Attending(TorchFunctionMode):
 
     def _one_key(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
         if self._key is None:
-            # It varies along the last axis only: heads precede tokens in some models, and follow them in others.
+            # The key varies along the last axis only: heads precede tokens in some models, and follow them in others.
             generator = torch.Generator().manual_seed(len(self.keys))
             self._key = torch.randn(output.shape[-1:], generator=generator).to(output)
         return self._key.expand_as(output)
@@ -71,7 +71,7 @@ class Attending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, and record the keys of scaled_dot_product_attention."""
+        """Call a torch function, and record the keys of scaled_dot_product_attention."""
         named = kwargs or {}
         if func is scaled_dot_product_attention and self._key is not None:
             key: Tensor = args[1] if len(args) > 1 else named["key"]

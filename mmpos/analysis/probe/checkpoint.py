@@ -80,9 +80,9 @@ class Family:
         types: a pattern that matches the beginning of their names.
         image: the text of an image in a prompt.
         video: the text of a video in a prompt; empty if videos are not supported.
-        tokens: the text of each token, by the attribute of the tokenizer. The config has its id in the field with the
+        tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the
             same name and the suffix ``_id`` or ``_index``.
-        relative: tokens without an id in the config: their text, and the offset of their id from the image token's in
+        relative: tokens without an id in the config: their text, and how far their id is from the image token's in
             released models.
         aliases: further attribute names for entries of ``tokens``.
     """
@@ -197,9 +197,9 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
     It has two layers (or one of each type) and two heads, or two groups of two if heads share keys; head_dim, rotary
     settings, vocabulary and token ids are those of the config. Tokenizer and preprocessor files next to config.json are
     copied; without them, the checkpoint gets a byte-level tokenizer with the special tokens at their ids, and the
-    default preprocessor of Transformers. Before it is saved, the model runs on a prompt, with an image if it takes
-    images, and all its hidden states are compared. ``reference.npz`` holds, for each layer number, the
-    (kv_heads, head_dim) float32 key of every token before its rotation.
+    default preprocessor of Transformers. Before it is saved, the model runs on a prompt, with an image if it accepts
+    images, and all its hidden states are compared. ``reference.npz`` holds, for each layer number, the (kv_heads,
+    head_dim) float32 key of every token before its rotation.
 
     Args:
         config: path of config.json or of its folder, or the contents of config.json as a mapping.
@@ -285,7 +285,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of Transformers about small sizes, which are intended, and its progress bar."""
+    """Suppress Transformers' progress bar and its warnings about small sizes, which are intended."""
     from transformers.utils import logging as progress
 
     level, bar = logging.root.manager.disable, progress.is_progress_bar_enabled()
@@ -337,13 +337,13 @@ def _small_model(values: Mapping[str, Any]) -> Any:
 
 
 def _heads(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return small numbers of heads, in groups of two if they share keys, and of kv_heads, at most two."""
+    """Return a small number of heads, in groups of two if they share keys, and at most two kv_heads."""
     heads, kv_heads = full.get("num_attention_heads"), full.get("num_key_value_heads")
     return (2 * min(kv_heads, 2), min(kv_heads, 2)) if isinstance(kv_heads, int) and kv_heads != heads else (2, 2)
 
 
 def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[str, Any]:
-    """Reduce the sizes of a config and its sub-configs that do not affect keys."""
+    """Reduce the sizes that do not affect keys, in a config and its sub-configs."""
     layers = next((full[name] for name in LAYERS if isinstance(full.get(name), int)), 0)
     types = full.get("layer_types") or []
     kept = sorted({kind: types.index(kind) for kind in types}.values())
@@ -373,7 +373,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
 
 
 def _grid(tensor: Tensor, around: float = 0.0) -> None:
-    """Fill a tensor with random multiples of 1/64, at most 1/8 from a number."""
+    """Fill a tensor with random values, each a number plus a multiple of 1/64 between −1/8 and 1/8."""
     import torch
 
     tensor.data = (torch.randint(-8, 9, tensor.shape) / 64 + around).to(tensor.dtype)
@@ -458,9 +458,9 @@ def _verify(model: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the key before its rotation by layer number, in float32, since engines may run in float32.
+    """Return each layer's key before its rotation, by layer number; in float32, since engines may run in float32.
 
-    If q, k and v are one product, it is the key at id 0 divided by the attention factor.
+    If q, k and v are computed in one product, the key at id 0, divided by the attention factor, is returned.
     """
     decoder = deepcopy(model.get_decoder()).float()
     try:
@@ -473,7 +473,7 @@ def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[
 
 
 def _processor(config: Any, family: Family) -> Any:
-    """Build the processor of a model, or its tokenizer if it takes no images."""
+    """Build the processor of a model, or its tokenizer if the model does not accept images."""
     import transformers
     from transformers.models.auto import (
         feature_extraction_auto,
@@ -483,7 +483,7 @@ def _processor(config: Any, family: Family) -> Any:
     )
 
     def class_in(module: Any, kind: str) -> Any:
-        """Return the name of a class; of several, the one that uses torchvision."""
+        """Return the name of a class; if there are several, the one that uses torchvision."""
         name = getattr(module, f"{kind}_MAPPING_NAMES").get(model_type)
         return name.get("torchvision") if isinstance(name, Mapping) else name
 
@@ -536,7 +536,7 @@ def _build(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
 
 
 def _template(family: Family) -> str:
-    """Return the chat template: texts in order, with the placeholders of images and videos."""
+    """Return the chat template: texts in order, with placeholders for images and videos."""
     return (
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
         "{% for part in message.content %}"
@@ -588,7 +588,7 @@ def _tokenizer(config: Any, family: Family) -> Any:
 
 
 def _inputs(model: Any, processor: Any, family: Family) -> dict[str, Any]:
-    """Prepare the prompt for the check of hidden states: text, and two images if the model takes images."""
+    """Prepare the prompt for the check of hidden states: text, and two images if the model accepts images."""
     if not hasattr(processor, "image_processor"):
         return dict(processor("A small bird, 3 times.", return_tensors="pt"))
     draw = np.random.default_rng(0)

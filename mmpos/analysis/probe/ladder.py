@@ -143,7 +143,7 @@ class Ladder:
         return self.phases(np.arange(REACH, -REACH - 1, -SPAN, dtype=np.float64))
 
     def search(self, phasors: Phasors) -> Float64Array:
-        """Find the (tokens,) integer ids within ±REACH that explain (tokens, pairs) phasors best, without a guess.
+        """Find the (tokens,) integer ids within ±REACH that explain (tokens, pairs) phasors best, from scratch.
 
         The fit of a span is bounded by the nearest angle that each of its pairs reaches. Spans with a bound below the
         fit of the best id so far, or below FITS, are skipped. If no id fits, the result need not be the best id.
@@ -298,14 +298,14 @@ def _rad(ids: IntArray, turns: UInt64Array) -> Float64Array:
 
 @dataclass(eq=False)
 class Follower:
-    """Reads the ids of one axis token by token: by known steps, or by a search if these fail.
+    """Reads the ids of one axis token by token, using known steps, or a search if these fail.
 
     Args:
         ladder: the pairs of the axis.
         last: (pairs,) phasors of the last token that was read.
         known: steps that are tried.
         last_id: id of the last token that was read.
-        searches: number of tokens that were searched.
+        searches: number of tokens whose ids were searched for.
         successes: number of searches that led to an id with no residual beyond the noise.
         trusted: noise in rad up to which an id from a known step needs no search, whatever the lengths of pairs show.
     """
@@ -328,11 +328,11 @@ class Follower:
 
         Args:
             phasors: (tokens, pairs) phasors relative to the reference.
-            lengths: (2, tokens) of ``Ladder.lengths``.
+            lengths: the (2, tokens) result of ``Ladder.lengths``.
             alike: (tokens,) whether a token can be read at all.
 
         Returns:
-            (3, tokens) of ``Ladder.explain``, with NaN as the id if none explains the phases.
+            The (3, tokens) result of ``Ladder.explain``, with NaN as the id if no id explains the phases.
         """
         readings = np.full((3, len(phasors)), np.inf)
         readings[0] = np.nan
@@ -392,7 +392,7 @@ class Follower:
             self.known = np.concatenate([near, learned[-255:], [step]])
 
     def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
-        """Move guesses to the best fit of the phases, to integers if these fit; return ``Ladder.explain`` of them."""
+        """Move guesses to the best fit of the phases, to integers if these fit; return their ``Ladder.explain``."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
         along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # independent of the id

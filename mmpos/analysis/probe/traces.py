@@ -75,7 +75,7 @@ class Traces:
 
     @property
     def residual(self) -> Float64Array:
-        """(tokens,) root mean square residual in rad over the pairs; random angles on axes without an id."""
+        """(tokens,) root mean square residual in rad over the pairs, assuming random angles on axes without an id."""
         ladders = [axis.ladder for axis in self.axes]
         weights = np.array([ladder.weights.sum() for ladder in ladders])
         squares = np.minimum(self.noise, ANY_ANGLE) ** 2
@@ -195,8 +195,8 @@ def _some(good: Flags) -> IntArray:
 def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> float:
     """Estimate the attention factor: by how much the rotated pairs of most tokens are longer than the reference's.
 
-    If most tokens have nearly the right factor and some have exactly that, the result is the right factor; then most
-    tokens are wrong.
+    If most tokens have nearly the right factor and some have exactly the right one, the result is the right factor, and
+    most tokens count as wrong.
     """
     weights = np.concatenate([axis.ladder.weights for axis in axes])
     with np.errstate(invalid="ignore", over="ignore"):

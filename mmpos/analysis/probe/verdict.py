@@ -73,8 +73,8 @@ class Verdict:
         equal: whether ids and rotation are as intended.
         first_wrong: the first wrong token, counted over all rows.
         sentences: the result in sentences.
-        cause: the cause, with equal words for heads with the same mistake; None if it is unknown.
-        wrong_heads: wrong kv heads, if other heads are right or wrong for another cause.
+        cause: the cause, worded alike for heads with the same mistake; None if it is unknown.
+        wrong_heads: wrong kv heads, if other heads are right, or wrong for another cause.
         foreign: whether the reference belongs to other keys.
         diagnosis: the diagnosis of the ids of all heads; None if ids were not compared.
     """
@@ -111,7 +111,7 @@ class Verdict:
         return float(residual[np.isfinite(residual)].max(initial=0))
 
     def as_foreign(self) -> Verdict:
-        """Add that the reference belongs to other keys."""
+        """Return the verdict with the note that the reference belongs to other keys."""
         return replace(self, equal=False, sentences=(*self.sentences, OTHER), cause=self.cause or OTHER)
 
 

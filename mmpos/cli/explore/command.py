@@ -70,7 +70,7 @@ def explore(
 
 
 def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
-    """Write the page with the answer to its first request, its style and all scripts as one file.
+    """Write the page as one file, with the answer to its first request, its style and all scripts.
 
     Args:
         explorer: the explorer that computes the answer.
@@ -131,7 +131,7 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
         return web.Response(text=_asset(name), content_type="text/css" if name.endswith(".css") else "text/javascript")
 
     async def view(request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # a form of another site cannot send this type
+        if request.content_type != "application/json":  # a form on another site cannot send this type
             raise web.HTTPUnsupportedMediaType(text="want application/json")
         try:
             answer = await asyncio.to_thread(explorer.answer, json.loads(await request.read()))

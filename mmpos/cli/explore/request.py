@@ -1,4 +1,4 @@
-"""Requests of the explorer's page: a document or input_ids, schemes, a token and a pair."""
+"""Requests from the explorer's page: a document or input_ids, schemes, a token and a pair."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAMES = (*_DOCUMENT, "config", "image_grid_thw", "video_grid_thw", "schemes", "
 
 @dataclass(frozen=True)
 class Explorer:
-    """The explorer that answers requests of the page.
+    """The explorer, which answers requests from the page.
 
     Args:
-        own: schemes of the command line by name, in addition to those of mmpos. The page itself cannot name classes to
-            import.
+        own: schemes from the command line, by name, in addition to those of mmpos. The page itself cannot name classes
+            to import.
     """
 
     own: Mapping[str, Scheme] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def _parts(parts: Any) -> Document:
 
 
 def _part(name: str, part: Any) -> Document:
-    """Read a part; expand a picture to a marker, its patches and a marker."""
+    """Read a part; expand a picture into a marker, its patches and another marker."""
     match part:
         case {"picture": [height, width], **rest} if not rest:
             sides = integer(f"{name}.picture[0]", height, minimum=1), integer(f"{name}.picture[1]", width, minimum=1)

@@ -279,10 +279,10 @@ def _check_clear(addresses: Sequence[str]) -> None:
 
 def _metadata(metadata: object) -> Metadata:
     if not isinstance(metadata, list | tuple):
-        raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of pairs of name and value")
+        raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of (name, value) pairs")
     for i, pair in enumerate(metadata):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidInputError(f"metadata[{i}]: got {pair!r}, want a pair of name and value")
+            raise InvalidInputError(f"metadata[{i}]: got {pair!r}, want a (name, value) pair")
         key, value = pair
         if not isinstance(key, str) or not _KEY.fullmatch(key) or key.startswith("grpc-"):
             raise InvalidInputError(f"metadata[{i}]: got name {key!r}, want a-z, 0-9, '_', '-', '.', not 'grpc-…'")

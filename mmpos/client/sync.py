@@ -85,7 +85,7 @@ class Client(BaseClient[grpc.Channel]):
 
         Args:
             batches: documents of each batch; see ``build_batch``.
-            errors: see ``build_batch``; with "return" a batch that is refused as a whole yields its error for every
+            errors: see ``build_batch``; with "return", a batch that is refused as a whole yields its error for every
                 document.
             scheme: see ``build``.
             start: see ``build``.

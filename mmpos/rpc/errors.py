@@ -119,14 +119,15 @@ _SCHEME = "bearer "
 
 
 def is_token(text: str) -> bool:
-    """Return whether a text uses only the characters of tokens (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
+    """Return whether text consists only of token characters (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def file_version(status: os.stat_result) -> tuple[int, int, int, int]:
     """Return a version of a file that changes when the file does.
 
-    It includes the inode: a Kubernetes secret changes with its symbolic link, possibly to a file of the same age.
+    The version includes the inode: a Kubernetes secret changes when its symbolic link does, possibly to a file of the
+    same age.
     """
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 

@@ -207,11 +207,11 @@ class PositionsQuery:
 
     Args:
         source: documents.
-        scheme: see ``mmpos.place``; None is the scheme of the server's profile, or "rope-tie" without a profile.
+        scheme: see ``mmpos.place``; None means the scheme of the server's profile, or "rope-tie" without a profile.
         start: see ``mmpos.place``.
         strict: see ``mmpos.place``.
         views: methods to apply to the placed table, in this order.
-        dense: set for ids instead of the table.
+        dense: set it to receive ids instead of the table.
     """
 
     source: SegmentTable | Spans | InputIds
@@ -241,7 +241,7 @@ class PositionsQuery:
         """Run the query in this process.
 
         Raises:
-            MmposError: any error of the calls that the query describes.
+            MmposError: any error that the calls described by the query raise.
         """
         positions = self.place(self.segments())
         for view in self.views:

@@ -105,7 +105,7 @@ def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
 
 def integers(values: Iterable[int], *, columns: int | None = None, name: str = "") -> IntArray:
     """Read a repeated field as (n,) int64, or as (n, columns) if its numbers form groups."""
-    array = np.array(list(values), np.int64)  # a list is read faster than a field
+    array = np.array(list(values), np.int64)  # a list is faster to read than a field
     return array if columns is None else in_columns(name, array, columns)
 
 
@@ -144,7 +144,7 @@ def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
 
 
 def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
-    """Read times; return None if the field is empty, with None for each time of numerator 0."""
+    """Read times, with None for each time whose numerator is 0; return None if the field is empty."""
     if not values:
         return None
     return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
@@ -215,7 +215,7 @@ def get_tensor(
     ndim: Collection[int] | None = None,
     memory: Memory | None = None,
 ) -> npt.NDArray[Any]:
-    """Read the array of a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
+    """Read the array from a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
 
     A tensor in shared memory becomes a new, writable array.
 

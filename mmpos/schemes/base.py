@@ -62,7 +62,7 @@ class Grids:
 
     @property
     def row_tokens(self) -> IntArray:
-        """(grids,) tokens of one row, its separator included."""
+        """(grids,) tokens of one row, including its separator."""
         return self.width if self.row_separator is None else self.width + self.row_separator
 
     @property
@@ -138,7 +138,7 @@ class Placement:
 
     Args:
         origin: id of the first token times the denominator, one (grids,) array or integer per axis.
-        step_frame: step between frames, in the same form; None is 0 on every axis.
+        step_frame: step between frames, in the same form; None means 0 on every axis.
         step_row: step between rows, in the same form.
         step_col: step between columns, in the same form.
         denominator: (grids,) array or one integer.
@@ -220,7 +220,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
-        """Return the number of ids that each grid consumes, (grids,): how far it moves the cursor."""
+        """Return the number of ids that each grid consumes, (grids,): how far the grid moves the cursor."""
 
     @abstractmethod
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -229,9 +229,9 @@ class Scheme(ABC):
     def unit(self, grids: Grids) -> IntArray | None:
         """Return the denominator of the ids that each grid consumes, (grids,); None if all consume integers.
 
-        Fractional schemes override it. If the unit is not None, ``advance`` returns numerators over it; ``place``,
-        ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and next
-        positions are over the same denominator.
+        Fractional schemes override this method. If the unit is not None, ``advance`` returns numerators over it;
+        ``place``, ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and
+        next positions are over the same denominator.
         """
         return None
 

@@ -128,7 +128,7 @@ class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
     The product under the floor is exact. Grids without a time have one second per frame.
-    Source: Qwen2.5-VL; the ids of vLLM and SGLang up to their rounding.
+    Source: Qwen2.5-VL; the ids of vLLM and SGLang, except for their rounding.
 
     Args:
         tokens_per_second: ids per second, an integer or a Fraction.

@@ -90,7 +90,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
         ({"window": 1.5}, "window: got 1.5, want an integer"),
         ({"profile": 3}, "profile: got 3, want a name or None"),
         ({"tls": True}, "tls: got bool, want Tls or None"),
-        ({"metadata": "ab"}, "metadata: got str, want a list of pairs of name and value"),
+        ({"metadata": "ab"}, "metadata: got str, want a list of (name, value) pairs"),
         ({"metadata": [("a",)]}, "metadata[0]: got ('a',), want a pair"),
         ({"metadata": [("A", "b")]}, "metadata[0]: got name 'A', want a-z"),
         ({"metadata": [("grpc-x", "b")]}, "metadata[0]: got name 'grpc-x', want a-z"),

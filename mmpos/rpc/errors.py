@@ -71,7 +71,7 @@ class OutputError(InvalidInputError):
 
 
 def to_status(error: MmposError) -> tuple[str, str]:
-    """Convert an error to the name and details of its status."""
+    """Convert an error to the name and details of a status."""
     return next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error)
 
 
@@ -91,7 +91,7 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
 
 def shortened(message: str) -> str:
-    """Shorten a message to the size that can be sent, since errors may quote long input."""
+    """Shorten a message to a size that can be sent, since errors may quote long input."""
     raw = message.encode(errors="backslashreplace")  # half a character cannot be sent
     return raw.decode() if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
 

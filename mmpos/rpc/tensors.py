@@ -188,7 +188,7 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor
     """Fill a message with an array or a torch tensor on any device.
 
     Args:
-        message: message of the tensor.
+        message: message to fill.
         array: values of the tensor.
         memory: shared memory that may hold the bytes instead of the message.
 
@@ -221,7 +221,7 @@ def get_tensor(
 
     Args:
         name: name of the field, for errors.
-        message: message of the tensor.
+        message: message to read.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
         memory: shared memory of tensors that are not in messages.

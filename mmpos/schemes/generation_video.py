@@ -243,7 +243,7 @@ class _Ltx(LatentScheme):
     @property
     @abstractmethod
     def firsts(self) -> tuple[int, int, int]:
-        """Position of latent 0, and its extrapolation from later latents, in half frames; position of row 0 in half
+        """Position of latent 0 and its extrapolation from later latents, in half frames; position of row 0, in half
         rows.
         """
 
@@ -451,6 +451,6 @@ def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
 
 
 def _timed(grids: Grids, fps: int) -> Grids:
-    """Return the grids with 1/fps as the seconds per frame of grids without a time."""
+    """Return the grids, with 1/fps as the seconds per frame of those without a time."""
     seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
     return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

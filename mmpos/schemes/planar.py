@@ -72,7 +72,7 @@ class Grid2D(Scheme):
         spatial_merge_size: side of a block; grids are sized before merging.
         axes: 2 for rows and columns, or 3 for frames, rows and columns.
         first: offset of the first frame, row and column from start, 0 or 1. With 1, documents may also hold class
-            tokens: each ``Text(1)`` is at start on every axis.
+            tokens, each a ``Text(1)`` at start on every axis.
     """
 
     name: ClassVar[str] = "grid-2d"

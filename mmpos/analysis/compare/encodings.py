@@ -20,7 +20,7 @@ Known = AdditiveTable | AttentionBias | Rotation
 
 
 def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
-    """Return the vector of each position.
+    """Return the vector for each position.
 
     The vectors of a table are its rows. The vector of a rotation is a rotated vector of ones (for every head, if heads
     have their own axes). The vector of a bias holds the biases of all heads for a query at the position and a key at 0.
@@ -65,8 +65,8 @@ def axes(encoding: Known) -> PropertyValue:
 def unique(encoding: Known) -> PropertyValue:
     """Check that no two of the first positions (about 256 over all axes) have the same vector.
 
-    Vectors are the same if they differ by at most 1e-9 of the largest distance between two. For a bias: no two of 256
-    keys, the query's own and those before it, have the same bias.
+    Vectors count as the same if they differ by at most 1e-9 of the largest distance between any two. For a bias: no two
+    of 256 keys, the query's own and those before it, have the same bias.
     """
     share, (p, q) = _nearest(encoding)
     if share > _TOLERANCE:

@@ -48,7 +48,7 @@ class Outcome:
         findings: the other cases, in order.
         unsupported: the program's reasons for declining cases, by case name.
         not_asked: number of cases that were skipped after too many consecutive failures.
-        require_all: whether a program that declines a case fails.
+        require_all: whether declining a case makes the program fail.
     """
 
     same: int = 0
@@ -81,7 +81,7 @@ def run(
         cases: cases from ``load_cases``.
         time_limit: seconds allowed for each answer; for the first, starting the program is included.
         tolerances: largest distances at which numbers count as equal.
-        require_all: whether a program that declines a case fails.
+        require_all: whether declining a case makes the program fail.
 
     Raises:
         InvalidInputError: the program cannot be run.

@@ -89,7 +89,7 @@ def identify(
     Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
 
     Args:
-        keys: keys of tokens with one hidden state, as for ``read``.
+        keys: keys of tokens that share one hidden state, as for ``read``.
         rotary: the intended rotation.
         positions: the tokens' ids: a table, or (axes, tokens) integers or floats.
         reference: as for ``read``.

@@ -128,7 +128,7 @@ def judge(
     """Read the keys of a layer and of each kv head, and compare ids and rotation with the intended ones.
 
     Args:
-        keys: as for ``read``, from numpy.
+        keys: as for ``read``, as a numpy array.
         rotary: the intended rotation.
         meant: the intended positions; None compares nothing.
         lengths: as for ``read``.

@@ -62,7 +62,7 @@ def fingerprint(
         attention_mask: (batch, length), or (tokens,) for packed ids, of 0 and 1; the ids of tokens masked by 0 are
             ignored.
         cu_seqlens: (documents + 1,) index of the first token of each packed document, counting padding, then the total;
-            with None each row of a batch, or the whole of packed ids, is one document.
+            with None, each row of a batch, or the whole of packed ids, is one document.
         denominators: denominators of integer ids, as returned by ``PositionTable.rationals``: one for all ids, or an
             array with the shape of position_ids without the axes.
 

@@ -92,7 +92,7 @@ def check(
 def _scheme_and_start(
     specs: Specs, name: str | None, axes: int | None, config: Path | None
 ) -> tuple[Scheme | None, int]:
-    """Return the scheme of a name or model, None if neither is given, and the id of each document's first token."""
+    """Return the scheme of a name or model (None without either), and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
         if name is None and axes is None:
@@ -187,7 +187,7 @@ def compare(
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings in the order of the names, or all."""
+    """Measure the named schemes and encodings in the order of the names, or all of them if there are no names."""
     from mmpos.analysis.compare import measure, measure_encodings
     from mmpos.encodings import ENCODINGS
 

@@ -19,8 +19,8 @@ def measure(folder: Path, layers: int | None = None, **options: Any) -> Calibrat
 
     Args:
         folder: folder with a config.json.
-        layers: number of layers to measure: costs are measured with this number and with twice this number of layers,
-            and extrapolated to all. None measures the complete model.
+        layers: number of layers to measure. Costs are measured with this number and with twice this number of layers,
+            and extrapolated to all layers. None measures the complete model.
         options: device, dtype, and arguments of ``calibrate``.
 
     Raises:

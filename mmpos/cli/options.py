@@ -82,11 +82,11 @@ Axes = Annotated[
 
 
 def make_scheme(name: str, axes: int | None = None) -> Scheme:
-    """Build the scheme of a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
+    """Build a scheme from a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
 
     Args:
         name: a name, or a module and its class or object, then parameters; or the label of a scheme, such as
-            ``v2pe(stride=16)``, which a shell requires in quotes.
+            ``v2pe(stride=16)``, which must be quoted in a shell.
         axes: number of axes, for a scheme that offers a choice.
 
     Raises:
@@ -257,7 +257,7 @@ def _read(argument: str) -> Specs:
 
 
 def _input() -> Specs:
-    """Read specs, JSON or an image from standard input; an image is not valid UTF-8."""
+    """Read specs, JSON or an image from standard input; data that is not valid UTF-8 is an image."""
     name, data = "standard input", read_input()
     try:
         text = data.decode()

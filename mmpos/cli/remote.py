@@ -38,7 +38,7 @@ _OPTIONS = {
     "tls.root_certificates": "--tls-ca",
     "tls.certificate": "--tls-cert",
 }
-"""Arguments that errors of the client name, and the options that set them here."""
+"""Arguments that the client's errors name, and the options that set them here."""
 
 
 def _problem(message: str) -> str:

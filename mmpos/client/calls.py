@@ -146,7 +146,7 @@ class ServiceCall(Generic[T_co]):
 
 
 Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
-"""Function from the profile of a client and the arguments of its method to the call."""
+"""Function that maps a client's profile and the arguments of its method to the call."""
 
 
 def documented(method: F, maker: Maker[P, T]) -> F:
@@ -336,7 +336,7 @@ def build_batch(
         One sequence or error per document.
 
     Raises:
-        MmposError: see ``build``; with errors="return" only errors of the whole call.
+        MmposError: see ``build``; with errors="return", only errors of the whole call.
         ServiceError: the server did not answer.
     """
     return batch_call(BuildSettings(profile, scheme, start, patches), documents, errors)

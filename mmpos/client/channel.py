@@ -37,7 +37,7 @@ _STREAMS = [
 ]
 
 _OPTIONS = {
-    # No limit here: the server limits the size of its answers.
+    # Set no limit here, since the server limits the size of its answers.
     "grpc.max_receive_message_length": -1,
     # gRPC retries a call only while it buffers the request, by default up to 256 KiB.
     "grpc.per_rpc_retry_buffer_size": 2**31 - 1,
@@ -47,9 +47,9 @@ _OPTIONS = {
     "grpc.http2.max_pings_without_data": 0,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 5_000,
-    # No settings from DNS records.
+    # Ignore settings from DNS records.
     "grpc.service_config_disable_resolution": 1,
-    # Separate connections, so that none is shared with a parent process.
+    # Use separate connections, so that none is shared with a parent process.
     "grpc.use_local_subchannel_pool": 1,
 }
 
@@ -75,7 +75,7 @@ class OpenChannel(Generic[C]):
 
 
 class ProcessChannels(Generic[C]):
-    """A client's channels, by process and event loop, if there is one.
+    """A client's channels, by process and, if there is one, by event loop.
 
     A channel that a parent opened before a fork stays unused and unclosed in the child, since using or closing it would
     affect the parent's connection.
@@ -100,7 +100,8 @@ class ProcessChannels(Generic[C]):
                     "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
-            # No lock, since a fork could copy a held lock: the second of two threads drops the channel it opened.
+            # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
+            # opened.
             opened = OpenChannel(connect())
             connection = self._open.setdefault(key, opened)
             if connection is not opened:

@@ -78,7 +78,7 @@ Pair = tuple[str, str]
 
 @dataclass
 class _Read:
-    """Version of a token file and its token, in one object so that threads cannot mix two versions."""
+    """A token file's version and its token, in one object so that threads cannot mix two versions."""
 
     latest: tuple[tuple[int, ...], Pair] | None = None
 

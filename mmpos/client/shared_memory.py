@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 LEAST = 65_536
-"""Minimum size of an object; a smaller tensor is as fast in its message."""
+"""Minimum size of an object; smaller tensors are just as fast in their messages."""
 
 
 class SharedObject:
@@ -56,7 +56,7 @@ class SharedObject:
                 descriptor = os.memfd_create(self.key[1:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             else:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            # Registered first, so that the object is also removed if the next steps fail.
+            # Register this first, so that the object is removed even if the next steps fail.
             self.remove = finalize(self, _remove, path, descriptor, os.getpid())
             # Allocate all pages now, so that a lack of memory raises an error here and not a SIGBUS at a later write.
             os.posix_fallocate(descriptor, 0, size)
@@ -75,7 +75,7 @@ class SharedObject:
 
 def _remove(path: str, descriptor: int, process: int) -> None:
     os.close(descriptor)
-    if os.getpid() == process:  # a forked child only has a copy and must not remove it
+    if os.getpid() == process:  # a forked child has only a copy and must not remove it
         with suppress(FileNotFoundError):
             os.unlink(path)
 
@@ -143,7 +143,7 @@ class SharedObjects:
             raise LimitExceededError(
                 f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in total"
             )
-        # Rounded up by about an eighth, so that calls of similar size reuse the same regions.
+        # Round up by about an eighth, so that calls of similar size reuse the same regions.
         step = max(LEAST, 1 << max(size.bit_length() - 3, 0))
         size = min(-(-size // step) * step, self._budget - self._used)
         while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
@@ -237,7 +237,7 @@ class Lease(Beside):
         self._taken, self._output = [], None
         if not isinstance(error, OutputError):
             return False
-        # A margin is added, since the size of the patches is known at the first refusal, but the number of ids is not.
+        # Add a margin, since the size of the patches is known at the first refusal, but the number of ids is not.
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 

@@ -213,7 +213,7 @@ class ThreadLink:
         self._requests.put(request)
 
     def finish(self) -> None:
-        """End the requests of the stream."""
+        """End the stream of requests."""
         self._requests.put(None)
 
     def receive(self, timeout: float) -> Answer | MmposError | None:
@@ -313,11 +313,11 @@ class TaskLink:
         self._requests.put_nowait(request)
 
     def finish(self) -> None:
-        """End the requests of the stream."""
+        """End the stream of requests."""
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Return the answer, the error that ended the stream, or None at its end; start to read the next answer."""
+        """Return the answer, the error that ended the stream, or None at its end; start reading the next answer."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())

@@ -1,8 +1,8 @@
 """Large tensors kept beside their messages, since protobuf would copy their bytes several times while holding the GIL.
 
 The wire format is unchanged. To send a message, protobuf serializes it with marks in place of the large tensors, and
-the bytes of the tensors then replace the marks. To read one, large tensors are replaced by marks before parsing and
-read directly from the received bytes.
+the bytes of the tensors then replace the marks. To read a message, large tensors are replaced with marks before
+parsing, and are read directly from the received bytes.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
 
 
 def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
-    """Find the large tensors of a message as (offset, size) pairs; return none if the message is unusual."""
+    """Find the large tensors of a message as (offset, size) pairs; return an empty list if the message is unusual."""
     places: list[tuple[int, int]] = []
     at = begin
     try:

@@ -40,7 +40,8 @@ OUTPUT_BYTES = "mmpos-output-bytes"
 
 RETRIED = "mmpos-previous-attempts"
 """Trailing metadata of an answer to a retried request: the number of earlier attempts. An earlier attempt may still be
-at work and use the shared memory that the request names."""
+running and using the shared memory that the request names.
+"""
 
 LONGEST = 1500
 """Maximum bytes of a message: statuses travel percent-encoded in headers, and clients refuse headers above 8 KiB."""

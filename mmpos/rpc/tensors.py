@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Alignment in bytes of the tensors of an answer."""
+"""Alignment of an answer's tensors, in bytes."""
 
 
 class Memory(Protocol):
@@ -44,7 +44,9 @@ class Memory(Protocol):
         """Return the bytes of a received tensor in its message, or beside it."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Store the nonempty bytes of a tensor and note their place in its message; return False to keep them in it."""
+        """Store a tensor's nonempty bytes and note their place in its message; return False to keep them in the
+        message.
+        """
 
 
 def process_space() -> str:

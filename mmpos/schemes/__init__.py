@@ -1,4 +1,6 @@
-"""Placement schemes, which assign position ids to text and grids: one file per family, a few lines of formula each."""
+"""Placement schemes, which assign position ids to text and grids: one file per family, with a few lines of formulas
+each.
+"""
 
 from collections.abc import Mapping
 from functools import cache

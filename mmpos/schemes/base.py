@@ -205,11 +205,12 @@ class Scheme(ABC):
     by_shape: ClassVar[bool] = False
     """Whether the ids of a grid without times depend only on its shape, the cursor, and in its document the first id,
     the number of grids before it and the number of text tokens. If ids are also linear in the last four, ``place``
-    calls the scheme once per shape. Every class must set it itself; equal instances must place grids equally, and the
-    ids of text must depend only on the cursor and the first id."""
+    calls the scheme once per shape. Every class must set this attribute itself; equal instances must place grids
+    equally, and the ids of text must depend only on the cursor and the first id.
+    """
     kept: ClassVar[bool] = False
     """Whether ``place`` caches the tables of small batches that it cannot place by shape, since requests repeat sizes.
-    Every class must set it itself; equal instances must place grids equally."""
+    Every class must set this attribute itself; equal instances must place grids equally."""
     resumable: bool = True
     """Whether the cursor, one integer, is the whole state, so that next positions and decoding exist."""
 

@@ -243,9 +243,7 @@ class _Ltx(LatentScheme):
     @property
     @abstractmethod
     def firsts(self) -> tuple[int, int, int]:
-        """Position of latent 0 and its extrapolation from later latents, in half frames; position of row 0, in half
-        rows.
-        """
+        """Position of latent 0 and its extrapolation from later latents in half frames; that of row 0 in half rows."""
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         owner, piece = ragged_arange(np.minimum(grids.frames, 2))

@@ -283,9 +283,7 @@ class TMRope(_Omni):
         return int(self.tokens_per_second * self.seconds_per_chunk)
 
     def _chunks(self, clips: Clips) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return each frame's owner, index and chunk by time (counted from 1), and how many chunks have opened after
-        it.
-        """
+        """Return each frame's owner, index and chunk by time (counted from 1), and the number of chunks so far."""
         owner, frame = ragged_arange(clips.frames)
         ids = self.frame_ids(clips.grid[owner], frame, clips.step[owner], clips.per[owner])
         wanted = ids // self._chunk_ids + 1

@@ -128,7 +128,7 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
 
 
 def verdict(failures: Iterable[tuple[int, str]]) -> PropertyValue:
-    """Return True if there are no failures; otherwise why the smallest failed grid failed, and which images passed.
+    """Return True if nothing failed; otherwise, why the smallest failed grid failed and which images passed.
 
     Args:
         failures: the index in ``grids`` of each failed grid, and the reason; a grid that was tried several times may

@@ -69,7 +69,7 @@ class Matrix:
     >>> print(matrix["naive-2d", "symmetric"].why)
     1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
 
-    It is displayed as a table, both in print and in a notebook.
+    It is displayed as a table by ``print`` and in notebooks.
 
     Args:
         subject: "scheme" or "encoding".

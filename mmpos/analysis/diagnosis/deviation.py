@@ -26,7 +26,7 @@ class Deviation:
     """Received ids and the ids of a placed table, both without padding.
 
     Args:
-        received: (axes, tokens) ids in their own dtype; one row is used for all axes.
+        received: (axes, tokens) ids in their own dtype; a single row is used for all axes.
         positions: the table.
         start: (documents,) first id of every document.
         tolerance: how far an id may be from the exact one.

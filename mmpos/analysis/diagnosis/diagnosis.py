@@ -189,7 +189,7 @@ def diagnose(
             integers or floats, a list, an array or a tensor on the host. A shape that fits both is read as packed
             unless attention_mask is passed. If the ids have one more row, (axes + 1, 1, tokens) or (axes + 1, batch,
             length), the first is the text row, from which Transformers reads the documents of a pack.
-        documents: the documents of the ids; mistakes in placement are found only for a SegmentTable.
+        documents: the documents of the ids; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
         start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
         attention_mask: (batch, length) of 0 and 1; without it, the padding is taken from the table, or else from side.
@@ -332,5 +332,5 @@ def find_cause(case: Deviation) -> dict[str, Any]:
 
 
 def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
-    """Return (tokens,) whether each token has the ids that a mistake gives."""
+    """Return (tokens,) whether each token has the ids that a mistake produces."""
     return case.near(case.rounded(ids[..., tokens]), case.got[:, tokens])

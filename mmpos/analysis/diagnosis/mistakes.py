@@ -39,7 +39,7 @@ class Guess:
     Args:
         cause: the mistake in words that follow "Cause: ".
         ids: (axes, tokens), or (tokens,) if the same on all axes; None if the documents cannot be placed that way.
-        evidence: number of different tokens that the guess was fitted to: at least the first.
+        evidence: number of differing tokens that the guess was fitted to: at least the first.
     """
 
     cause: str
@@ -130,7 +130,7 @@ def column_major_scheme(right: Scheme) -> Scheme:
 
 @mistake("keep ids as float64, or as exact integers in the table; never call .long() on them")
 def cut_fractions(case: Deviation) -> Iterator[Guess]:
-    """Guess that fractions were turned into integers."""
+    """Guess that fractions were converted to integers."""
     if not case.positions.fractional:
         return
     yield Guess("fractions are truncated, as by .long() or .astype(int)", np.trunc(case.want))
@@ -168,7 +168,7 @@ def narrow_integers(case: Deviation) -> Iterator[Guess]:
 
 
 def bfloat16(ids: Ids) -> Ids:
-    """Round ids to bfloat16, halves to even: float32 without its last 16 bits."""
+    """Round ids to bfloat16, which is float32 without its last 16 bits; halves round to even."""
     bits = ids.astype(np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
@@ -298,7 +298,7 @@ def permuted(case: Deviation) -> Iterator[Guess]:
     want, order = case.rounded(case.want), list[int]()
     for row in case.got:
         matches = np.stack([case.near(axis[None], row[None]) for axis in want])
-        # An axis must give the first difference, however many other ids it gives.
+        # An axis must reproduce the first difference, however many other ids it reproduces.
         score = np.where(matches[:, case.first], 1 + matches.sum(axis=1), 0)
         score[order] = -1
         order.append(int(score.argmax()))
@@ -310,7 +310,7 @@ def permuted(case: Deviation) -> Iterator[Guess]:
 
 @mistake("rotate each pair by the axis in the config, in the kernel as in the reference")
 def axis_repeated(case: Deviation) -> Iterator[Guess]:
-    """Guess that one axis was used in place of others, such as by a kernel that drops height and width."""
+    """Guess that one axis was used in place of others, as in a kernel that drops height and width."""
     names = axis_names(case.positions.axes)
     for axis, name in enumerate(names):
         others = [other for other in range(len(names)) if other != axis]
@@ -461,7 +461,7 @@ def other_times(case: Deviation) -> Iterator[Guess]:
 
 @mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
 def wrong_advance(case: Deviation) -> Iterator[Guess]:
-    """Guess that grids are right, and that the segments after them are not."""
+    """Guess that grids are right but the segments after them are not."""
     if case.scheme is not None:
         for words, ids in _ADVANCES.items():
             yield Guess(words, case.placed(other_advance(case.scheme, ids)))

@@ -113,7 +113,7 @@ def draw_map(
 
 
 def panel_columns(count: int) -> int:
-    """Return the number of columns for a number of panels."""
+    """Return the number of columns in which to arrange this number of panels."""
     return min(count, 2 if count in (2, 4) else 3)
 
 

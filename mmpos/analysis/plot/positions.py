@@ -30,7 +30,7 @@ _MAX_PANELS, _MAX_TOKENS = 9, 2**20
 _WIDTH = 8.0  # width of the figure in inches
 _NAMED = 4  # number of images with an entry in the legend
 
-Points = npt.NDArray[np.float64]  # (2, tokens): x right, y down
+Points = npt.NDArray[np.float64]  # (2, tokens); x points right, y points down
 Flags = npt.NDArray[np.bool_]
 Pictures = Iterator[npt.NDArray[np.uint8]]
 
@@ -52,8 +52,8 @@ def plot_positions(
         positions: one table, or several, such as one batch placed with several schemes: up to 9 documents in total and
             1,048,576 tokens in each table. Documents with the same index are drawn next to each other.
         path: the file to write, ending in .png, .svg or .pdf; None writes nothing.
-        segments: the documents of every table, to distinguish audio from text and to draw a clip, a thumbnail, a tile
-            or a video as one; None draws audio as text, and every run of patches as an image.
+        segments: the documents of every table, to distinguish audio from text and to draw each clip, thumbnail, tile or
+            video as a whole; None draws audio as text, and every run of patches as an image.
         pictures: (height, width, 3) pixels to draw behind the first images, in order.
         same_scale: whether panels of the same kind show the same range of ids.
 
@@ -158,7 +158,7 @@ def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, 
 def draw_image(
     axes: Axes, image: Image, colour: str, scale: float, picture: npt.NDArray[np.uint8] | None, label: str
 ) -> None:
-    """Draw the square between the texts around an image, its picture, and its patches (rings for a thumbnail).
+    """Draw an image: the square between the texts around it, its picture, and its patches (rings for a thumbnail).
 
     Args:
         axes: matplotlib axes.
@@ -178,9 +178,9 @@ def draw_image(
         right, bottom = image.points.max(axis=1) + image.spacing / 2
         extent = float(left), float(right), float(bottom), float(top)
         axes.imshow(picture, extent=extent, aspect="auto", alpha=0.75, zorder=1, interpolation="bilinear")
-        size, edge = size + 0.6, 0.6  # a white edge, visible on any picture
+        size, edge = size + 0.6, 0.6  # a white edge is visible on any picture
     style = {"color": colour, "markersize": size, "markeredgewidth": edge, "markeredgecolor": "white", "zorder": 2}
-    if image.noun == "thumbnail":  # patches of its tiles have the same ids
+    if image.noun == "thumbnail":  # the patches of its tiles have the same ids
         ring = {"markersize": 1.6 * size, "markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 1}
         style |= {**ring, "zorder": 2.5}
     axes.plot(*image.points, "o", **style, label=label or None)
@@ -213,7 +213,7 @@ class Image:
 
     @property
     def spacing(self) -> Points:
-        """(2,) smallest distance between two x, and between two y; the other axis's if all are equal on one."""
+        """(2,) smallest distance between distinct x and between distinct y; an axis with one value uses the other's."""
         steps = np.array([np.diff(np.unique(values)).min(initial=np.inf) for values in self.points])
         return np.where(np.isfinite(steps), steps, steps.min() if np.isfinite(steps).any() else 1.0)
 

@@ -1,4 +1,4 @@
-"""Probes that read from an engine's keys the positions by which the engine actually rotates them."""
+"""Probes that recover the positions by which an engine actually rotates its keys from the keys themselves."""
 
 from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check

@@ -24,7 +24,7 @@ Float32Array = npt.NDArray[np.float32]
 
 _NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _CACHES = ("cache", "past_key_values", "layer_past")
-"""Names of the cache in an attention, a model and its output; the first since Transformers 5.24."""
+"""Names of the cache in an attention module, a model and its output; the first is used since Transformers 5.24."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +98,12 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
         transformer: a ModelMixin, with or without ``mmpos.integrations.diffusers.patch``.
         call: arguments of forward, as passed by the pipeline.
 
-    Returns:
-        Layers in the order of their attention calls, with tokens in the order of attention and the key before the
-        rotation.
+    Returns: Layers in the order of their attention calls, with tokens in the order in which attention receives them,
+        and the key before the rotation.
 
     Raises:
         InvalidInputError: the call is not a mapping, or the transformer is not a module.
-        UnsupportedError: no attention of the transformer calls scaled_dot_product_attention.
+        UnsupportedError: no attention module of the transformer calls scaled_dot_product_attention.
     """
     with needed_for("probe.diffusers", extra="diffusers"):
         import torch
@@ -125,7 +124,7 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
 class KeyRecorder:
     """Record the keys of every call of a model inside a ``with`` block, without changing the model.
 
-    It records the calls that your own code makes, such as a trainer or a pipeline. ``use_cache=False`` works as well.
+    It records the calls made by your own code, such as a trainer or a pipeline. ``use_cache=False`` works as well.
     With gradient checkpointing, call ``backward`` inside the block: layers that ``backward`` recomputes are not
     recorded again.
 
@@ -134,7 +133,7 @@ class KeyRecorder:
 
     Raises:
         InvalidInputError: the model is not a torch module.
-        UnsupportedError: no attention of the model takes a cache.
+        UnsupportedError: no attention module of the model accepts a cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -184,7 +183,7 @@ class KeyRecorder:
 
 
 class _Tap:
-    """The recorded keys of one attention."""
+    """The recorded keys of one attention module."""
 
     def __init__(self) -> None:
         self.keys: list[Float32Array] = []
@@ -241,11 +240,11 @@ class _Tap:
         if not rows:
             return None
         row = np.concatenate(rows, axis=1)
-        return None if _varies(row) else row[0, 0]  # a norm after the rotation gets rotated keys
+        return None if _varies(row) else row[0, 0]  # a norm after the rotation receives rotated keys
 
 
 def _cache_of(attention: nn.Module) -> str:
-    """Return the name of the cache argument of an attention, or an empty string."""
+    """Return the name of an attention module's cache argument, or an empty string."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), "")
 

@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 _LAST = (("norm_k", "to_k"), ("norm_added_k", "add_k_proj"))
-"""Last modules of an attention before keys are rotated, for images and for text: a norm, or else the projection."""
+"""Last submodules of an attention module before keys are rotated, for images and for text: a norm, or else the
+projection.
+"""
 
 _CROSS = "attn2"
-"""Name of cross-attention in the blocks of diffusers, whose keys are not rotated."""
+"""Name of cross-attention, whose keys are not rotated, in the blocks of diffusers."""
 
 
 class Attending(TorchFunctionMode):
@@ -37,7 +39,7 @@ class Attending(TorchFunctionMode):
         self.references: list[Tensor] = []
         self._transformer = transformer
         self._handles: list[RemovableHandle] = []
-        self._key: Tensor | None = None  # set while an attention runs
+        self._key: Tensor | None = None  # set while an attention module runs
 
     def __enter__(self) -> Self:
         for name, module in self._transformer.named_modules():

@@ -37,20 +37,20 @@ def check(
 ) -> Diagnosis:
     """Compare a reading with the intended positions, as ``diagnose`` does with ids.
 
-    A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are not
-    compared: the Diagnosis counts their tokens as ``unknown_tokens``. Its ``num_tokens`` counts the tokens whose ids
-    are all known or, if there is a difference, those with at least one known id. If ids are relative and another row or
+    A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are skipped,
+    and the Diagnosis counts their tokens as ``unknown_tokens``. Its ``num_tokens`` counts the tokens whose ids are all
+    known or, if there is a difference, those with at least one known id. If ids are relative and another row or
     document would begin below zero, the row of the reference token is taken to begin too late.
 
     Args:
         reading: a reading of all tokens of the documents, without padding.
-        documents: the documents of the keys; mistakes in placement are found only for a SegmentTable. Or (axes, tokens)
-            or (tokens,) integers, the ids that were passed to the engine.
+        documents: the documents of the keys, or the ids that were passed to the engine, as (axes, tokens) or (tokens,)
+            integers; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
         start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
 
     Raises:
-        InvalidInputError: the numbers of tokens or axes differ; the reading has no known id.
+        InvalidInputError: the numbers of tokens or axes differ, or the reading contains no known id.
     """
     instance("reading", reading, Reading, "mmpos.analysis.probe.read")
     table = _table(documents, scheme, start, reading.axes)

@@ -1,10 +1,10 @@
 """Checkpoints in which all tokens and all image patches have the same hidden state in every layer.
 
 The keys that an engine caches from such a checkpoint differ only by their rotation, so ordinary requests show the
-position of every token. The recipe, for a small model of Transformers:
+position of every token. The recipe, for a small Transformers model:
 
 - all rows of an embedding are the same vector of signs, and so is every output of the projector for images and clips;
-- attention, experts and other mixers add zero to the hidden states, which stay that vector, bit for bit;
+- attention, experts and other mixers add zero to the hidden states, which remain that vector, bit for bit;
 - weights before q and k are random multiples of 1/64: their sums are exact in any order, so all kernels agree.
 """
 
@@ -63,7 +63,7 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
 }
-"""Upper limits of sizes that do not affect keys."""
+"""Upper limits on sizes that do not affect keys."""
 
 NULS = ("\u0100", "\u0100")
 """The only merge of the vocabulary, of two zero bytes, which no prompt contains; llama.cpp requires at least one."""
@@ -78,8 +78,8 @@ class Family:
 
     Args:
         types: a pattern that matches the beginning of their names.
-        image: the text of an image in a prompt.
-        video: the text of a video in a prompt; empty if videos are not supported.
+        image: the text that stands for an image in a prompt.
+        video: the text that stands for a video in a prompt; empty if videos are not supported.
         tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the
             same name and the suffix ``_id`` or ``_index``.
         relative: tokens without an id in the config: their text, and how far their id is from the image token's in
@@ -210,7 +210,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
 
     Raises:
         InvalidInputError: config cannot be read; folder contains files or is a URL.
-        UnsupportedError: Transformers does not have the model type, or the hidden states of its tokens would differ.
+        UnsupportedError: Transformers does not support the model type, or the hidden states of its tokens would differ.
         ImportError: Transformers is not installed.
         OSError: the folder cannot be written; the error names it.
     """
@@ -249,7 +249,7 @@ def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt
     model.save_pretrained(folder)
     if references:
         np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # no key is named allow_pickle
-    for path in folder.glob("*.safetensors"):  # readable by their owner only, but servers run as other users
+    for path in folder.glob("*.safetensors"):  # only their owner may read them, but servers run as other users
         path.chmod((folder / "config.json").stat().st_mode)
     processor.save_pretrained(folder)
     if hasattr(processor, "image_processor"):
@@ -262,7 +262,7 @@ def _copy_files(source: Path, folder: Path) -> None:
     for name in names:
         shutil.copyfile(source / name, folder / name)
     if "preprocessor_config.json" in names and "processor_config.json" not in names:
-        (folder / "processor_config.json").unlink(missing_ok=True)  # it would override preprocessor_config.json
+        (folder / "processor_config.json").unlink(missing_ok=True)  # this file would override preprocessor_config.json
 
 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
@@ -373,7 +373,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
 
 
 def _grid(tensor: Tensor, around: float = 0.0) -> None:
-    """Fill a tensor with random values, each a number plus a multiple of 1/64 between −1/8 and 1/8."""
+    """Fill a tensor with random values, each ``around`` plus a multiple of 1/64 between −1/8 and 1/8."""
     import torch
 
     tensor.data = (torch.randint(-8, 9, tensor.shape) / 64 + around).to(tensor.dtype)
@@ -391,7 +391,7 @@ def _equalise(model: Any) -> None:
                 _grid(parameter)
         elif isinstance(module, nn.Embedding):
             row = torch.ones(module.embedding_dim)
-            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # half of each sign: mean 0, mean square 1
+            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # half of them are −1: mean 0, mean square 1
             module.weight.data = row.to(module.weight.dtype).expand_as(module.weight).contiguous()
         elif "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             _grid(module.weight, float(module.weight.flatten()[0]))
@@ -516,7 +516,7 @@ def _processor(config: Any, family: Family) -> Any:
         "crop_size": square,
         "num_image_tokens": (size // patch) ** 2 if square else None,
         "image_grid_pinpoints": getattr(multimodal, "image_grid_pinpoints", None),
-        "draw_on_frames": False,  # it requires a font
+        "draw_on_frames": False,  # drawing requires a font
         "vision_feature_select_strategy": getattr(multimodal, "vision_feature_select_strategy", None),
         "num_additional_image_tokens": 1 if vision.model_type == "clip_vision_model" else None,
         "image_seq_length": getattr(multimodal, "image_seq_length", getattr(multimodal, "mm_tokens_per_image", None)),
@@ -529,7 +529,7 @@ def _processor(config: Any, family: Family) -> Any:
 
 
 def _build(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
-    """Construct an object of a class with the known arguments that it accepts and that are not None."""
+    """Construct an object, passing the known arguments that its class accepts and that are not None."""
     accepted = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}) if "kwargs" not in name}
     accepted |= set(inspect.signature(kind.__init__).parameters) | {name for name in dir(kind) if name[0] != "_"}
     return kind(**arguments, **{name: value for name, value in known.items() if value is not None and name in accepted})
@@ -588,7 +588,7 @@ def _tokenizer(config: Any, family: Family) -> Any:
 
 
 def _inputs(model: Any, processor: Any, family: Family) -> dict[str, Any]:
-    """Prepare the prompt for the check of hidden states: text, and two images if the model accepts images."""
+    """Prepare the prompt for checking the hidden states: text, and two images if the model accepts images."""
     if not hasattr(processor, "image_processor"):
         return dict(processor("A small bird, 3 times.", return_tensors="pt"))
     draw = np.random.default_rng(0)

@@ -23,7 +23,7 @@ UNKNOWN = int(np.iinfo(np.int64).min)
 ONE_KEY = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
 
 MOST_DENOMINATOR = 4096
-"""Largest denominator that is searched."""
+"""Largest denominator that is searched for."""
 
 FINE = 64
 """Denominator that must be distinguishable if the denominators of some fractions could not be found."""
@@ -32,7 +32,7 @@ HIDDEN = 2.5
 """Scatter about integers, relative to the expected noise, above which ids may be fractions."""
 
 PRESUMED = 8
-"""Weight, in tokens, of the prior for the noise of pairs, by which short pairs have more noise."""
+"""Weight, in tokens, of the prior for the noise of pairs, which assumes more noise in short pairs."""
 
 NOISY = 0.35
 """Noise in rad above which the phases of a token fit no id."""
@@ -50,7 +50,8 @@ class Reading:
             unexplained; NaN if the token is unlike the reference.
         confidence: (axes, tokens) float64 lower bound of the probability that no other id within ±262,144 explains the
             keys.
-        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are with one hidden state.
+        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are if all tokens have one
+            hidden state.
         explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
             was rotated differently; and for an id between integers if at most 1 in 100 ids is.
@@ -223,7 +224,7 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     off = np.abs(values - np.rint(values))
     between = off > spread
     denominators = np.ones(ids.shape[1], np.int64)
-    if between.sum() <= RARE * known.sum():  # the tails of noise
+    if between.sum() <= RARE * known.sum():  # these are the tails of the noise
         close = off <= 2 * spread
         return np.rint(values).astype(np.int64), denominators, known & close, known & ~close
     by_axis = np.ones(ids.shape, np.int64)

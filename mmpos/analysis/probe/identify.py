@@ -30,10 +30,10 @@ AS_MEANT = "the keys have the intended rotation"
 UNEXPLAINED = "no known rotation explains the keys"
 
 SAMPLE = 512
-"""Number of tokens that are sampled if ids are known: READ first ones, and others spread over all."""
+"""Number of tokens that are sampled if ids are known: the first READ, and others spread over all tokens."""
 
 READ = 64
-"""Number of first tokens that are sampled."""
+"""Number of tokens that are sampled from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class _Judge:
         return best, least
 
     def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
-        """Return the identification of the chosen suspect, with the first token that it rotates wrongly."""
+        """Return the identification of the chosen suspect, with the first token that was rotated wrongly."""
         cause = best.cause
         if best.cast and self.ids is not None:
             exact = self.sample.angles(replace(best, cast=""))
@@ -302,7 +302,7 @@ class _Judge:
 
     @cached_property
     def unexplained(self) -> Flags:
-        """(tokens,) whether a key is not the intended rotation of its ids; false for all if ids are unknown."""
+        """(tokens,) whether a key does not match the intended rotation by its ids; false for all if ids are unknown."""
         if self.ids is None:
             return np.zeros(self.keys.num_tokens, np.bool_)
         return follow(self.keys, ids=self.ids - self.zero).unexplained(self.keys.rounding)

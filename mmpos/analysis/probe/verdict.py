@@ -205,7 +205,7 @@ class _Layer:
         return self.judged()
 
     def judged(self, progress: Callable[[int, int], None] | None = None) -> Verdict:
-        """Judge all heads together, with the reference if most written tokens are like it."""
+        """Judge all heads together, with the reference if most written tokens resemble it."""
         try:
             reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths, progress=progress)
         except UnwrittenError as error:

@@ -59,7 +59,7 @@ def fingerprint(
             attention_mask of the same shape. Integers or floats; a float is read as the first convergent of its
             continued fraction that equals it in float64, which is n/d itself if d² is below 2**52 / |n/d|. Leave out a
             text row, which is not an axis.
-        attention_mask: (batch, length), or (tokens,) for packed ids, of 0 and 1; the ids of tokens masked by 0 are
+        attention_mask: (batch, length), or (tokens,) for packed ids, of 0s and 1s; the ids of tokens masked by 0 are
             ignored.
         cu_seqlens: (documents + 1,) index of the first token of each packed document, counting padding, then the total;
             with None, each row of a batch, or the whole of packed ids, is one document.

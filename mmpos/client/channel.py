@@ -301,7 +301,7 @@ class Reach:
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add the likely causes to the error of a connection that the server closes at once."""
+        """Add the likely causes to the error for a connection that the server closes at once."""
         message = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
             return error

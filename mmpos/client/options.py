@@ -117,7 +117,7 @@ class Token:
         """Return the metadata pair for a call that begins now.
 
         Raises:
-            InvalidInputError: no readable token was in the file, now or earlier.
+            InvalidInputError: no readable token was found in the file, now or earlier.
         """
         if isinstance(self.source, str):
             return put_token(self.source)

@@ -111,7 +111,7 @@ class Unanswered(Generic[Q, T]):
 
     @property
     def full(self) -> bool:
-        """Whether no further item may be added."""
+        """Whether no more items may be added."""
         return len(self._entries) >= self._size
 
     @property

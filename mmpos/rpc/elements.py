@@ -47,7 +47,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
     Args:
         kind: type of the message.
         raw: bytes of the message.
-        most: limit of the count; larger counts return ``most + 1``.
+        most: limit on the count; larger counts return ``most + 1``.
 
     Raises:
         DecodeError: the bytes are not a message. Strings are not checked.

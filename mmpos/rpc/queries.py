@@ -241,7 +241,7 @@ class PositionsQuery:
         """Run the query in this process.
 
         Raises:
-            MmposError: any error that the calls described by the query raise.
+            MmposError: any error raised by the calls that the query describes.
         """
         positions = self.place(self.segments())
         for view in self.views:

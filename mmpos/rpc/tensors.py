@@ -44,9 +44,7 @@ class Memory(Protocol):
         """Return the bytes of a received tensor in its message, or beside it."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Store a tensor's nonempty bytes and note their place in its message; return False to keep them in the
-        message.
-        """
+        """Store a tensor's nonempty bytes and note their place in its message, or return False to leave them there."""
 
 
 def process_space() -> str:

@@ -1,6 +1,4 @@
-"""Placement schemes, which assign position ids to text and grids: one file per family, with a few lines of formulas
-each.
-"""
+"""Placement schemes, which assign position ids to text and grids: one file per family, each a few lines of formulas."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -74,7 +74,9 @@ class TimedMRope(MRope):
         return frame * numerator[grid] // denominator[grid]
 
     def last_ids(self, grids: Grids) -> IntArray:
-        """Return the ids between the first and the last frame, (grids,); raise before ``place`` cuts frames apart."""
+        """Return the ids between the first and the last frame, (grids,); raise if too large, before ``place`` cuts
+        frames apart.
+        """
         last = self.frame_ids(grids, np.arange(grids.frames.size), grids.frames - 1)
         if last.max(initial=0) > 2 * INT32_MAX:
             got = f"a last frame {last.max()} ids after the first"

@@ -91,7 +91,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
         ({"profile": 3}, "profile: got 3, want a name or None"),
         ({"tls": True}, "tls: got bool, want Tls or None"),
         ({"metadata": "ab"}, "metadata: got str, want a list of (name, value) pairs"),
-        ({"metadata": [("a",)]}, "metadata[0]: got ('a',), want a pair"),
+        ({"metadata": [("a",)]}, "metadata[0]: got ('a',), want a (name, value) pair"),
         ({"metadata": [("A", "b")]}, "metadata[0]: got name 'A', want a-z"),
         ({"metadata": [("grpc-x", "b")]}, "metadata[0]: got name 'grpc-x', want a-z"),
         ({"metadata": [("a", b"b")]}, "metadata[0]: got value b'b' of 'a', want printable ASCII text"),

@@ -186,13 +186,13 @@ def diagnose(
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes if all axes have the same ids;
-            integers or floats, a list, an array or a tensor on the host. A shape that fits both is read as packed
+            integers or floats, as a list, an array or a tensor on the host. A shape that fits both is read as packed
             unless attention_mask is passed. If the ids have one more row, (axes + 1, 1, tokens) or (axes + 1, batch,
             length), the first is the text row, from which Transformers reads the documents of a pack.
         documents: the documents of the ids; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
         start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
-        attention_mask: (batch, length) of 0 and 1; without it, the padding is taken from the table, or else from side.
+        attention_mask: (batch, length) of 0s and 1s; without it, the padding is taken from the table, or else from side.
         side: "left" or "right".
         tolerance: how far an id may be from the exact one; 0 compares float64 values for equality.
 

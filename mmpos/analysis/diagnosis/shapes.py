@@ -30,10 +30,10 @@ def read_ids(
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
         positions: the table, which may hold padding.
-        attention_mask: (batch, length) of 0 and 1.
+        attention_mask: (batch, length) of 0s and 1s.
         side: the padding side, if neither the mask nor the table shows it.
         shape: the shape named in errors; None means the shape of ids.
-        default_scheme: whether no scheme was named, so that an error about the number of axes says so.
+        default_scheme: whether the scheme is the default, so that an error about the number of axes says so.
 
     Returns: (axes, tokens) ids, or (1, tokens) for 1-D ids; and the (batch, length) token mask of a padded batch, or
         None if the ids were packed.

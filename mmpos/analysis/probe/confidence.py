@@ -228,7 +228,7 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
         close = off <= 2 * spread
         return np.rint(values).astype(np.int64), denominators, known & close, known & ~close
     by_axis = np.ones(ids.shape, np.int64)
-    # Up to this denominator, a fraction is within the spread of a number by chance one time in thirty.
+    # Up to this denominator, a fraction lies within the spread of a number by chance one time in thirty.
     most = np.sqrt(1 / (30 * np.maximum(spread, LEAST_NOISE)))
     left = np.nonzero(between & unique)
     for denominator in range(2, MOST_DENOMINATOR + 1):

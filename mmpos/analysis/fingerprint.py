@@ -166,7 +166,7 @@ def read_ids(
     cu_seqlens: npt.ArrayLike | None = None,
     denominators: npt.ArrayLike | None = None,
 ) -> ExactIds:
-    """Read exact ids of any accepted shape, with the arguments and errors of ``fingerprint``."""
+    """Read exact ids in any accepted shape; arguments and errors are those of ``fingerprint``."""
     if isinstance(position_ids, PositionTable):
         others = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "denominators": denominators}
         for name, argument in others.items():

@@ -69,7 +69,7 @@ def check(
     ] = None,
     axes: Axes = None,
     padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
-    tolerance: Annotated[float, typer.Option(help="Largest allowed distance of an id from the exact one.")] = 0.0,
+    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
@@ -271,7 +271,7 @@ def ids(
 
 
 @plot.command(
-    help="Draw the attention of one patch by position alone: the mean cosine between its phases and those of every "
+    help="Draw the attention of one patch from position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
 @flat

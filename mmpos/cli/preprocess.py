@@ -135,7 +135,7 @@ class SequenceFlags:
             model = from_hf_config(folder)
             if model.start:
                 got = f"{model.model_type!r} with first id {model.start}"
-                raise UnsupportedError(f"got {got}, want a model with first id 0")
+                raise UnsupportedError(f"got {got}, want a model whose first id is 0")
             tokenizer = _model_tokenizer(folder)
             if model.placeholders.image is None:
                 if self.image_option:

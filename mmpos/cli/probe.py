@@ -187,7 +187,7 @@ def _models(
                 hint = "pass --layer-type, or put the number of each layer into the name of its array"
                 raise InvalidInputError(f"{name}: {error}; {hint}") from error
         if models[kind].second_rotary is not None:
-            raise UnsupportedError(f"{config}: got a model with a second rotary for the channels of a pair, want one")
+            raise UnsupportedError(f"{config}: got a model with two rotaries for the channels of a pair, want one")
     return kinds, {name: models[kind] for name, kind in kinds.items()}
 
 

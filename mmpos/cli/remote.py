@@ -89,7 +89,7 @@ class Connection:
             raise ServiceUnavailableError(f"{self.server}: {_problem(str(error))}") from error
         except ServiceTimeoutError as error:
             remedy = "check that mmpos serve is running, or pass a longer --timeout"
-            raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s; {remedy}") from error
+            raise ServiceTimeoutError(f"{self.server}: got no answer within {timeout:g} s; {remedy}") from error
 
 
 @remote.command()

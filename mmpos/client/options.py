@@ -135,7 +135,7 @@ class Token:
             if latest is None:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise InvalidInputError(
-                    f"token: got {self.source} ({reason}), want a file with only the token"
+                    f"token: got {self.source} ({reason}), want a file that holds only the token"
                 ) from None
         return latest[1]
 

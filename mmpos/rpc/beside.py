@@ -1,6 +1,6 @@
 """Large tensors kept beside their messages, since protobuf would copy their bytes several times while holding the GIL.
 
-The wire format is unchanged. To send a message, protobuf serializes it with marks in place of the large tensors, and
+The wire format is unchanged. To send a message, protobuf serializes it with marks instead of the large tensors, and
 the bytes of the tensors then replace the marks. To read a message, large tensors are replaced with marks before
 parsing, and are read directly from the received bytes.
 """

@@ -91,7 +91,7 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
         message.name = scheme
         return
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
-        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service only knows mmpos.SCHEMES")
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service supports only mmpos.SCHEMES")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
         if name in RATIONAL_PARAMETERS:

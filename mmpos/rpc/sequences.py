@@ -212,7 +212,7 @@ def get_sequence(
 
     Args:
         name: name of the field, for errors.
-        message: message of the sequence.
+        message: message to read.
         hashes: content hashes that replace those of the message, by index of the image.
         memory: see ``get_tensor``.
 

@@ -79,7 +79,7 @@ class Grids:
 
     @property
     def seconds(self) -> IntArray:
-        """(2, grids) numerator and denominator of the seconds per frame, one second for grids without a time."""
+        """(2, grids) numerator and denominator of the seconds per frame; one second for grids without a time."""
         if self.seconds_per_frame is None:
             return np.ones((2, self.frames.size), np.int64)
         return np.where(self.seconds_per_frame[0] > 0, self.seconds_per_frame, 1)
@@ -237,7 +237,7 @@ class Scheme(ABC):
         return None
 
     def cleared(self, grids: Grids) -> IntArray | None:
-        """Return the number of ids that each grid reserves before all text of its document, (grids,).
+        """Return the number of ids that each grid reserves before all the text in its document, (grids,).
 
         The largest number in a document counts. None means that text depends on the cursor alone. Schemes with ``unit``
         reserve none.

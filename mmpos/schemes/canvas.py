@@ -112,7 +112,7 @@ class _Runs(NamedTuple):
 
     Args:
         owner: (runs,) index of the grid.
-        part: (runs,) sort key of the run in its grid.
+        part: (runs,) sort key of the run within its grid.
         tokens: (runs,) number of tokens.
         skip: (runs,) raster index of the first token in a raster of ``height`` and ``width``.
         height: (runs,) rows of the raster.

@@ -38,7 +38,7 @@ NOT_AFFINE: Mapping[str, str] = MappingProxyType(
 class LatentScheme(Scheme):
     """Base class of schemes whose text advances on some axes only and whose grids consume no ids.
 
-    Ids count from the start of the document. Grids are sized in the transformer's patches of latents. Their order
+    Ids count from the start of the document. Grids are measured in the transformer's latent patches. Their order
     defines their roles: the first is generated and the others are references, unless a scheme says otherwise.
     """
 
@@ -178,7 +178,7 @@ class QwenImage(LatentScheme):
 class QwenImage21(Scheme):
     """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), next text at c + max(h, w): rows and columns ignore earlier tokens.
 
-    Source: QwenImage21Rope of diffusers, whose tables reach from −1,024 to 8,191.
+    Source: QwenImage21Rope of diffusers, whose tables cover −1,024 to 8,191.
     """
 
     name: ClassVar[str] = "qwen-image-2.1"

@@ -74,9 +74,7 @@ class TimedMRope(MRope):
         return frame * numerator[grid] // denominator[grid]
 
     def last_ids(self, grids: Grids) -> IntArray:
-        """Return the ids between the first and the last frame, (grids,); raise if too large, before ``place`` cuts
-        frames apart.
-        """
+        """Return the ids from the first to the last frame, (grids,); check them before ``place`` cuts frames apart."""
         last = self.frame_ids(grids, np.arange(grids.frames.size), grids.frames - 1)
         if last.max(initial=0) > 2 * INT32_MAX:
             got = f"a last frame {last.max()} ids after the first"
@@ -100,7 +98,7 @@ class MRopeTransformers(TimedMRope):
     The next position is the maximum of all ids plus one, which on long videos exceeds the id of the text after them.
 
     Args:
-        tokens_per_second: for Qwen2.5-VL: frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
+        tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
             first, with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL: frames are one
             id apart.
     """

@@ -252,7 +252,7 @@ class Wordless(Encoding):
         (lambda: measure(5), "schemes: got 5, want a list of names or Scheme objects"),  # type: ignore[arg-type]
         (lambda: measure_encodings(5), "encodings: got 5, want a list of names or "),  # type: ignore[arg-type]
         (lambda: measure([]), "schemes: got none, want at least one"),
-        (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want every name once"),
+        (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want each name once"),
         (lambda: measure(["tie"]), "scheme: got 'tie', want a Scheme or one of "),
         (lambda: measure_encodings(["rope"]), "encoding: got 'rope', want one of 'integer', "),
         (

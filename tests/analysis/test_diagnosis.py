@@ -622,7 +622,7 @@ def test_a_mistake_that_gives_one_of_eleven_wrong_ids_is_not_named(last: int) ->
 def test_the_cause_is_unknown_if_no_mistake_gives_the_ids() -> None:
     ids = ids_of("3,2x3,4")
     ids[:, 11:] = 3, 99
-    sentence = "Cause unknown: no known mistake gives the first two differences."
+    sentence = "Cause unknown: no known mistake reproduces the first two differences."
     assert diagnose(ids, "3,2x3,4").sentences[2] == sentence
 
 

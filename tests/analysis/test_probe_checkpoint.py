@@ -274,6 +274,6 @@ def test_a_model_with_different_hidden_states_is_refused(tmp_path: Path, monkeyp
 
 def test_a_folder_with_files_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidInputError, match="which has files, want a new or empty folder"):
+    with pytest.raises(InvalidInputError, match="which contains files, want a new or empty folder"):
         write_checkpoint(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

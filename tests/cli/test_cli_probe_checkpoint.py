@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_of_one_line(
     [
         (None, "config: got .*config.json: No such file or directory, want a config.json"),
         ("{", "config: got .*config.json, which is not valid JSON .*"),
-        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embedding, want one with it"),
+        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embeddings, want one with them"),
     ],
 )
 def test_an_invalid_config_is_an_error_of_one_line(

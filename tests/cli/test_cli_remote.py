@@ -153,7 +153,7 @@ def test_a_server_that_does_not_answer_is_an_error_of_one_line_with_the_remedy(r
         assert run("remote", "info", "--server", address, "--timeout", "0.2") == (
             4,
             "",
-            f"mmpos: error: {address}: got no answer in 0.2 s; check that mmpos serve is running, or pass a longer "
+            f"mmpos: error: {address}: got no answer within 0.2 s; check that mmpos serve is running, or pass a longer "
             "--timeout\n",
         )
 

@@ -107,7 +107,7 @@ def test_an_unpickled_client_reads_the_token_file_again(tmp_path: Path) -> None:
 def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_the_file_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
-    want = "want a file with only the token"
+    want = "want a file that holds only the token"
     assert mistake(client.info) == f"token: got {file} (No such file or directory), {want}"
     for wrong in ("secret and secret", "secretß"):
         file.write_text(wrong)

@@ -142,7 +142,7 @@ def test_a_custom_scheme_cannot_be_sent() -> None:
     class Own(Flatten):
         """A subclass of Flatten."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service only knows mmpos\.SCHEMES"):
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 

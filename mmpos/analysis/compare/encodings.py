@@ -82,7 +82,7 @@ def separation(encoding: Known) -> PropertyValue:
 
 
 def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
-    """Compute the smallest distance between two positions' vectors as a fraction of the largest; name the two."""
+    """Return the smallest distance between two positions' vectors as a fraction of the largest, and the positions."""
     count = encoding.axes if isinstance(encoding, Rotation) else 1
     places = first_positions(encoding)[None]
     if count > 1:

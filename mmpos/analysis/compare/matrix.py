@@ -152,7 +152,7 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     rows: dict[str, dict[str, PropertyValue]] = {}
     for name, scheme_or_encoding in named:
         if name in rows:
-            raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
+            raise InvalidInputError(f"{subject}s: got {name!r} twice, want each name once")
         rows[name] = {column.name: column.measure(scheme_or_encoding) for column in properties}
     if not rows:
         raise InvalidInputError(f"{subject}s: got none, want at least one")

@@ -206,7 +206,7 @@ SCHEME_PROPERTIES = (
 
 
 def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
-    """Measure every property of schemes, with exact ids on a fixed family of documents.
+    """Measure every property of schemes, using exact ids on a fixed family of documents.
 
     Args:
         schemes: names or objects, including your own; None measures every scheme in mmpos and the three-axis variants

@@ -101,7 +101,7 @@ class Diagnosis:
             return ()
         if self.cause is None:
             if self.different_tokens > 1:
-                return ("Cause unknown: no known mistake gives the first two differences.",)
+                return ("Cause unknown: no known mistake reproduces the first two differences.",)
             return ("Cause unknown: a single wrong token does not identify a mistake.",)
         part = f" of {self.explained} of the {self.different_tokens} differences"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
@@ -192,7 +192,7 @@ def diagnose(
         documents: the documents of the ids; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
         start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
-        attention_mask: (batch, length) of 0s and 1s; without it, the padding is taken from the table, or else from side.
+        attention_mask: (batch, length) of 0s and 1s; without it, padding is taken from the table, or else from side.
         side: "left" or "right".
         tolerance: how far an id may be from the exact one; 0 compares float64 values for equality.
 
@@ -226,7 +226,7 @@ def _placed(
     if isinstance(documents, PositionTable):
         for name, passed in (("scheme", scheme is not None), ("start", np.ndim(start) or start != 0)):
             if passed:
-                raise InvalidInputError(f"{name} cannot be combined with a PositionTable, which is placed already")
+                raise InvalidInputError(f"{name} cannot be combined with a PositionTable, which is already placed")
         return documents, None, None
     if not isinstance(documents, SegmentTable):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a SegmentTable or a PositionTable")

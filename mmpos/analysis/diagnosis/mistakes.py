@@ -369,7 +369,7 @@ def first_for_all(case: Deviation) -> Iterator[Guess]:
 
 @mistake("count the text tokens that the transformer receives, including padding that it attends to")
 def text_of_another_length(case: Deviation) -> Iterator[Guess]:
-    """Guess that ids were computed for one text token more or fewer, in models that generate images."""
+    """Guess that ids were computed for one text token too many or too few, in models that generate images."""
     segments = case.segments
     if not isinstance(case.scheme, LatentScheme) or segments is None:
         return

@@ -116,7 +116,7 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
         transformer(**call)
     if not attending.keys:
         got = f"transformer: got no keys from {type(transformer).__name__}"
-        raise UnsupportedError(f"{got}, want attention by scaled_dot_product_attention")
+        raise UnsupportedError(f"{got}, want attention that calls scaled_dot_product_attention")
     pairs = zip(attending.keys, attending.references, strict=True)
     return tuple(LayerKeys(n, _numpy(keys), _numpy(reference)) for n, (keys, reference) in enumerate(pairs))
 

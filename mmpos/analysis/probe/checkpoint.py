@@ -220,7 +220,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
         import transformers  # noqa: F401
     values, source = _read(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(f"folder: got {folder}, which has files, want a new or empty folder")
+        raise InvalidInputError(f"folder: got {folder}, which contains files, want a new or empty folder")
     model_type = values["model_type"]
     family = next(family for family in FAMILIES if re.match(family.types, model_type))
     with _quiet(), torch.random.fork_rng(devices=()):
@@ -317,7 +317,7 @@ def _small_model(values: Mapping[str, Any]) -> Any:
     full = kinds[model_type].from_dict({name: value for name, value in values.items() if name != "quantization_config"})
     text = full.get_text_config(decoder=True)
     if getattr(text, "rope_parameters", None) is None:
-        raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embedding, want one with it")
+        raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embeddings, want one with them")
     own = getattr(text, "head_dim", None)
     head_dim = own or text.hidden_size // text.num_attention_heads
     derived = _heads(text.to_dict())[0] * head_dim

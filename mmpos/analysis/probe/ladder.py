@@ -218,7 +218,7 @@ class Ladder:
         return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
 
     def doubt(self, noise: Float64Array, misfit: Float64Array, by_pair: Float64Array, across: float) -> Float64Array:
-        """Bound the (tokens,) probabilities that noise makes another integer within REACH explain the phases as well.
+        """Bound the (tokens,) probabilities that noise lets another integer within REACH explain the phases as well.
 
         An id at distance k, with phasors d(k) away, does so if the noise in its direction, n(k), exceeds half of d(k).
         With normal noise, the union bound over all k is Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). Phase errors with
@@ -226,7 +226,7 @@ class Ladder:
 
         Args:
             noise: (tokens,) noise along phasors, independent in every pair.
-            misfit: (tokens,) further error of the phases in rad.
+            misfit: (tokens,) additional phase error in rad.
             by_pair: (pairs,) squared noise of the pairs, at any scale.
             across: ratio of the squared noise across phasors to that along them.
         """

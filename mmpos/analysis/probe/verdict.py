@@ -74,7 +74,7 @@ class Verdict:
         first_wrong: the first wrong token, counted over all rows.
         sentences: the result in sentences.
         cause: the cause, worded alike for heads with the same mistake; None if it is unknown.
-        wrong_heads: wrong kv heads, if other heads are right, or wrong for another cause.
+        wrong_heads: wrong kv heads, if other heads are right, or wrong for another reason.
         foreign: whether the reference belongs to other keys.
         diagnosis: the diagnosis of the ids of all heads; None if ids were not compared.
     """
@@ -284,7 +284,7 @@ class _Layer:
 
 
 def _by_head(layer: _Layer, together: Verdict) -> Verdict:
-    """Judge each kv head separately, and name the wrong ones unless all are wrong for one cause."""
+    """Judge each kv head separately, and name the wrong ones unless all are wrong for the same reason."""
     heads = [layer.head(head) for head in range(layer.keys.shape[-2])]
     if layer.meant is None:
         if not together.foreign or all(head.verdict.foreign for head in heads):

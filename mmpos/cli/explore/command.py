@@ -118,7 +118,7 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
     ) -> web.StreamResponse:
         # Prevent other sites from reading answers through a name that resolves to this machine (DNS rebinding).
         if request.url.host not in (_HOST, "localhost"):
-            raise web.HTTPForbidden(text=f"the explorer only answers at {_HOST}")
+            raise web.HTTPForbidden(text=f"the explorer answers only at {_HOST}")
         response = await handler(request)
         response.headers.update(_HEADERS)
         return response

@@ -77,7 +77,7 @@ class Explorer:
         if isinstance(name, str) and name in self.own:
             return self.own[name]
         if not isinstance(name, str) or ":" in name:
-            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme of mmpos or of the command line")
+            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme in mmpos or on the command line")
         return make_scheme(name)
 
 

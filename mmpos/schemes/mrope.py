@@ -95,12 +95,12 @@ class TimedMRope(MRope):
 class MRopeTransformers(TimedMRope):
     """M-RoPE as computed by Transformers 5: text continues at c + max(h, w), independently of the frames.
 
-    The next position is the maximum of all ids plus one, which on long videos exceeds the id of the text after them.
+    The next position is the maximum of all ids plus one, which for long videos exceeds the id of the text after them.
 
     Args:
-        tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
-            first, with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL: frames are one
-            id apart.
+        tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the first,
+            with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL, places frames one id
+            apart.
     """
 
     name: ClassVar[str] = "mrope-transformers"

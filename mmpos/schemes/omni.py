@@ -334,7 +334,7 @@ class TMRopeQwen3(_Omni):
         return np.asarray(self._audio_before(clips, np.arange(clips.frames.size), clips.frames - 1) < clips.audio)
 
     def _audio_before(self, clips: Clips, owner: IntArray, frame: IntArray) -> IntArray:
-        """Return the number of audio tokens before each frame, whose ids are below the frame's."""
+        """Return the number of audio tokens before each frame: those with ids below the frame's."""
         ids = frame * clips.step[owner]
         time = -(-ids // clips.per[owner]) if self.fractional else ids // clips.per[owner]
         return np.minimum(time, clips.audio[owner])

@@ -62,7 +62,7 @@ def fingerprint(
         attention_mask: (batch, length), or (tokens,) for packed ids, of 0s and 1s; the ids of tokens masked by 0 are
             ignored.
         cu_seqlens: (documents + 1,) index of the first token of each packed document, counting padding, then the total;
-            with None, each row of a batch, or the whole of packed ids, is one document.
+            with None, each row of a batch is one document, and packed ids are a single document.
         denominators: denominators of integer ids, as returned by ``PositionTable.rationals``: one for all ids, or an
             array with the shape of position_ids without the axes.
 
@@ -116,7 +116,7 @@ class ExactIds:
         """
         new = np.zeros(self.numerators.shape[1] + 1, np.bool_)
         new[first] = new[first + 1] = new[-1] = True
-        for row in self.numerators:  # row by row, since numpy allocates small arrays faster
+        for row in self.numerators:  # work row by row, since numpy allocates small arrays faster
             steps = row[1:] - row[:-1]
             new[2:-1] |= steps[1:] != steps[:-1]
         for row in () if self.denominators is None else self.denominators:
@@ -142,7 +142,7 @@ def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -
     integers, rest = np.divmod(a, over_a)
     integers_b, rest_b = np.divmod(b, over_b)
     same = over_a == over_b
-    over = np.where(same, over_a, over_a * over_b)  # below 2**62
+    over = np.where(same, over_a, over_a * over_b)  # the products are below 2**62
     rest = np.where(same, rest - rest_b, rest * over_b - rest_b * over_a)
     carry, rest = np.divmod(rest, over)
     common = np.gcd(rest, over)
@@ -279,7 +279,7 @@ def _within_int32(numerators: Array, over: IntArray, columns: IntArray) -> IntAr
 def _fractions(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
     """Return numerators and denominators of floats, with one denominator for all if possible."""
     low, high = float(values.min()), float(values.max())
-    if not (low >= INT32_MIN and high <= INT32_MAX):  # true for NaN as well
+    if not (low >= INT32_MIN and high <= INT32_MAX):  # this is true for NaN as well
         raise InvalidInputError("position_ids must be finite and within int32")
     over, numerators = 1, np.rint(values)
     while not (fits := numerators / over == values).all():

@@ -71,13 +71,13 @@ def plan_packs(
 ) -> None:
     """Plan balanced packs of ready sequences, and write the index that PlannedPacks reads.
 
-    Pixels are not read: sizes come from the columns of the files.
+    Pixels are not read: sizes come from the files' columns.
     """
     from mmpos.analysis.plot import plot_balance
     from mmpos.analysis.plot.canvas import picture_path
     from mmpos.data import Cost, plan, read_headers, write_index
 
-    picture_path(plot)  # fail early
+    picture_path(plot)  # check the path early
     if run.cost is not None and run.config is not None:
         raise InvalidInputError("--cost cannot be combined with --config")
     cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()

@@ -69,7 +69,7 @@ class ProfileInfo:
         scheme: name of the scheme.
         begin_token_id: token id before the patches of an image, or None.
         end_token_id: token id after the patches of an image, or None.
-        placeholders: token ids of patches, audio and row ends.
+        placeholders: token ids for patches, audio and row ends.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
         rotary: whether the profile has a rotation.

@@ -166,7 +166,7 @@ class Unanswered(Generic[Q, T]):
         if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
-            return 0.0  # no attempt is lost
+            return 0.0  # this does not count as an attempt
         if not self._broken:
             self._patience = self._reach.patience(self._timeout)
         self._broken += 1
@@ -272,7 +272,7 @@ def thread_results(
                 else:
                     yield unanswered.result(answer)
         if link is not None:
-            link.receive(timeout)  # read to the end, so that the server does not see an abandoned stream
+            link.receive(timeout)  # read to the end, so that the server does not see the stream as abandoned
     finally:
         if link is not None:
             link.close()
@@ -378,7 +378,9 @@ async def task_results(
                 elif link is not None and not more:
                     link.finish()
         if link is not None:
-            await _first(link, None, timeout)  # read to the end, so that the server does not see an abandoned stream
+            await _first(
+                link, None, timeout
+            )  # read to the end, so that the server does not see the stream as abandoned
     finally:
         if pull is not None:
             pull.cancel()

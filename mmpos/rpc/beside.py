@@ -97,7 +97,7 @@ class Beside:
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""
-        data = message.data  # read once: every access copies
+        data = message.data  # read it only once, since every access copies it
         if len(data) != _MARK_BYTES or not data.startswith(_MARK) or not self._raw:
             return data
         begin, size = _PLACE.unpack_from(data, len(_MARK))

@@ -63,7 +63,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
 @lru_cache(maxsize=256)
 def _schema(kind: Descriptor) -> Schema:
     kinds: list[Descriptor] = [kind]
-    for message in kinds:  # grows during the loop
+    for message in kinds:  # the list grows during the loop
         inner = [field.message_type for field in message.fields if field.message_type is not None]
         kinds.extend(dict.fromkeys(kind for kind in inner if kind not in kinds))
     width = 1 + max((field.number for message in kinds for field in message.fields), default=0)

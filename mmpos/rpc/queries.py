@@ -42,7 +42,7 @@ class Take:
     stops: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Take the tokens of the ranges."""
+        """Take the tokens in the ranges."""
         return positions.take(self.starts, self.stops)
 
 
@@ -55,7 +55,7 @@ class Window:
     lengths: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Return a table with a document for each window."""
+        """Return a table with one document per window."""
         return positions.window(self.documents, self.starts, self.lengths)
 
 

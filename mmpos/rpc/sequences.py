@@ -248,7 +248,7 @@ def get_sequence(
 
 def _margins(name: str, numbers: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
     """Read the numbers of markers before and after an image or audio, 0 or 1 each."""
-    if not numbers:  # from a server without this field
+    if not numbers:  # the server does not have this field
         return default
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):
         raise InvalidInputError(f"{name}: got {list(numbers)[:8]}, want two numbers of 0 and 1")

@@ -238,8 +238,8 @@ def get_tensor(
         raise InvalidInputError(f"{path(name, 'shape')}: got {len(shape)} axes, want {want}")
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
-    size = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not overflow
-    data = message.data if memory is None else memory.data(message)  # read once: every access copies
+    size = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+    data = message.data if memory is None else memory.data(message)  # read it only once, since every access copies it
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
     if got != size:
         raise InvalidInputError(

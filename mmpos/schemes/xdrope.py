@@ -1,4 +1,4 @@
-"""XD-RoPE of HunYuan-VL: images by token index, column, row and image number."""
+"""XD-RoPE of HunYuan-VL: images are placed by token index, column, row and image number."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_input_ids_are_read_with_the_config_of_their_model() -> None:
         ({"spec": "3", "schemes": ["os:system"]}, "schemes: got 'os:system', want the name of a scheme"),
         ({"spec": "3", "schemes": ["flatten"] * 4}, "schemes: got 4, want 1 to 3"),
         ({"spec": "3", "pair": 64}, "pair: got 64, want"),
-        ({"input_ids": [1], "config": "/etc"}, "config: got str, want the content of a config.json"),
+        ({"input_ids": [1], "config": "/etc"}, "config: got str, want the contents of a config.json"),
     ],
 )
 def test_an_invalid_request_is_refused(request_: object, message: str) -> None:

@@ -132,8 +132,8 @@ class Deviation:
         return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
-        """Return (tokens,) whether ids agree with ``got`` on every axis."""
-        with np.errstate(invalid="ignore"):  # inf - inf
+        """Return whether the ids of each token agree with ``got`` on every axis, (tokens,)."""
+        with np.errstate(invalid="ignore"):  # inf - inf is invalid
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 
     def placed(

@@ -68,7 +68,7 @@ def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], M
 def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
     """Copy a scheme with some methods replaced."""
     wrong = copy(right)
-    # A new class, so that the scheme equals no other and has no plan.
+    # Create a new class, so that the scheme equals no other and has no plan.
     object.__setattr__(wrong, "__class__", type(type(right).__name__, (type(right),), {}))
     for name in ("unit", "advance", "place", "cleared", "advance_text", "place_text", "next_after"):
         # Bind the methods to the right scheme, so that they do not call the replaced ones.

@@ -101,7 +101,7 @@ class _Side:
         lengths: (documents,) number of tokens in each document.
         fingerprints: one for each document.
         label: the name of the positions in a diagnosis.
-        positions: the table of the positions.
+        positions: the position table.
         starts: (documents,) first id of each document.
     """
 

@@ -22,7 +22,7 @@ METADATA: dict[str, dict[str, None]] = {
 
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "mmpos",  # fixes element ids, so that equal figures have equal bytes
-    "svg.fonttype": "none",  # searchable text
+    "svg.fonttype": "none",  # keeps text searchable
     "pdf.fonttype": 42,
     "figure.constrained_layout.w_pad": 0.08,
     "figure.constrained_layout.h_pad": 0.08,

@@ -101,7 +101,7 @@ def _late(reading: Reading, off: Float64Array, want: Float64Array, table: Positi
 
 
 def _known(reading: Reading) -> Flags:
-    """Return (axes, tokens) whether each id is known; refuse a reading without a known id."""
+    """Return whether each id is known, (axes, tokens); refuse a reading without known ids."""
     if not reading.known.any():
         raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
     return reading.known

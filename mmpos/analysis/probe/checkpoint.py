@@ -82,7 +82,7 @@ class Family:
         video: the text that stands for a video in a prompt; empty if videos are not supported.
         tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the
             same name and the suffix ``_id`` or ``_index``.
-        relative: tokens without an id in the config: their text, and how far their id is from the image token's in
+        relative: the text of tokens that have no id in the config, and how far each id is from the image token's in
             released models.
         aliases: further attribute names for entries of ``tokens``.
     """
@@ -362,7 +362,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _shrink(value, width, re.match("vision|audio", name) is not None)
         elif isinstance(value, list) and name.endswith("indexes"):
-            small[name] = [max(len(kept) - 1, 0)]  # only the last layer, so that both kinds of layers remain
+            small[name] = [max(len(kept) - 1, 0)]  # list only the last layer, so that both kinds of layers remain
         elif isinstance(value, list) and len(value) == layers and layers > 2:
             small[name] = [value[layer] for layer in kept]
         elif isinstance(value, int) and not isinstance(value, bool):

@@ -156,7 +156,7 @@ def _certain(keys: Keys, raw: Traces) -> Reading:
     chance = 2 * REACH / (30 * np.maximum(spread, LEAST_NOISE)) * narrow
     numerators, denominators, rational, between = _rational(raw.ids, spread, chance <= 1 - SURE)
     # The best fit of phases is closer to an integer id than to a fraction that noise hides.
-    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # all share the noise of the reference
+    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # all of them share the noise of the reference
     scatter = np.array([np.median(np.abs(row - np.median(row))) / 0.6745 if row.size else 0 for row in away])
     hidden = scatter > np.maximum(HIDDEN * np.where(read.any(axis=1), usual, 0) * per_rad, 1 / FINE)
     rational &= ~(hidden[:, None] & (spread > 0.5 / FINE))

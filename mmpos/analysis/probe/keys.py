@@ -70,8 +70,8 @@ class Keys:
     def rounding(self) -> float:
         """Rounding noise in rad, from the smallest relative step between the numbers of a head.
 
-        It is the root mean square of two numbers with an error of up to half a step each. The residual of angles does
-        not show it, since pairs that rotate by less than a step do not move at all.
+        It is the root mean square of two numbers with an error of up to half a step each. The residual of the angles
+        does not show this noise, since pairs that rotate by less than a step do not move at all.
         """
         some = np.abs(next(self.blocks())[:: max(1, min(self.num_tokens, BLOCK) // 64)])
         steps = [1.0]

@@ -213,7 +213,7 @@ class Ladder:
             explains the phases.
         """
         cosine, away, across = self.left(phasors, ids) if left is None else left
-        far = 2 * (lengths[0] - cosine)  # equals the squared sines of small angles, and grows beyond a right angle
+        far = 2 * (lengths[0] - cosine)  # this equals the squared sines of small angles, and grows beyond a right angle
         across = np.where(far > ROUNDS, np.maximum(across, far), across)
         return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
 
@@ -233,7 +233,9 @@ class Ladder:
         weight = self.weights / max(self.weights.sum(), 1e-300)
         noises = weight**2 * by_pair / max(float(weight @ by_pair), 1e-300)
         rads = np.fmin(np.fmax([noise, misfit], LEAST_NOISE), 8.0)
-        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(np.int16)  # below 93, and int16 sorts quickly
+        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(
+            np.int16
+        )  # values are below 93, and int16 sorts quickly
         levels, inverse = np.unique(steps[0] * np.int16(128) + steps[1], return_inverse=True)
         own, off = LEAST_NOISE * 2.0 ** (np.array(np.divmod(levels, 128)) / 4)
         # Skip spans with all ids further away than nine times the largest noise in any direction.
@@ -362,7 +364,7 @@ class Follower:
         return readings
 
     def _doubted(self, readings: Float64Array, lengths: Float32Array) -> Flags:
-        """Return (tokens,) whether the residual of an id exceeds the noise."""
+        """Return whether the residual of each id exceeds the noise, (tokens,)."""
         return np.asarray(readings[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:
@@ -395,8 +397,8 @@ class Follower:
         """Move guesses to the best fit of the phases, to integers if these fit; return their ``Ladder.explain``."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
-        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # independent of the id
-        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond 0.5 another integer is nearer
+        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # these do not depend on the id
+        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond 0.5, another integer is nearer
         left = self.ladder.left(phasors, ids)
         moving = np.arange(ids.size)
         for _ in range(15):

@@ -219,7 +219,7 @@ class _Layer:
                 return replace(self, reference=None, foreign=True).judged(progress)
         try:
             return self._compared(reading)
-        except InvalidInputError as error:  # keys in another layout, which the notes mention
+        except InvalidInputError as error:  # the keys have another layout, which the notes mention
             raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
 
     def _unwritten(self, reading: Reading, sentence: str) -> Verdict:

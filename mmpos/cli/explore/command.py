@@ -80,7 +80,7 @@ def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
     page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
     page = page.replace('<link rel="stylesheet" href="explorer.css">', f"<style>\n{_asset('explorer.css')}</style>")
     head, _, tail = page.rpartition("</body>")
-    for name in ("plotly.js", "explorer.js"):  # at the end of the body, since inline scripts ignore defer
+    for name in ("plotly.js", "explorer.js"):  # goes at the end of the body, since inline scripts ignore defer
         head = head.replace(f'<script src="{name}" defer></script>\n', "", 1) + f"<script>\n{_asset(name)}\n</script>\n"
     save_html("--output", path, f"{head}</body>{tail}")
 
@@ -97,9 +97,7 @@ def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] |
     """Insert the first request, the names of schemes and, for a self-contained file, the answer into the page."""
     names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
     state = json.dumps({"request": begin, "schemes": names, "answer": answer})
-    return _asset("explorer.html").replace(
-        "{{state}}", state.replace("<", "\\u003c")
-    )  # so that no text ends the script
+    return _asset("explorer.html").replace("{{state}}", state.replace("<", "\\u003c"))  # no text may end the script
 
 
 def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:

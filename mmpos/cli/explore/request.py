@@ -35,9 +35,9 @@ class Explorer:
 
         Args:
             request: an object with one document: ``spec`` ("3,2x3,2"), ``parts`` ([{"text": 3}, {"grid": [2, 3]},
-                {"picture": [height, width]}], with pixels for a picture), or ``input_ids`` with ``config``, the content
-                of a config.json, and grids if there are images. Also ``schemes``, 1 to 3 names, and the selected
-                ``token`` and ``pair``.
+                {"picture": [height, width]}], with pixels for a picture), or ``input_ids`` with ``config``, the
+                contents of a config.json, and grids if there are images. Also ``schemes``, 1 to 3 names, and the
+                selected ``token`` and ``pair``.
             every_token: whether to explain every token, not only the selected one.
 
         Returns:
@@ -105,8 +105,8 @@ def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
     from mmpos.integrations.models import from_hf_config
 
     config = request.get("config")
-    if not isinstance(config, Mapping):  # from_hf_config would read the file of a path
-        raise InvalidInputError(f"config: got {type(config).__name__}, want the content of a config.json")
+    if not isinstance(config, Mapping):  # given a path, from_hf_config would read the file
+        raise InvalidInputError(f"config: got {type(config).__name__}, want the contents of a config.json")
     settings = from_hf_config(config)
     grids = {name: request[name] for name in ("image_grid_thw", "video_grid_thw") if request.get(name) is not None}
     segments = settings.segments(request["input_ids"], **grids)

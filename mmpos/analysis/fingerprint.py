@@ -220,7 +220,7 @@ def _table_ids(positions: PositionTable) -> ExactIds:
 
 
 def _host_array(name: str, value: Any) -> Array:
-    """Convert to numpy without gradients; refuse a tensor on a device, or of a dtype that may have rounded ids."""
+    """Convert to numpy without gradients; refuse a tensor on a device, or one whose dtype may have rounded ids."""
     if hasattr(value, "detach"):
         if value.device.type != "cpu":
             raise InvalidInputError(f"{name}: got a tensor on {value.device}, want a tensor on the CPU: call .cpu()")

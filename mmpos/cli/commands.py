@@ -94,7 +94,7 @@ Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
 
 
 def group(name: str, summary: str) -> typer.Typer:
-    """Add a group of commands to the program; without a command, it prints its help."""
+    """Add a group of commands to the program; without a command, the group prints its help."""
     commands = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
 
     @commands.callback(help=summary)

@@ -509,7 +509,7 @@ def apply_rotary(
         positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
         rotary: rotation; None selects the profile's rotation.
         layout: "thd", "bshd" or "bhsd"; None means thd for three dimensions and bshd for four.
-        conjugate: rotate by the negative angles.
+        conjugate: whether to rotate by the negated angles.
 
     Returns:
         New tensors on the device of q.

@@ -95,7 +95,7 @@ class Unanswered(Generic[Q, T]):
 
     Args:
         stream: the stream that the items belong to.
-        options: options of the client: maximum number of items, and seconds that an answer may take.
+        options: the client's options: maximum number of items, and seconds that an answer may take.
         attempts: maximum number of consecutive streams that break without an answer.
         reach: whether the servers have ever answered; an answer may take longer if the server has disappeared.
     """

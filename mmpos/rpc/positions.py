@@ -229,7 +229,7 @@ def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> Non
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
-    """Read the position table from a message, sharing the bytes of the message.
+    """Read the position table from a message, sharing the message's bytes.
 
     Raises:
         InvalidInputError: the bytes do not fit the axes, or PositionTable.from_arrays refuses them.

@@ -247,7 +247,7 @@ class Plane:
 
     @property
     def bounds(self) -> Points:
-        """(2, 2) smallest and largest x, smallest and largest y; equal for x and y if both are ids."""
+        """(2, 2) smallest and largest x, smallest and largest y; the same for x and y if both are ids."""
         points = np.concatenate([self.text, self.audio, *(image.points for image in self.images), self.end], axis=1)
         if not points.size:
             return np.array([[0.0, 1.0], [0.0, 1.0]])

@@ -40,7 +40,7 @@ class Meant:
     """The intended positions.
 
     Args:
-        documents: the documents of the keys, or (axes, tokens) integers, the ids that were passed to the engine.
+        documents: the documents of the keys, or the ids that were passed to the engine, as (axes, tokens) integers.
         scheme: the scheme of the documents; None means "rope-tie".
         start: id of each document's first token.
     """

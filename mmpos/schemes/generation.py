@@ -198,8 +198,8 @@ class Lumina2(LatentScheme):
     """Text token n at (n, 0, 0), an image after n text tokens at (n + t, i, j).
 
     Source: Lumina2RotaryPosEmbed of diffusers. Z-Image uses ``first=1``, with text padded to a multiple of 32 tokens
-        and the padding counted; ERNIE-Image uses ``image_first=True``; BriaFibo 2 counts its gist from 1 and uses
-        ``image_at=max_num_gist_tokens + 1``.
+    and the padding counted; ERNIE-Image uses ``image_first=True``; BriaFibo 2 counts its gist from 1 and uses
+    ``image_at=max_num_gist_tokens + 1``.
 
     Args:
         first: id of the first text token, 0 or 1.

@@ -231,8 +231,7 @@ class TMRope(_Omni):
     """TMRoPE in chunks of two seconds: first the frames of a chunk, at ⌊t · seconds · rate⌋, then its audio.
 
     Source: Qwen2.5-Omni. In Transformers, the two markers before a clip share an id, as do the two after it, and text
-        continues after the last chunk. In vLLM, each marker has its own id, and text continues at the highest id plus
-        one.
+    continues after the last chunk. In vLLM, each marker has its own id, and text continues at the highest id plus one.
 
     Args:
         tokens_per_second: ids per second, an integer or a Fraction; each audio token consumes one id.

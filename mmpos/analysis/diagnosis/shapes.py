@@ -35,8 +35,9 @@ def read_ids(
         shape: the shape named in errors; None means the shape of ids.
         default_scheme: whether the scheme is the default, so that an error about the number of axes says so.
 
-    Returns: (axes, tokens) ids, or (1, tokens) for 1-D ids; and the (batch, length) token mask of a padded batch, or
-        None if the ids were packed.
+    Returns:
+        (axes, tokens) ids, or (1, tokens) for 1-D ids; and the (batch, length) token mask of a padded batch, or None if
+        the ids were packed.
 
     Raises:
         InvalidInputError: ids are not numbers, are NaN, or have a shape that does not match the table.

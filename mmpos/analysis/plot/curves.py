@@ -42,9 +42,10 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
         ids: (points,) ascending integers, 0 to 2³¹ − 1.
         window: number of ids measured up to and including each point.
 
-    Returns: (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf",
-        as in Transformers, multiplies float32 ids by frequencies computed in float32; "float32" uses frequencies that
-        are right to the last bit of float32; "exact" uses the 32-bit turns of mmpos, from 64-bit frequencies.
+    Returns:
+        (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf", as
+        in Transformers, multiplies float32 ids by frequencies computed in float32; "float32" uses frequencies that are
+        right to the last bit of float32; "exact" uses the 32-bit turns of mmpos, from 64-bit frequencies.
 
     Raises:
         InvalidInputError: there are no ids, or they are outside the bounds or not ascending.
@@ -122,7 +123,8 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
         schemes: names or objects; None means every scheme that has a next position.
         sides: (sizes,) sides n of the squares, 1 to 1024.
 
-    Returns: (2, sizes) ids of n×n squares and of 1×n² strips, by the scheme's name with its non-default parameters.
+    Returns:
+        (2, sizes) ids of n×n squares and of 1×n² strips, by the scheme's name with its non-default parameters.
 
     Raises:
         InvalidInputError: a scheme is unknown, or a side is outside the bounds.

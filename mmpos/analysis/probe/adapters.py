@@ -98,8 +98,9 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
         transformer: a ModelMixin, with or without ``mmpos.integrations.diffusers.patch``.
         call: arguments of forward, as passed by the pipeline.
 
-    Returns: Layers in the order of their attention calls, with tokens in the order in which attention receives them,
-        and the key before the rotation.
+    Returns:
+        Layers in the order of their attention calls, with tokens in the order in which attention receives them, and the
+        key before the rotation.
 
     Raises:
         InvalidInputError: the call is not a mapping, or the transformer is not a module.

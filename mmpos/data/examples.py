@@ -37,14 +37,14 @@ __all__ = [
 
 
 class RecordError(InvalidInputError):
-    """Error of an unusable record; names the record, the field, what it got and what it wants."""
+    """Error for an unusable record; names the record, the field, the value it got and the value it wants."""
 
 
 OnImageError = Literal["drop", "skip-document", "raise"]
 
 
 class ImageError(RecordError):
-    """Error of a record with an unreadable image, if images have their own policy.
+    """Error for a record with an unreadable image, raised if images have their own error policy.
 
     Attributes:
         on_error: "raise" or "skip"; overrides the policy for records.
@@ -74,7 +74,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Part of a document, with a flag whether to train on it.
+    """Part of a document, with a flag for whether to train on it.
 
     Args:
         part: any part that SequenceBuilder accepts: text, token ids, image bytes, a path, a Grid, a Video, a Clip …
@@ -112,10 +112,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BrokenImage:
-    """Part in place of an image, a video or audio that cannot be resolved.
+    """Part that replaces an image, a video or audio that cannot be resolved.
 
     Args:
-        error: error of the reference.
+        error: error raised when the reference was resolved.
         kind: "image", "video" or "audio".
     """
 
@@ -143,7 +143,7 @@ Format = Callable[[Record, Location], Document]
 
 
 class Builder(Protocol):
-    """Protocol of builders of sequences: a SequenceBuilder, or a client of the service."""
+    """Protocol of sequence builders: a SequenceBuilder, or a client of the service."""
 
     def build(self, parts: Sequence[object], /) -> InterleavedSequence:
         """Build the sequence of the parts."""
@@ -172,7 +172,7 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, markers and patches included."""
+        """Number of tokens, including markers and patches."""
         return self.sequence.input_ids.size
 
     def slice(self, start: int, stop: int) -> Example:
@@ -219,9 +219,9 @@ class Preprocess:
     """Picklable callable that makes an Example from a raw record, for the loader and all engines.
 
     Args:
-        format: makes a document from a record: one of mmpos.data.formats, or your own. A conversation format without a
+        format: converts a record to a document: one of mmpos.data.formats, or your own. A conversation format without a
             template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
-        builder: makes a sequence from the parts of the document.
+        builder: builds a sequence from the parts of the document.
         train_markers: whether to train on [IMG], [/IMG] and row separators of images in trained pieces, and on the
             markers of audio in them; patches and audio are never trained on.
         on_image_error: policy for an image or a video that cannot be read, regardless of the policy for other errors:
@@ -253,7 +253,7 @@ class Preprocess:
             raise InvalidInputError(f"on_image_error: got {got}, want None, or SequenceBuilder(images=…)")
 
     def __call__(self, record: Record, location: Location) -> Example:
-        """Make the example of a record.
+        """Convert a record to an example.
 
         Raises:
             RecordError: the record is invalid; the error names it and the field or part.
@@ -283,7 +283,7 @@ class Preprocess:
         return replace(example, dropped_images=tuple(broken.values()))
 
     def _broken_images(self, document: Document, location: Location) -> dict[int, str]:
-        """Build each image separately, and return the errors of those that fail, by the index of their part."""
+        """Build each image separately, and return the errors of those that fail, keyed by part index."""
         broken: dict[int, str] = {}
         for i, part in enumerate(document.parts):
             if isinstance(part, BrokenImage):
@@ -319,7 +319,7 @@ class Preprocess:
 
 
 def _where(document: Document, location: Location) -> str:
-    """Return the name of a document in errors."""
+    """Return the name of a document for error messages."""
     return str(location) if document.key == str(location) else f"{document.key} ({location})"
 
 

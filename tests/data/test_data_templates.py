@@ -220,9 +220,7 @@ def test_each_preprocess_warns_once_about_the_default_template() -> None:
 
 
 def test_tokenizers_without_a_template_are_refused() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a tokenizer of Transformers with a"
-    ):
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a Transformers tokenizer with a"):
         TokenizerTemplate(ByteTokenizer())
     with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
         TokenizerTemplate(tokenizer(None))

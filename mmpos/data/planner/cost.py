@@ -30,8 +30,8 @@ class Headers:
     """Sizes of examples, known from text lengths and image headers alone.
 
     Args:
-        tokens: (examples,) tokens of each example, image tokens and markers included; at least 1.
-        labels: (examples,) trained tokens of each example, without the first of a document, which nothing predicts.
+        tokens: (examples,) tokens of each example, including image tokens and markers; at least 1.
+        labels: (examples,) trained tokens of each example, excluding the first of a document, which no token predicts.
         patches: (images,) patches of each image or video frame, before they are merged into tokens.
         images: (examples,) images of each example, in the order of ``patches``; None if there are no images.
     """
@@ -153,7 +153,7 @@ class Cost:
 
     @classmethod
     def fit(cls, batches: Sequence[Headers], seconds: npt.ArrayLike) -> Cost:
-        """Fit nonnegative coefficients to measured times by least squares of relative errors.
+        """Fit nonnegative coefficients to measured times by minimizing squared relative errors.
 
         Args:
             batches: the examples of each measurement.
@@ -176,7 +176,7 @@ class Cost:
         coefficients = fit_terms(terms, times)
         if not coefficients[0]:
             raise InvalidInputError(
-                "seconds: got times that do not grow with tokens, want batches of more different sizes"
+                "seconds: got times that do not grow with tokens, want batches of more varied sizes"
             )
         return cls(*coefficients.tolist())
 

@@ -139,7 +139,7 @@ IGNORE_INDEX = -100
 """Label of tokens that are not trained on: the default ignore_index of torch's cross_entropy."""
 
 Format = Callable[[Record, Location], Document]
-"""Function that makes a document from a raw record and its location."""
+"""Function that converts a raw record and its location to a document."""
 
 
 class Builder(Protocol):
@@ -211,7 +211,7 @@ class Example:
 
 
 MakeExample = Callable[[Record, Location], Example]
-"""Function that makes an example from a raw record and its location: a Preprocess, ``get_example``, or your own."""
+"""Function that converts a raw record and its location to an example: a Preprocess, ``get_example``, or your own."""
 
 
 @dataclass(frozen=True)

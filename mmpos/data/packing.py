@@ -32,7 +32,7 @@ MIN_PIECE = 32
 """Minimum tokens on either side of a cut that fills a pack; documents longer than a pack are cut where necessary."""
 
 HELD_PACKS = 16
-"""Maximum tokens that a Packer holds, in packs: more give fuller packs but need memory, mostly for pixels."""
+"""Maximum tokens that a Packer holds, in packs: more packs give fuller results but need memory, mostly for pixels."""
 
 
 @dataclass(frozen=True, eq=False)

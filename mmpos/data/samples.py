@@ -51,10 +51,11 @@ class TableReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reader that joins the rows of each sample into a record ``{"id": …, "rows": […]}``, as ``Curator`` reads.
+    """Reader that joins the rows of each sample into a record ``{"id": …, "rows": […]}``, as ``Curator`` expects.
 
     The rows of a sample must be adjacent, possibly across row groups, in any order. If a row cannot be read, or the
-    rows of a sample are not adjacent, the whole sample is an error. The column ``sample_id`` is read before the rows.
+    rows of a sample are not adjacent, the whole sample becomes an error. The column ``sample_id`` is read before the
+    rows.
 
     Args:
         reader: reader of the rows, of a Parquet file or of a Lance fragment.
@@ -101,7 +102,7 @@ class SampleReader:
                 yield here, _joined(here, sample, int(places[index]))
 
     def _samples(self) -> tuple[IntArray, IntArray]:
-        """Return (samples + 1,) first rows, and (samples,) number of separate runs of rows with the id of a sample."""
+        """Return (samples + 1,) first rows, and (samples,) number of separate runs of rows with each sample's id."""
         codes = _codes(self.reader.column(_ID))
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         places: IntArray = np.bincount(codes[starts])[codes[starts]]
@@ -121,7 +122,7 @@ def _joined(here: Location, rows: Sequence[Raw], places: int) -> Raw:
 
 
 def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
-    """Join the rows of each sample into one row of ``id`` and ``rows``, for a Stage with the format Curator.
+    """Join the rows of each sample into one row with ``id`` and ``rows``, for a Stage with the format Curator.
 
     Args:
         table: all rows of the samples, in any order.
@@ -160,7 +161,7 @@ def _codes(ids: pa.ChunkedArray) -> IntArray:
 
 
 def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -> int:
-    """Write documents as rows of NeMo Curator to a Parquet file that its InterleavedParquetReader reads.
+    """Write documents as NeMo Curator rows to a Parquet file that Curator's InterleavedParquetReader reads.
 
     Each text and each image is a row; an image is the bytes of its file in ``binary_content``, or its path in
     ``source_ref``.

@@ -37,9 +37,9 @@ class Stage:
     An unusable record becomes a row with its ``error`` and never fails the batch.
 
     Args:
-        preprocess: makes an example from a record and its location, as for a loader.
+        preprocess: converts a record and its location to an example, as for a loader.
         patches: whether to keep pixels.
-        source: column with the origin of a record, such as "path", for errors and keys; None uses "batch".
+        source: column with the origin of a record, such as "path", for error messages and keys; None uses "batch".
     """
 
     preprocess: MakeExample
@@ -56,7 +56,7 @@ class Stage:
             raise InvalidInputError(f"source: got {source!r}, want the name of a column or None")
 
     def __call__(self, block: Block) -> pa.Table:
-        """Make the examples of a batch.
+        """Convert a batch of records to examples.
 
         Args:
             block: the records; its columns are the fields that the format reads.
@@ -76,7 +76,7 @@ class Stage:
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
     def example(self, record: Record, here: Location) -> Example:
-        """Make the example of one record, without patches if ``patches`` is False.
+        """Convert one record to an example, without patches if ``patches`` is False.
 
         Raises:
             RecordError, LimitExceededError: the record is unusable.
@@ -115,7 +115,7 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
         block: a table with the columns of ``STAGE_SCHEMA`` and possibly others.
 
     Raises:
-        InvalidInputError: a column is missing or has another type, or a row is invalid.
+        InvalidInputError: a column is missing or has the wrong type, or a row is invalid.
     """
     argument: object = block
     if not isinstance(argument, pa.Table | pa.RecordBatch):

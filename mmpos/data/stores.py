@@ -104,9 +104,9 @@ class StorePath:
         """Return JSON-compatible metadata of a file that changes whenever the file is rewritten.
 
         Returns:
-            ``size`` in bytes; for a file on this machine also ``changed``, its modification and status change times
-            in nanoseconds; for an object ``version``, its ETag or checksum if the store has one, else the time of the
-            last change.
+            ``size`` in bytes; for a file on this machine, also ``changed``, its modification and status change times in
+            nanoseconds; for an object, also ``version``, its ETag or checksum if the store has one, else the time of
+            the last change.
 
         Raises:
             OSError: the file does not exist, or the store does not answer; the error names the path.
@@ -138,8 +138,8 @@ class StorePath:
             buffer: bytes per request to a store in sequential reads.
 
         Raises:
-            OSError: here or in a later read: the file does not exist, cannot be read, or the store failed even after
-                the retries of its client library; the error names the path and has an errno.
+            OSError: the file does not exist or cannot be read, or the store failed even after its client library
+                retried; raised here or in a later read. The error names the path and has an errno.
         """
         if not self.is_url:
             return open(self.text, "rb")
@@ -240,7 +240,7 @@ class StorePath:
         return sorted(path for path, is_file in paths if is_file or (folders and path.name.endswith(folders)))
 
     def make_folder(self) -> None:
-        """Create a folder and its parents; does nothing in an object store, which has no folders."""
+        """Create a folder and its parents; do nothing in an object store, which has no folders."""
         if not self.is_url:
             os.makedirs(self.text, exist_ok=True)
         elif self._scheme not in _ARROW:
@@ -260,7 +260,7 @@ class StorePath:
                 self._filesystem().delete_file(self._key)
 
     def _split(self) -> tuple[str, str]:
-        """Return the path without the options of the URL, and the options."""
+        """Return the path without the URL options, and the options."""
         url = _URL.fullmatch(self.text)
         options = (url[4] if url else None) or ""
         return self.text[: len(self.text) - len(options)], options
@@ -334,7 +334,7 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
     StorePath(text='s3://bucket/folder/a.parquet')
 
     Args:
-        name: name of the argument in errors.
+        name: name of the argument in error messages.
         path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
 
     Raises:
@@ -431,7 +431,7 @@ class _ObjectFile(io.RawIOBase):
 
 @lru_cache(maxsize=64)
 def _filesystem(root: str, pid: int) -> tuple[Any, str]:
-    """Open the filesystem of a bucket, and return it with the path of the bucket inside it.
+    """Open the filesystem of a bucket, and return the filesystem and the path of the bucket inside it.
 
     The cache is keyed by process, since connections do not survive a fork.
     """
@@ -446,7 +446,7 @@ def _filesystem(root: str, pid: int) -> tuple[Any, str]:
 
 
 def _fsspec(root: str) -> tuple[Any, str]:
-    """Open the filesystem of a bucket with fsspec, and return it with the path of the bucket inside it."""
+    """Open the filesystem of a bucket with fsspec, and return the filesystem and the path of the bucket inside it."""
     with needed_for("URLs", extra="data"):
         import fsspec
         from fsspec.registry import known_implementations
@@ -456,7 +456,7 @@ def _fsspec(root: str) -> tuple[Any, str]:
         return filesystem, str(base)
     except ImportError as error:
         module = known_implementations[scheme]["class"].partition(".")[0]
-        if module == "fsspec":  # the module is part of fsspec, but needs another package
+        if module == "fsspec":  # the module is part of fsspec but needs another package
             module = getattr(error.__cause__, "name", None) or str(error)
         raise missing(f"{scheme} URLs", module.replace("_", "-"), extra=None) from error
     except ValueError as error:
@@ -466,7 +466,7 @@ def _fsspec(root: str) -> tuple[Any, str]:
 
 
 def _unwrapped(filesystem: Any) -> Any:
-    """Return a filesystem of pyarrow as one of fsspec, which supports patterns."""
+    """Return the fsspec equivalent of a pyarrow filesystem, which supports patterns."""
     with needed_for("URLs", extra="data"):
         from fsspec.implementations.arrow import ArrowFSWrapper
     handler = getattr(filesystem, "handler", None)
@@ -530,7 +530,7 @@ def _errors_of(path: StorePath) -> Iterator[None]:
 
 
 def _number(error: Exception, path: StorePath) -> int:
-    """Return the errno for an error of a store, by its type, its HTTP status, or its message without the path."""
+    """Return the errno for a store error, based on its type, its HTTP status, or its message without the path."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if isinstance(error, PermissionError | FileNotFoundError):

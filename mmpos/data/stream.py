@@ -58,7 +58,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Split:
-    """Share of one consumer, a worker of a rank, in the records.
+    """Share of the records that one consumer, a worker of a rank, reads.
 
     >>> Split(rank=1, world_size=2).portions(3)
     [Portion(shard=1, first=0, step=1)]
@@ -70,9 +70,9 @@ class Split:
         world_size: number of ranks.
         worker: 0 to num_workers − 1.
         num_workers: number of workers of each rank, the same for all; 1 if a rank loads in its own process.
-        by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that
-            numbers of records differ by at most one per shard, but every consumer reads through all shards; "auto" is
-            "shards" if there are at least as many shards as consumers, else "records".
+        by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that record
+            counts differ by at most one per shard, but every consumer reads through all shards; "auto" means "shards"
+            if there are at least as many shards as consumers, else "records".
 
     Raises:
         InvalidInputError: a number is out of range, or by is invalid.
@@ -102,7 +102,7 @@ class Split:
         return self.worker * self.world_size + self.rank
 
     def portions(self, num_shards: int) -> list[Portion]:
-        """Return the portions of this consumer for this number of shards."""
+        """Return the portions that this consumer reads of this number of shards."""
         consumer, consumers = self.consumer, self.consumers
         if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
             return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
@@ -254,10 +254,10 @@ class _Traced(Example):
 
 
 Item: TypeAlias = Any
-"""Batch made by the collate function, or a group without one."""
+"""Batch returned by the collate function, or a group without one."""
 
 Collate = Callable[[Any], Item]
-"""Function that makes a batch from a group."""
+"""Function that collates a group into a batch."""
 
 
 class StreamState(TypedDict):
@@ -281,10 +281,10 @@ class Stages:
     """Steps from a record to a batch.
 
     Args:
-        preprocess: makes an example from a raw record and its location.
+        preprocess: converts a raw record and its location to an example.
         batching: an empty Packer or Batcher; it is copied.
-        collate: makes a batch from a group; None yields the groups.
-        threads: number of threads that preprocess a few records ahead; 0 uses the thread of the caller.
+        collate: collates a group into a batch; None yields the groups.
+        threads: number of threads that preprocess a few records ahead; 0 uses the caller's thread.
     """
 
     preprocess: MakeExample
@@ -307,7 +307,7 @@ class BatchStream(Iterator[Item]):
         feed: the records.
         stages: steps from a record to a batch.
         quarantine: policy for unusable records.
-        state: state of a stream with the same arguments to resume from.
+        state: state to resume from; it comes from a stream with the same arguments.
 
     Raises:
         InvalidInputError: the state does not match the shards.
@@ -423,7 +423,7 @@ class BatchStream(Iterator[Item]):
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 
     def _regroup(self, examples: list[Example]) -> Group:
-        """Make a group of these examples, as the batching did."""
+        """Group these examples again, as the batching did."""
         batching = self._batching
         return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 

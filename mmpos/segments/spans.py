@@ -83,7 +83,7 @@ def span_tokens(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Count the tokens of each span, (spans,), and check the limit of one segment; without kinds all are grids."""
+    """Count the (spans,) tokens in each span, and check the limit of one segment; without kinds, all are grids."""
     frames, height, width = extents = grid_thw.T.astype(np.float64)
     if kind is None:
         exact = frames * height * (width + separators)
@@ -101,7 +101,7 @@ def segment_tokens(
     row_separator: npt.NDArray[np.bool_] | int | None,
     extra_tokens: IntArray | None,
 ) -> npt.NDArray[Number]:
-    """Count the tokens of segments, (segments,), in the dtype of extents; floats do not overflow.
+    """Count the (segments,) tokens in each segment, in the dtype of extents; floats do not overflow.
 
     Args:
         kind: (segments,) see SegmentTable.

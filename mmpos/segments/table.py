@@ -56,7 +56,7 @@ _DTYPES = {
 _CLASSES = (Text, Audio, Grid, Clip, Thumbnail, Tile)
 _NAMES = ", ".join(part.__name__ for part in _CLASSES)
 
-# Fields that csrc/segments.c reads of Text, Audio and Grid, in its order.
+# Fields of Text, Audio and Grid that csrc/segments.c reads, in the same order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
@@ -171,7 +171,7 @@ class SegmentTable:
         """Build the table from placeholder spans of an inference engine, without reading tokens.
 
         Args:
-            lengths: (documents,) tokens of each document.
+            lengths: (documents,) number of tokens in each document.
             offsets: (spans,) first token of each span, counted from its document's first token,
                 ascending within a document.
             grid_thw: (spans, 3) frames, height, width after spatial merging.
@@ -260,7 +260,7 @@ class SegmentTable:
                 the runs of placeholders; or None.
 
         Raises:
-            InvalidInputError: a grid does not fit its run of placeholders (the message has both counts), grids are
+            InvalidInputError: a grid does not fit its run of placeholders (the message gives both counts), grids are
                 missing or left over, or the mask has holes.
         """
         arguments = _Tokenised(
@@ -279,7 +279,7 @@ class SegmentTable:
     def _matched(
         cls, tokenised: _Tokenised, seconds_per_frame: Sequence[Fraction | float | None] | None
     ) -> SegmentTable:
-        """Build the table by matching runs with grids, kind by kind. Reference of the C pass and its errors."""
+        """Build the table by matching runs with grids, kind by kind; the reference for the C pass and its errors."""
         batch = PackedIds.of(tokenised.input_ids, tokenised.cu_seqlens, tokenised.attention_mask)
         matched = find_spans(
             batch,
@@ -336,12 +336,12 @@ class SegmentTable:
 
     @property
     def lengths(self) -> IntArray:
-        """(segments,) number of tokens of each segment, including row separators, markers and extra tokens."""
+        """(segments,) number of tokens in each segment, including row separators, markers and extra tokens."""
         return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the batch, including padding."""
+        """Number of tokens in the batch, including padding."""
         return int(self.lengths.sum())
 
     def __repr__(self) -> str:
@@ -452,7 +452,7 @@ def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
 def _span_kinds(
     kind: npt.ArrayLike | None, extra_tokens: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.uint8] | None, IntArray | None]:
-    """Check kinds and extra tokens of spans; kinds are only optional without extra tokens."""
+    """Check kinds and extra tokens of spans; kinds are optional only if there are no extra tokens."""
     if kind is None:
         if extra_tokens is not None:
             raise InvalidInputError("extra_tokens requires kind")
@@ -503,7 +503,7 @@ def _check_segments(table: SegmentTable) -> None:
 
 
 def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
-    """Raise an error for extra tokens of other kinds of segments, and for a clip without audio."""
+    """Raise an error for extra tokens in segments of other kinds, and for a clip without audio."""
     first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
     surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
     for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):
@@ -579,7 +579,7 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
         patches: (tokens,) whether each token inside a clip is a patch; see ``PositionTable.token_types``.
 
     Raises:
-        UnsupportedError: there is a clip but no ``patches``: only a scheme knows how patches and audio alternate.
+        UnsupportedError: there is a clip but no ``patches``: only a scheme determines how patches and audio alternate.
         InvalidInputError: the number of patches or audio tokens of a clip is wrong.
     """
     lengths = segments.lengths

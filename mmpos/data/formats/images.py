@@ -23,7 +23,7 @@ from mmpos.support.files import local_path
 __all__ = ["REFERENCE", "Images", "describe"]
 
 REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
-"""Description of valid image references in errors."""
+"""Description of valid image references for error messages."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 

@@ -33,7 +33,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("row", pa.int64(), nullable=False),  # index of the example in its shard
         pa.field("weight", pa.float64(), nullable=False),  # factor of the mean loss of the pack
-        pa.field("needs_image", pa.bool_(), nullable=False),  # needs a dummy: other ranks run vision towers
+        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy, since other ranks run vision towers
     ]
 )
 
@@ -165,11 +165,12 @@ class PlannedPacks:
     Args:
         path: path or URL of the index from ``write_index``.
         rank: the rank.
-        groups: maximum number of row groups of a shard in memory; those of a window of the plan should fit, so that
-            each is read once.
+        groups: maximum number of row groups of a shard held in memory. All row groups that one window of the plan uses
+            should fit, so that each is read once.
 
     Raises:
-        InvalidInputError: here or during iteration: the index or a shard is damaged, or has changed since planning.
+        InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
+            iteration.
         OSError: a file cannot be opened; the error names it.
     """
 

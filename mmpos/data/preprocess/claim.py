@@ -1,4 +1,7 @@
-"""Lock a folder for one run: a claim file, created exclusively and updated by a heartbeat, on disk or in a store."""
+"""Lock a folder for one run, on disk or in a store.
+
+A claim file is created exclusively and updated by a heartbeat.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class Claim:
         """Remove the claim; if the store fails, the file stays and later counts as the claim of a dead run."""
         self._ended.set()
         self._beats.join()
-        with suppress(OSError, InvalidInputError):  # would hide an error of the run
+        with suppress(OSError, InvalidInputError):  # an error here would hide one of the run
             owner = _owner(self._path)
             if owner is not None and owner["id"] == self._owner["id"]:
                 self._path.remove()

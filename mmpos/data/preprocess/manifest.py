@@ -36,7 +36,7 @@ class ShardFiles:
     """Files of one shard.
 
     Args:
-        source: facts of the shard.
+        source: facts about the shard.
         files: finished files by part number.
         parts: number of parts; None until it is known.
     """
@@ -56,10 +56,10 @@ class Manifest:
 
     Args:
         folder: the folder.
-        settings: settings that its files are made with.
+        settings: settings used to make its files.
 
     Attributes:
-        shards: files of each shard, by the stem of their names.
+        shards: files of each shard, keyed by the stem of their names.
     """
 
     def __init__(self, folder: StorePath, settings: Mapping[str, object]) -> None:
@@ -68,7 +68,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: StorePath) -> Manifest | None:
-        """Read the manifest of a folder; None if there is none.
+        """Read the manifest of a folder; return None if the folder has none.
 
         Raises:
             InvalidInputError: the file is not a manifest, or has another version.
@@ -154,7 +154,7 @@ class Manifest:
             stem, part = self._part_of(path.stem)
             parts.setdefault(stem, set()).add(part)
         with ThreadPool(min(_THREADS, len(tasks))) as threads:
-            # In order, so that the error always names the first refused output.
+            # Results arrive in order, so that the error always names the first refused output.
             resumed = threads.imap(lambda task: self._resumed(job, task, parts.get(task.stem, set())), tasks)
             self.shards |= {task.stem: shard for task, shard in zip(tasks, list(resumed), strict=True)}
 
@@ -237,7 +237,7 @@ def sequence_shards(
         patches: whether pixels must have been stored; used only with preprocess.
 
     Returns:
-        the shards in the order of the names of their inputs, and within each in the order of its records.
+        the shards, sorted by the name of their input and, within an input, by the order of its records.
 
     Raises:
         InvalidInputError: the folder has no manifest, the run did not finish, a file is missing, or settings differ.

@@ -14,12 +14,12 @@ from mmpos.support.checks import integer
 __all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
-"""Raw record with undecoded images, or the error in place of a record that cannot be read."""
+"""Raw record with undecoded images, or the error that replaces a record that cannot be read."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reader of one shard. It is picklable, since it holds no open file; each call of ``records`` opens the shard."""
+    """Reader of one shard. It is picklable, since it holds no open file; each call to ``records`` opens the shard."""
 
     @property
     def source(self) -> str:
@@ -89,7 +89,7 @@ class FileReader(ABC):
         """Read the records start, start + step, …, beginning at a mark at or before the first of them."""
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first record after every ``size`` bytes, if it can be found without parsing records."""
+        """Yield a mark for the first record after every ``size`` bytes, if it can be found without parsing records."""
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
@@ -111,7 +111,7 @@ def is_chosen(index: int, start: int, step: int) -> bool:
 
 
 def broken(location: Location, error: BaseException, rest: bool = False) -> RecordError:
-    """Make the error that takes the place of a record that cannot be read.
+    """Return the error that replaces a record that cannot be read.
 
     Args:
         location: shard and index of the record.

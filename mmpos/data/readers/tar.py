@@ -35,9 +35,10 @@ class TarReader(FileReader):
 
     A record has ``__key__``, ``__url__`` and the bytes of each member under its extension in lower case, as in
     WebDataset. A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by
-    zeros, and a compressed one in a valid checksum. Otherwise the current record, or the one after the last, is an
-    error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives are also
-    such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
+    zeros, and a compressed archive must also end in a valid checksum. Otherwise the current record, or the one after
+    the last, becomes an error that names the byte in the unpacked archive, and the shard ends there. Two concatenated
+    archives also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a
+    shorter one.
 
     Members of skipped records are not read, unless the archive is compressed.
 
@@ -63,7 +64,7 @@ class TarReader(FileReader):
                 yield from self.lost(archive.placed(error), index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
+        """Yield a mark for the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
         with self.file.open() as packed, suppress(*_BROKEN):
             archive, next_offset = _Archive(packed), size
             if archive.is_packed:
@@ -107,7 +108,7 @@ class _Archive:
         return bool(self._tar.pax_headers)
 
     def members(self) -> Iterator[_Member]:
-        """Yield key, extension and header of each member that belongs to a record."""
+        """Yield the key, extension and header of each member that belongs to a record."""
         with needed_for("tar shards", extra="data"):
             from webdataset.tariterators import base_plus_ext
         try:
@@ -124,7 +125,7 @@ class _Archive:
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
 
     def record(self, record: dict[str, object], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
-        """Return the record with the contents of its members, which may be left out unless wanted."""
+        """Return the record with the contents of its members, which may be left out if the record is not wanted."""
         fault = None
         for _, extension, member in members:
             if self._size is not None and self._tar.offset > self._size:
@@ -138,7 +139,7 @@ class _Archive:
         return fault or record
 
     def check_rest(self) -> None:
-        """Check that only zeros follow; reading to the end also verifies the checksum of the compression."""
+        """Check that only zeros follow; reading to the end also verifies the compression checksum."""
         while rest := self._file.read(2**20):
             if rest.count(0) < len(rest):
                 at = self._file.tell() - len(rest.lstrip(b"\0"))
@@ -153,11 +154,11 @@ class _Archive:
 
 
 class _DamageError(tarfile.ReadError):
-    """Damage of an archive, with its byte offset."""
+    """Damage to an archive, with its byte offset."""
 
 
 class _ZerosError(tarfile.HeaderError):
-    """Block of zeros in place of a header."""
+    """Block of zeros where a header should be."""
 
 
 class _StrictInfo(tarfile.TarInfo):
@@ -172,7 +173,7 @@ class _StrictInfo(tarfile.TarInfo):
             member = super().fromtarfile(tar)
         except _ZerosError:
             raise _ZerosError(f"one block of zeros at byte {at}") from None
-        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two from maps of sparse files
+        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two come from maps of sparse files
             raise _DamageError(f"no header at byte {at} ({error})") from error
         if member.size < 0:  # from an extended header: the next member would start before this one
             raise _DamageError(f"no header at byte {at} (a size of {member.size})")

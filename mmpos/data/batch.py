@@ -60,7 +60,7 @@ class Batch(metaclass=_WholeType):
             the first token of each document, which no token predicts.
         text_positions: int32 with the shape of input_ids; index of each token in its document, as if all tokens were
             text. The indices continue through padding after a document and are 0 for padding before it.
-        cu_seqlens: (documents + 1,) int32 first token of each document, padding included, then the total.
+        cu_seqlens: (documents + 1,) int32 first token of each document, including padding, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as returned by a
             model's processor; None without pixels.
@@ -104,7 +104,9 @@ class Batch(metaclass=_WholeType):
         for name in _PER_TOKEN:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
-                raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, want {shape}, that of input_ids")
+                raise InvalidInputError(
+                    f"{name}: got shape {tuple(tensor.shape)}, want {shape}, the shape of input_ids"
+                )
         for spans, features in (_SPANS[:2], _SPANS[2:]):
             want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
             if got != want:
@@ -132,7 +134,7 @@ class Batch(metaclass=_WholeType):
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Expand the position ids of all tokens on the device of the batch.
+        """Expand the position ids of all tokens on the batch's device.
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes support float64 only.
@@ -167,7 +169,7 @@ class Batch(metaclass=_WholeType):
                 including row separators and the audio of a clip.
 
         Returns:
-            a function on the device of the batch, for B = 1 and Q = KV = tokens if the batch is packed, else for
+            a function on the batch's device, for B = 1 and Q = KV = tokens if the batch is packed, else for
             B = documents and Q = KV = length.
 
         Raises:
@@ -246,7 +248,7 @@ class Batch(metaclass=_WholeType):
         Args:
             rank: 0 to world_size − 1.
             world_size: number C of context-parallel ranks.
-            layout: "zigzag" or "contiguous"; for a packed batch also "zigzag-sequence" or "contiguous-sequence"; see
+            layout: "zigzag" or "contiguous"; for a packed batch, also "zigzag-sequence" or "contiguous-sequence"; see
                 PositionTable.shard.
 
         Raises:
@@ -295,7 +297,7 @@ class Batch(metaclass=_WholeType):
         Returns:
             max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and, if present,
             attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are also returned as
-            shift_labels, which keeps the losses of Transformers from shifting them again.
+            shift_labels, which keeps Transformers from shifting them again in its losses.
 
         Raises:
             InvalidInputError: positions is neither "ids" nor "table".
@@ -309,7 +311,7 @@ class Batch(metaclass=_WholeType):
         if self.patches is not None and any(options.values()):
             name = next(name for name, value in options.items() if value)
             raise UnsupportedError(
-                f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
+                f"{name}: got True for a batch with patches, which a Transformers model would ignore, want "
                 "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
             )
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
@@ -318,7 +320,7 @@ class Batch(metaclass=_WholeType):
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
-                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds"
+                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds ids"
                 )
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if batched and self.packed:
@@ -330,13 +332,13 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Refuse to be used as a mapping of arguments, as Trainer does; iteration ends up here as well.
+        """Raise an error: a batch is not a mapping of arguments, as Trainer expects; iteration ends up here as well.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "batch: got a Batch in place of the arguments of a model, want ModelCollator(settings) as data_collator "
+            "batch: got a Batch instead of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
         )
 
@@ -397,7 +399,7 @@ def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
-    """Return (tokens,) index of the document of each token, -1 for padding."""
+    """Return the (tokens,) document index of each token, -1 for padding."""
     segments = np.arange(positions.num_segments)
     document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
     document[positions.is_padding] = -1
@@ -405,7 +407,7 @@ def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
 
 
 def _images(spans: Tensor, tokens: int) -> Tensor:
-    """Return (tokens,) index of the image of each token, -1 outside images, without device synchronization."""
+    """Return the (tokens,) image index of each token, -1 outside images, without device synchronization."""
     token = torch.arange(tokens, device=spans.device)
     if not len(spans):
         return torch.full_like(token, -1)

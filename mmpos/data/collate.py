@@ -215,7 +215,7 @@ def _write(
         start, stop = stop + (size - example.num_tokens if side == "left" else 0), stop + size
         sequence, here = example.sequence, slice(start, start + example.num_tokens)
         input_ids[here], labels[here], types[here] = sequence.input_ids, example.labels, sequence.token_type_ids
-        labels[start] = IGNORE_INDEX  # nothing predicts the first token
+        labels[start] = IGNORE_INDEX  # no token predicts the first one
         text_positions[start:stop] = np.arange(stop - start)
         attention_mask[here] = 1
         image_starts.append(sequence.image_spans[:, 0] + start)
@@ -268,7 +268,7 @@ def _flatten(examples: object) -> list[Example]:
 
 
 def _check_fit(examples: Sequence[Example]) -> None:
-    """Raise an error for the first example that has no tokens, or not as many axes as the first example."""
+    """Raise an error for the first example that has no tokens or differs from the first one in its number of axes."""
     axes = examples[0].sequence.positions.axes
     for i, example in enumerate(examples):
         if not example.num_tokens:

@@ -216,14 +216,14 @@ MakeExample = Callable[[Record, Location], Example]
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Picklable callable that makes an Example from a raw record, for the loader and all engines.
+    """Picklable callable that converts a raw record to an Example, for the loader and all engines.
 
     Args:
         format: converts a record to a document: one of mmpos.data.formats, or your own. A conversation format without a
             template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
         builder: builds a sequence from the parts of the document.
-        train_markers: whether to train on [IMG], [/IMG] and row separators of images in trained pieces, and on the
-            markers of audio in them; patches and audio are never trained on.
+        train_markers: whether to train on the [IMG], [/IMG] and row separators of images in trained pieces, and on
+            audio markers in them; patches and audio are never trained on.
         on_image_error: policy for an image or a video that cannot be read, regardless of the policy for other errors:
             "drop" removes it and its markers from the document and joins the texts around it; "skip-document" skips
             the record; "raise" raises. None treats it like any other error of the record. A document with nothing left
@@ -237,9 +237,11 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         if not callable(self.format):
-            raise InvalidInputError(f"format: got {type(self.format).__name__}, want a callable of record and location")
+            raise InvalidInputError(
+                f"format: got {type(self.format).__name__}, want a callable that takes a record and a location"
+            )
         if not callable(getattr(self.builder, "build", None)):
-            raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
+            raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with a build method")
         if callable(for_tokenizer := getattr(self.format, "for_tokenizer", None)):
             object.__setattr__(self, "format", for_tokenizer(getattr(self.builder, "tokenizer", None)))
         boolean("train_markers", self.train_markers)

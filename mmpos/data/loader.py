@@ -64,7 +64,7 @@ class BatchDataset(IterableDataset[_Item]):
         preprocess: converts a record to an example, in the workers.
         batching: a Packer for packed batches or a Batcher for padded ones; it is copied, not modified.
         collate: collates a group of examples into a batch, in the workers; None yields Packs or lists of examples.
-        seed: seed of all shuffling.
+        seed: seed for all shuffling.
         epoch: first epoch; see set_epoch.
         shuffle: 0 keeps the given order; n shuffles the shards, and the records in windows of n. Each worker holds one
             window of undecoded records in memory.
@@ -193,7 +193,7 @@ class BatchDataset(IterableDataset[_Item]):
         # A state continues its own epoch, whatever epoch has been set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
-            self._check(self._state)  # again, since the state may have been loaded in another process
+            self._check(self._state)  # checked again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._worker_split(), self._streamed
         feed = self._feed(self._readers(epoch), split, epoch)

@@ -88,7 +88,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 class Model(Protocol):
-    """Protocol of the settings of a model that `mmpos.from_hf_config` returns."""
+    """Protocol of the model settings that `mmpos.from_hf_config` returns."""
 
     @property
     def model_type(self) -> str:
@@ -156,7 +156,7 @@ class ModelCollator:
         settings: settings of the model, from `mmpos.from_hf_config`; batches must be placed with the model's scheme.
         images: ImageProcessor that made the patches; it converts uint8 patches to pixel_values. None creates one from
             the settings when needed. Patches from the model's processor are passed on unchanged.
-        collate: makes the batch, packed or padded.
+        collate: collator that makes the batch, packed or padded.
 
     Raises:
         UnsupportedError: models of this type do not separate the documents of a pack, or are not known to.
@@ -201,8 +201,8 @@ class ModelCollator:
 
         Returns:
             use_cache, input_ids, labels and position_ids (from the position table, or text positions for models with
-            one axis); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
-            takes it; for a padded batch attention_mask; for images mm_token_type_ids, moe_mm_token_type_ids if the
+            one axis); for a pack, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
+            takes it; for a padded batch, attention_mask; for images, mm_token_type_ids, moe_mm_token_type_ids if the
             model takes it, pixel_values and image_grid_thw before merging, or their counterparts for videos. Shifted
             labels are also returned as shift_labels.
 
@@ -341,14 +341,14 @@ def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
 
 
 def _documents(cu_seqlens: Tensor) -> Tensor:
-    """Return (tokens,) int32 index of the document of each token."""
+    """Return the (tokens,) int32 document index of each token."""
     document = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
     return document.repeat_interleave(cu_seqlens.diff())
 
 
 @dataclass(frozen=True)
 class ProcessedInputs:
-    """Picklable callable that makes an Example from the output of a model's processor for one document.
+    """Picklable callable that converts the output of a model's processor for one document to an Example.
 
     A record has input_ids, (tokens,) or (1, tokens), and optionally image_grid_thw and pixel_values, video_grid_thw,
     pixel_values_videos and second_per_grid_ts, all as returned by the processor: arrays, tensors on the host, or lists.

@@ -29,10 +29,14 @@ __all__ = [
 Overlong = Literal["raise", "truncate", "drop"]
 
 MIN_PIECE = 32
-"""Minimum tokens on either side of a cut that fills a pack; documents longer than a pack are cut where necessary."""
+"""Minimum number of tokens on either side of a cut that fills a pack; documents longer than a pack are cut where
+necessary.
+"""
 
 HELD_PACKS = 16
-"""Maximum tokens that a Packer holds, in packs: more packs give fuller results but need memory, mostly for pixels."""
+"""Maximum number of tokens that a Packer holds, in packs; a larger value fills packs better but needs more memory,
+mostly for pixels.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +91,7 @@ class PackCounts:
 
 
 class Packer:
-    """Packer of a stream of examples; it buffers examples and combines those that fill a pack best.
+    """Packer for a stream of examples; it buffers examples and combines those that fill a pack best.
 
     A pack starts with the oldest example, so that none waits forever, and continues with the longest ones that still
     fit. With split_text, the remaining space is filled with the head of a document, cut between two text tokens; the

@@ -76,7 +76,7 @@ class SkipLimit:
         if self._records > _FIRST:
             return
         self._skipped += 1
-        # Reasons that differ only in the record, numbers or quoted text are grouped.
+        # Reasons that differ only in the record, numbers or quoted text are grouped together.
         reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
         self._reasons[reason] += 1
         self._examples.setdefault(reason, message)

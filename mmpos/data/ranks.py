@@ -147,7 +147,7 @@ class RankLoader(Generic[_Item]):
         """Resume the next iteration after the latest batch of a state; call this on every rank.
 
         The batches equal those of an uninterrupted epoch, even if the rank was repeating. If the epoch had ended, the
-        next iteration yields none.
+        next iteration yields no batches.
 
         Raises:
             InvalidInputError: the state is not from a RankLoader, or the loader rejects its part of the state.

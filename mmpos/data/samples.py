@@ -1,4 +1,4 @@
-"""Join rows of NeMo Curator's interleaved tables into samples, one per record, and write documents as such rows."""
+"""Join rows of NeMo Curator's interleaved tables into samples, one per record, and write documents as such tables."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SampleReader:
         return self.reader.source
 
     def count(self) -> int | None:
-        """Return the number of samples; None if the column of ids cannot be read."""
+        """Return the number of samples; None if the id column cannot be read."""
         try:
             return len(self._samples()[0]) - 1
         except (OSError, pa.ArrowException):
@@ -131,7 +131,7 @@ def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
         a table with one row per sample, in the order of their first rows.
 
     Raises:
-        InvalidInputError: the table has no column of ids.
+        InvalidInputError: the table has no id column.
     """
     argument: object = table
     if not isinstance(argument, pa.Table | pa.RecordBatch):

@@ -32,7 +32,7 @@ STAGE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Stage:
-    """Picklable, stateless callable that makes ready examples from a batch of records.
+    """Picklable, stateless callable that converts a batch of records to ready examples.
 
     An unusable record becomes a row with its ``error`` and never fails the batch.
 
@@ -49,7 +49,9 @@ class Stage:
     def __post_init__(self) -> None:
         call: object = self.preprocess
         if not callable(call):
-            raise InvalidInputError(f"preprocess: got {type(call).__name__}, want a callable of record and location")
+            raise InvalidInputError(
+                f"preprocess: got {type(call).__name__}, want a callable that takes a record and a location"
+            )
         boolean("patches", self.patches)
         source: object = self.source
         if source is not None and not isinstance(source, str):

@@ -91,7 +91,7 @@ class StorePath:
         return self.parent / name
 
     def exists(self) -> bool:
-        """Return whether the path is a file or a folder; a folder of a store exists if there are files below it."""
+        """Return whether the path is a file or a folder; a folder in a store exists if there are files below it."""
         if not self.is_url:
             return os.path.exists(self.text)
         return self._info().type.name != "NotFound"
@@ -101,7 +101,7 @@ class StorePath:
         return bool(self._info().is_file) if self.is_url else os.path.isfile(self.text)
 
     def identity(self) -> dict[str, object]:
-        """Return JSON-compatible metadata of a file that changes whenever the file is rewritten.
+        """Return JSON-compatible file metadata that changes whenever the file is rewritten.
 
         Returns:
             ``size`` in bytes; for a file on this machine, also ``changed``, its modification and status change times in
@@ -187,8 +187,8 @@ class StorePath:
     def create(self, data: bytes) -> bool:
         """Create a file exclusively: exactly one of several callers with different data gets True.
 
-        On this machine a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, Google Cloud Storage
-        ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
+        On this machine, a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, and Google Cloud
+        Storage uses ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
 
         Args:
             data: the content, which must be unique to this caller: after a lost response, the caller recognises its
@@ -220,7 +220,7 @@ class StorePath:
         """List the files that match this path as a pattern, sorted.
 
         Args:
-            folders: suffix of the names of folders to list as well; None lists files only.
+            folders: name suffix of folders to list as well; None lists only files.
 
         Raises:
             OSError: see ``glob``.
@@ -271,7 +271,7 @@ class StorePath:
 
     @property
     def _root(self) -> str:
-        """URL of the bucket with the options, from which a filesystem is opened."""
+        """URL of the bucket with its options, from which a filesystem is opened."""
         url = _URL.fullmatch(self.text)
         assert url is not None, "paths on this machine have no root"
         return f"{url[1]}://{url[2]}{url[4] or ''}"
@@ -335,7 +335,7 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
 
     Args:
         name: name of the argument in error messages.
-        path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
+        path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` means this machine.
 
     Raises:
         InvalidInputError: the URL holds credentials, which would be printed and stored, or an unknown option.
@@ -357,7 +357,7 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
         want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
         raise InvalidInputError(f"{name}: got a URL of {scheme} with the option {min(unknown)!r}, want {want}")
     if scheme == "file":
-        # file:///a is /a, and so is file:/a, which pathlib makes of it.
+        # file:///a means /a, and so does file:/a, which pathlib turns it into.
         slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
         if len(slashes) == 2 and authority != "localhost":
             raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")
@@ -370,7 +370,7 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
 
     Args:
         path: the file.
-        options: options of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
+        options: options for ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
 
     Raises:
         OSError, pyarrow.ArrowException: see ParquetFile; an OSError from a store names the path and has an errno.
@@ -385,7 +385,7 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
 
 
 class _ObjectFile(io.RawIOBase):
-    """Seekable file over an object of a store; its errors name the URL.
+    """Seekable file over an object in a store; its errors name the URL.
 
     Args:
         path: URL of the object.
@@ -520,7 +520,7 @@ def _linked(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def _errors_of(path: StorePath) -> Iterator[None]:
-    """Convert every error of a store to an OSError that names the path and has an errno."""
+    """Convert every store error to an OSError that names the path and has an errno."""
     try:
         yield
     except (MmposError, ImportError):
@@ -536,7 +536,7 @@ def _number(error: Exception, path: StorePath) -> int:
     if isinstance(error, PermissionError | FileNotFoundError):
         return errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT
     response = getattr(error, "response", error)
-    if isinstance(response, dict):  # an error of botocore
+    if isinstance(response, dict):  # a botocore error
         status = response["ResponseMetadata"]["HTTPStatusCode"]
     else:
         status = getattr(response, "status_code", getattr(response, "status", None))

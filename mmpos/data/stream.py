@@ -69,7 +69,7 @@ class Split:
         rank: 0 to world_size − 1.
         world_size: number of ranks.
         worker: 0 to num_workers − 1.
-        num_workers: number of workers of each rank, the same for all; 1 if a rank loads in its own process.
+        num_workers: number of workers per rank, the same for all ranks; 1 if a rank loads in its own process.
         by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that record
             counts differ by at most one per shard, but every consumer reads through all shards; "auto" means "shards"
             if there are at least as many shards as consumers, else "records".
@@ -93,7 +93,7 @@ class Split:
 
     @property
     def consumers(self) -> int:
-        """Number of workers of all ranks."""
+        """Total number of workers of all ranks."""
         return self.world_size * self.num_workers
 
     @property
@@ -102,7 +102,7 @@ class Split:
         return self.worker * self.world_size + self.rank
 
     def portions(self, num_shards: int) -> list[Portion]:
-        """Return the portions that this consumer reads of this number of shards."""
+        """Return the portions that this consumer reads if there are this many shards."""
         consumer, consumers = self.consumer, self.consumers
         if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
             return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
@@ -111,12 +111,12 @@ class Split:
 
 
 def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
-    """Return (shards,) order in which an epoch reads the shards, the same for every consumer."""
+    """Return the (shards,) order in which an epoch reads the shards, the same for every consumer."""
     return np.random.default_rng((seed, epoch)).permutation(num_shards)
 
 
 def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
-    """Return (records,) order of the records in one window of one consumer."""
+    """Return the (records,) order of the records in one window of one consumer."""
     return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
 
 
@@ -134,7 +134,7 @@ class Bookmark(NamedTuple):
         portion: index of the portion in which the current window starts.
         record: index in the shard of the first record that may belong to the window.
         window: number of the window.
-        done: number of records of the window before this point.
+        done: number of records in the window before this point.
     """
 
     portion: int
@@ -151,7 +151,7 @@ class Entry(NamedTuple):
 
     Args:
         origin: identity of the record, to read it again.
-        location: shard and index, for messages.
+        location: shard and index, for error messages.
         raw: the record, or its error.
         after: bookmark after the record.
     """
@@ -167,7 +167,7 @@ class Feed:
     """Records that one consumer reads in one epoch.
 
     The concatenated records of its portions are cut into windows, and each window is shuffled. The current window is
-    in memory, undecoded; its start and the number of finished records are the entire state.
+    held in memory, undecoded; its start and the number of finished records are the entire state.
 
     Args:
         readers: readers of the shards in the order of the epoch.
@@ -228,7 +228,7 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Traced(Example):
-    """Example, or slice of one, with the identity of its record.
+    """Example, or a slice of one, with the identity of its record.
 
     Args:
         origin: identity of the record.
@@ -418,7 +418,9 @@ class BatchStream(Iterator[Item]):
 
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
-                raise InvalidInputError("state: got more pending examples than the batching holds, want its own state")
+                raise InvalidInputError(
+                    "state: got more pending examples than the batching holds, want a state saved with this batching"
+                )
         self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 

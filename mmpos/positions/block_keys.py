@@ -55,7 +55,7 @@ def block_keys(
 
     Args:
         segments: segments of the documents.
-        positions: their position table; tokens past the end of a document are text, see ``window``.
+        positions: their position table; tokens past the end of a document are text (see ``window``).
         block_size: number of tokens in a block.
         input_ids: (tokens,) ids of the whole table; None for an engine that hashes the ids itself and adds this key to
             its hash of a block.
@@ -101,7 +101,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {counted(got, 'document')}, want {want} as in segments")
     for name, padding in (("segments", segments.kind == PAD), ("positions", positions.is_padding)):
         if padding.any():
-            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without")
+            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without it")
     tokens = np.zeros(segments.kind.size + 1, np.int64)
     segments.lengths.cumsum(out=tokens[1:])
     lengths = np.diff(tokens[segments.segment_offsets])
@@ -179,8 +179,8 @@ def _contents(
     Args:
         segments: the documents.
         positions: their position table.
-        ids: (tokens,) of the table.
-        digests: (grids, 32) of the content of each grid.
+        ids: (tokens,) ids of the table.
+        digests: (grids, 32) digest of the content of each grid.
         size: number of tokens in a block.
         first: (documents,) first requested block of each document.
         stop: (documents,) one past the last requested block; at least one block in total.
@@ -213,7 +213,7 @@ def _split(positions: PositionTable) -> tuple[Array, IntArray]:
 
 
 def _by_block(values: Array, count: int) -> Bytes:
-    """Convert (rows, tokens) numbers to (blocks, bytes), with the rows of a block in sequence."""
+    """Convert (rows, tokens) numbers to (blocks, bytes), with the rows of each block one after another."""
     rows = values.reshape(len(values), count, values.shape[1] // count).transpose(1, 0, 2)
     return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)
 

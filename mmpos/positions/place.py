@@ -240,7 +240,9 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
         assert own is not None
         scale[split.grid] //= own
         if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
-            raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
+            raise LimitExceededError(
+                f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want smaller ids"
+            )
         advance, start = advance * scale, start * units
     after = advance.cumsum()
     base = start - (after - advance)[offsets[:-1]]

@@ -95,12 +95,12 @@ def _plan_of(scheme: Scheme) -> Plan:
 
 
 def forget_plans() -> None:
-    """Drop all plans; this changes no result."""
+    """Drop all plans; results do not change."""
     _plan_of.cache_clear()
 
 
 def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, strict: bool) -> PositionTable | None:
-    """Place a batch by the plan of its scheme; return None if the general path must place the batch or raise the error.
+    """Place a batch with its scheme's plan; return None if the general path must place it or raise the error.
 
     Args:
         scheme: scheme of the plan.
@@ -177,7 +177,7 @@ def _row_of_text(scheme: Scheme) -> IntArray:
 
 
 def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
-    """Compute the rows of shapes without the shapes, (shapes, values).
+    """Compute the (shapes, values) rows of shapes, without the shapes themselves.
 
     Raises:
         _NotAffineError: the ids are not linear in the probed values, the grid is split, or values are not integers.

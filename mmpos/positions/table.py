@@ -301,10 +301,10 @@ class PositionTable:
             (axes, tokens) ids, in ``out`` if it is given, else in a new array.
 
         Raises:
-            InvalidInputError: out, dtype or axes do not fit.
+            InvalidInputError: out, dtype or axes do not fit the table.
         """
         core = native.core
-        # Arguments that fit skip the check, which costs more than writing thousands of ids.
+        # Valid arguments skip the check, which costs more than writing thousands of ids.
         if axes is None and dtype is None and core is not None:
             ids = out
             if ids is None:
@@ -401,7 +401,7 @@ class PositionTable:
         return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
-        """Take tokens start to stop; concatenated slices equal the whole, even if they cut an image."""
+        """Take the tokens from start to stop; concatenated slices equal the whole, even if they cut an image."""
         start = integer("start", start, minimum=0, maximum=self.num_tokens)
         return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
 
@@ -500,8 +500,8 @@ class PositionTable:
         """Pad every document with id 0; other ids do not change.
 
         Args:
-            length: number of tokens in every padded document, one for all or (documents,); None pads to the longest
-                document.
+            length: number of tokens to pad each document to, one for all or (documents,); None uses the length of the
+                longest document.
             side: "left" or "right".
 
         Raises:
@@ -534,7 +534,7 @@ class PositionTable:
         """Expand the ids of a padded batch.
 
         Args:
-            length: number of tokens in every padded document; None pads to the longest document.
+            length: number of tokens to pad every document to; None uses the length of the longest document.
             side: "left" or "right".
             dtype: see ``dense``.
 
@@ -645,7 +645,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # NO_POSITION is the least int64
             d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
-            raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
+            raise UnsupportedError(f"{name}: got {got}, want a whole id: place it together with the tokens to come")
         return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:

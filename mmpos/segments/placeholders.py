@@ -104,7 +104,7 @@ class Placeholders:
             object.__setattr__(self, "rows", rows)
             if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(
-                    f"Placeholders.rows must differ from the other ids, or be twice the id of patches, got {rows}"
+                    f"Placeholders.rows must differ from the other ids, or both be the id of patches, got {rows}"
                 )
         if self.crops is not None:
             if not isinstance(self.crops, CropMarkers):
@@ -234,16 +234,15 @@ def _match(
     merge: int,
     frames_apart: bool,
 ) -> FoundSpans:
-    """Match the runs of the placeholder of images or videos with their grids."""
+    """Match the runs of the image or video placeholder with their grids."""
     name = f"{kind}_grid_thw"
     raw = int_array(name, () if grid_thw is None else grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
     grids, owner = raw, np.arange(len(raw))
     if frames_apart:
         if raw[:, 0].sum() > runs.total:
-            raise InvalidInputError(
-                f"{name}: got {counted(int(raw[:, 0].sum()), 'frame')}, want at most {runs.total}, the placeholders"
-            )
+            got = counted(int(raw[:, 0].sum()), "frame")
+            raise InvalidInputError(f"{name}: got {got}, want at most {runs.total}, the number of placeholders")
         owner = owner.repeat(raw[:, 0])
         grids = raw[owner]
         grids[:, 0] = 1
@@ -279,7 +278,7 @@ def _match_framed(
 ) -> tuple[IntArray, IntArray]:
     """Match grids whose rows end in a placeholder with one run each.
 
-    A run may have one more token before and after its grid, both or neither.
+    A run may have one more token before and one after its grid, both or neither.
     """
     count = min(runs.tokens.size, tokens.size)
     frame = runs.tokens[:count] - tokens[:count]
@@ -436,7 +435,7 @@ def _check_audio_lengths(spans: FoundSpans, audio_lengths: object, sound: Placeh
     if (wanted != lengths).any():
         i = int((wanted != lengths).argmax())
         raise InvalidInputError(
-            f"audio_lengths[{i}]: got {wanted[i]}, want {lengths[i]}, the audio tokens in input_ids"
+            f"audio_lengths[{i}]: got {wanted[i]}, want {lengths[i]}, the number of audio tokens in input_ids"
         )
 
 
@@ -515,7 +514,7 @@ class PlaceholderRuns:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Input ids of a batch in one row.
+    """Input ids of a batch, as one row.
 
     Args:
         ids: (tokens,) of any integer type.
@@ -578,7 +577,7 @@ def _cu_seqlens(cu_seqlens: object, ids: Array) -> IntArray:
 def _mask(mask: Array, ids: Array) -> BoolArray:
     if mask.shape != ids.shape or mask.dtype.kind not in "biu":
         raise InvalidInputError(
-            f"attention_mask: got {mask.dtype} of shape {mask.shape}, want 0 and 1 of shape {ids.shape}"
+            f"attention_mask: got {mask.dtype} of shape {mask.shape}, want zeros and ones of shape {ids.shape}"
         )
     if mask.size and (mask.min() < 0 or mask.max() > 1):
         raise InvalidInputError(f"attention_mask: got values {mask.min()} to {mask.max()}, want 0 and 1")

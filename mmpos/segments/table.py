@@ -376,7 +376,8 @@ def scan(
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) number of tokens of each audio.
-        images_per_document: (documents,) number of rows of image_grid_thw of each document; some may be left over.
+        images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some may be
+            left over.
         marker_ids: ids of the tokens around crops, if input_ids are token types.
 
     Returns:

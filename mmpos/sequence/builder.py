@@ -201,10 +201,10 @@ class Markers:
 class SequenceBuilder:
     """Builder of sequences from parts: str, token ids, images of any type that ImageProcessor accepts, Videos, audio.
 
-    A list, tuple or one-dimensional integer array contains token ids. An ImageSize or a Grid is an image of which only
-    the size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and Clip are
-    classes of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of the
-    scheme.
+    A list, tuple or one-dimensional integer array contains token ids. An ImageSize or a Grid stands for an image of
+    which only the size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and
+    Clip are classes of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of
+    the scheme.
 
     Text that spells the name of a marker stays text: if the tokenizer would encode it as the marker, it is encoded in
     two pieces, split inside the name. Every text part is encoded separately, so a tokenizer that adds something before

@@ -106,7 +106,7 @@ def refuse_crop(name: str, part: object) -> None:
     """Raise an error for a thumbnail or a tile: no builder cuts pictures the way models with tiles do."""
     if isinstance(part, Thumbnail | Tile):
         raise UnsupportedError(
-            f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+            f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes from its model's processor, "
             "which mmpos.from_hf_config(config).segments reads"
         )
 
@@ -126,7 +126,9 @@ def _frames(frames: object) -> tuple[object, ...]:
         if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip | Thumbnail | Tile):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
-            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")
+            raise InvalidInputError(
+                f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1 frame"
+            )
     return images
 
 
@@ -184,7 +186,7 @@ def _format(name: str, template: str) -> Callable[[Fraction], str]:
         raise InvalidInputError(f"{name}: got {template!r}, want a format of seconds ({error})") from None
     for _, field, spec, conversion in pieces:
         if field is not None and (field != "seconds" or conversion or not _SPEC.fullmatch(spec or "")):
-            raise InvalidInputError(f"{name}: got {template!r}, want fields such as {{seconds:.1f}} only")
+            raise InvalidInputError(f"{name}: got {template!r}, want only fields such as {{seconds:.1f}}")
 
     def write(time: Fraction) -> str:
         return "".join(

@@ -85,7 +85,7 @@ def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
-        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable of record and location"),
+        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable that takes a record and a location"),
         (
             lambda: list(read_examples(pa.table({"a": [1]}))),
             "block: got no column 'key', want the columns of STAGE_SCHEMA",

@@ -59,7 +59,7 @@ class Images:
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise InvalidInputError(f"{name}: got {describe(getattr(self, name))}, want a callable or None")
         if self.base is not None:
-            # Absolute, since workers of a loader may run in another folder.
+            # Make the path absolute, since loader workers may run in another folder.
             object.__setattr__(self, "base", local_path("base", self.base).resolve())
 
     def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:

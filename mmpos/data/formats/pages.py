@@ -130,7 +130,7 @@ def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
 
 @dataclass(frozen=True)
 class Energon(RecordFormat):
-    """Format of records with a ``sequence`` of texts and images, like the InterleavedSample of Energon.
+    """Format of records with a ``sequence`` of texts and images, like Energon's InterleavedSample.
 
     An image is a (3, h, w) tensor of floats from 0 to 1, the default of Energon's decoder, or of uint8; an undecoded
     image is the bytes of a file or a struct of bytes and path. Strings are always text, never paths or URLs.

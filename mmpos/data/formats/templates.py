@@ -73,7 +73,7 @@ class ChatTemplate:
         """Convert a conversation to pieces.
 
         Args:
-            turns: role, and texts and images, of each turn.
+            turns: role of each turn, with its texts and images.
 
         Raises:
             RecordError: the template does not define the role.
@@ -91,7 +91,7 @@ class ChatTemplate:
 class TokenizerTemplate:
     """Jinja chat template of a Transformers tokenizer, as used for inference with the model.
 
-    Assistant turns are trained on: the text from the end of the generation prompt to the end of the turn. The
+    In an assistant turn, the text from the end of the generation prompt to the end of the turn is trained on. The
     placeholder and markers that the template writes for an image, a video or audio are replaced by the part itself; the
     builder adds its own markers. Special tokens spelled out in the text of a record become special tokens, as in
     Transformers. Placeholders of the media in a record are the exception: a record that spells them out is refused.
@@ -124,7 +124,7 @@ class TokenizerTemplate:
         """Convert a conversation to pieces.
 
         Args:
-            turns: role, and texts and images, of each turn.
+            turns: role of each turn, with its texts and images.
 
         Raises:
             RecordError: the template rejects the conversation, writes a turn differently if other turns follow it, or
@@ -138,7 +138,7 @@ class TokenizerTemplate:
         for i, (role, _) in enumerate(turns):
             if role.value == "assistant":
                 if i == 0:
-                    raise role.error("a turn of another role before that of the assistant")
+                    raise role.error("a turn with another role before the assistant turn")
                 trained.add(len(edges) + 1)
                 for stop, prompt in ((i, True), (i + 1, False)):
                     start = self._write(role, messages[:stop], prompt) if stop < len(turns) or prompt else text
@@ -163,7 +163,7 @@ class TokenizerTemplate:
         blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
         try:
             text = self._apply([{"role": "user", "content": blocks}], False)
-        except Exception:  # from Jinja, or from a template that does not support blocks
+        except Exception:  # raised by Jinja, or by a template that does not support blocks
             text = ""
         placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
         if not placeholder.strip() or repr(kind) in placeholder:  # the repr of the blocks
@@ -178,7 +178,7 @@ class TokenizerTemplate:
         """Render messages as text, optionally with the generation prompt."""
         try:
             return self._apply(messages, prompt)
-        except Exception as error:  # from Jinja, or any error of an expression in the template
+        except Exception as error:  # raised by Jinja, or by an expression in the template
             got = f"{type(error).__name__} ({str(error)[:200]}) from the chat template"
             raise role.error("a conversation that the template supports", got=got) from error
 
@@ -242,7 +242,7 @@ def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Itera
 
     Args:
         texts: the runs.
-        trained: numbers, from 1, of the runs that are trained on.
+        trained: numbers of the runs that are trained on, counted from 1.
         media: images, videos and audio in order.
     """
     for number, (first, *rest) in enumerate(texts, 1):

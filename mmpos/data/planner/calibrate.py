@@ -27,7 +27,7 @@ __all__ = ["Calibration", "ModelStep", "calibrate"]
 
 _TOKENS = (256, 512, 1024, 2048, 4096)
 _PATCHES = (256, 576, 1024, 2304, 4096)
-_TEXT = 32  # tokens in addition to those of an image, markers included
+_TEXT = 32  # tokens in addition to those of an image, including markers
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,8 +111,8 @@ class Cost:
     The defaults are the FLOP of a language model with 7 billion parameters and a vision tower with 0.6 billion.
 
     Args:
-        language_linear: cost per token: products with weights.
-        language_quadratic: cost per squared number of tokens: attention within a document.
+        language_linear: cost per token, for products with weights.
+        language_quadratic: cost per squared number of tokens, for attention within a document.
         vision_linear: cost per patch.
         vision_quadratic: cost per squared number of patches of an image or frame.
     """

@@ -70,7 +70,7 @@ class Claim:
         """Remove the claim; if the store fails, the file stays and later counts as the claim of a dead run."""
         self._ended.set()
         self._beats.join()
-        with suppress(OSError, InvalidInputError):  # an error here would hide one of the run
+        with suppress(OSError, InvalidInputError):  # an error here would hide the run's own error
             owner = _owner(self._path)
             if owner is not None and owner["id"] == self._owner["id"]:
                 self._path.remove()
@@ -165,9 +165,9 @@ def _owner(path: StorePath) -> _Owner | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it") from error
+        raise InvalidInputError(f"{path}: got a file that is not an mmpos claim; remove it") from error
     if not isinstance(owner, dict) or not _Owner.__required_keys__ <= owner.keys():
-        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it")
+        raise InvalidInputError(f"{path}: got a file that is not an mmpos claim; remove it")
     return owner
 
 

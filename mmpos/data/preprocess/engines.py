@@ -137,7 +137,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _raise(result: bytes) -> Any:
-    """Unpickle a result of a worker; raise it if it is an exception."""
+    """Unpickle a worker's result; raise it if it is an exception."""
     value = pickle.loads(result)
     if isinstance(value, Exception):
         raise value
@@ -145,7 +145,7 @@ def _raise(result: bytes) -> Any:
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks as a pipeline of Ray Data.
+    """Run the tasks as a Ray Data pipeline.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
     this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts one.
@@ -200,7 +200,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
             yield _raise(row["step"])
 
 
-_READER_CPUS = 0.25  # fraction of a CPU for a reader; an actor gets the rest
+_READER_CPUS = 0.25  # fraction of a CPU that a reader gets; an actor gets the rest
 
 _ROWS = pa.schema([("task", pa.int64()), ("part", pa.int64()), ("records", pa.large_binary())])
 

@@ -79,7 +79,7 @@ class Fill:
 
     Args:
         max_tokens: maximum number of tokens in a pack.
-        packs: number of packs that the documents that fit are packed into.
+        packs: number of packs that hold the documents that fit.
         tokens: number of tokens in these packs.
         longer: number of documents with more than max_tokens, which would have to be cut.
     """
@@ -147,8 +147,8 @@ def write_sequences(
     Files are written atomically, so the same call completes a killed run. Finished files are reused, unless their input
     or the settings changed, which is an error. A file that was touched or copied counts as unchanged; for inputs other
     than files, only the name and number of records are compared. The engine, the number of workers and interruptions do
-    not affect the files. ``sequence_shards`` opens the folder by its manifest. A claim file in the folder keeps other
-    runs out.
+    not affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file in the folder keeps
+    other runs out.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.

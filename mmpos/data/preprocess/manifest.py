@@ -28,7 +28,7 @@ _VERSION = 1
 _PACKAGES = ("multimodal-positions", "numpy", "pyarrow", "pillow", "torchvision", "tokenizers", "transformers")
 _PART = re.compile(r"(.+)\.part(\d{5,})", re.DOTALL)
 _ENDINGS = (".parquet", ".quarantine.jsonl")
-_THREADS = 16  # that inspect files
+_THREADS = 16  # number of threads that inspect files
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Manifest:
                 f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
             ) from error
         if got != _VERSION:
-            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder anew")
+            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder again")
         return manifest
 
     def save(self) -> None:
@@ -227,7 +227,7 @@ def _versions() -> dict[str, str]:
 def sequence_shards(
     folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
 ) -> list[SequenceShard]:
-    """Open a folder of ready sequences, written by ``write_sequences`` or ``mmpos preprocess``, by its manifest.
+    """Open a folder of ready sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
 
     The folder is listed once; rows and settings of a file are checked when the file is read.
 

@@ -196,7 +196,9 @@ def _records(task: Task, source: Facts) -> Iterator[tuple[Location, Raw]]:
     """Yield the records of a shard, then check that the shard has not changed."""
     yield from task.reader.records()
     if changed(task, source):
-        raise InvalidInputError(f"{task.reader.source}: got a file that changed while it was read, want a stable one")
+        raise InvalidInputError(
+            f"{task.reader.source}: got a file that changed while it was read, want one that does not change"
+        )
 
 
 def _size(value: object) -> int:
@@ -239,7 +241,7 @@ class ShardJob:
         object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
     def run(self, task: Task) -> Generator[Step, None, None]:
-        """Run a task record by record; yields the steps of ``write``, then one with the number of parts."""
+        """Run a task record by record; yield the steps of ``write``, then one with the number of parts."""
         for part, source, records in read_parts(task):
             if records is None:
                 yield Step(task.number, part, Counts(), source)
@@ -280,7 +282,8 @@ class ShardJob:
                 yield Step(task, part, counts)
             self.limit.end()
             writer.facts = {**source, "settings": self.settings, **asdict(counts)}
-            # Written before the output is renamed into place, so that every output has a complete quarantine.
+            # The quarantine is written before the output is renamed into place, so that every output has a complete
+            # one.
             _write_lines(quarantine_of(output), refused)
         yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts), lengths)
 

@@ -93,7 +93,7 @@ class FileReader(ABC):
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Yield the error in place of a record and all later ones, if that record is among those to read."""
+        """Yield the error instead of a record and all later ones, if that record is among those to read."""
         here = Location(self.path, index)
         record = broken(here, error, rest=True)
         if is_chosen(index, start, step):
@@ -115,7 +115,7 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
 
     Args:
         location: shard and index of the record.
-        error: cause. An error of the operating system or a store, such as a missing file or permission, is raised
+        error: the cause. An error from the operating system or a store, such as a missing file or permission, is raised
             instead, since the record is not at fault.
         rest: whether all later records are lost as well.
     """

@@ -20,7 +20,7 @@ class SliceReader:
 
     Args:
         reader: reader of the whole file.
-        number: number of the slice, from 0.
+        number: number of the slice, counted from 0.
         slices: number of slices of the file.
         begin: mark of the first record.
         stop: one past the index of the last record; None reads to the end of the file.

@@ -227,7 +227,7 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; an IterableDataset also reads the rows before and between them, a Dataset does not."""
+        """Read records; unlike a Dataset, an IterableDataset also reads the rows before and between them."""
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # images stay undecoded
         if hasattr(arrow, "__len__"):
@@ -246,7 +246,7 @@ class DatasetReader:
                 index += 1
 
     def count(self) -> int | None:
-        """Return the number of rows of a Dataset; None for an IterableDataset."""
+        """Return the number of rows in a Dataset; None for an IterableDataset."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 

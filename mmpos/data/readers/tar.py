@@ -33,12 +33,11 @@ _Member = tuple[str, str, tarfile.TarInfo]
 class TarReader(FileReader):
     """Reader of a WebDataset tar file, compressed or not.
 
-    A record has ``__key__``, ``__url__`` and the bytes of each member under its extension in lower case, as in
-    WebDataset. A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by
-    zeros, and a compressed archive must also end in a valid checksum. Otherwise the current record, or the one after
-    the last, becomes an error that names the byte in the unpacked archive, and the shard ends there. Two concatenated
-    archives also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a
-    shorter one.
+    A record has ``__key__``, ``__url__`` and the bytes of each member under its lowercase extension, as in WebDataset.
+    A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by zeros, and a
+    compressed archive must also end in a valid checksum. Otherwise the current record, or the one after the last,
+    becomes an error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives
+    also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
 
     Members of skipped records are not read, unless the archive is compressed.
 
@@ -71,7 +70,7 @@ class TarReader(FileReader):
                 return
             for index, (_, members) in enumerate(groupby(archive.members(), key=itemgetter(0))):
                 _, _, member = next(members)
-                if archive.has_global_headers:  # they apply to all later records
+                if archive.has_global_headers:  # global headers apply to all later records
                     return
                 if member.offset >= next_offset:
                     yield Mark(index, member.offset)
@@ -146,7 +145,7 @@ class _Archive:
                 raise _DamageError(f"data at byte {at}, after the end of the archive")
 
     def placed(self, error: Exception) -> Exception:
-        """Add the byte offset to an error of the archive; errors of the operating system are returned unchanged."""
+        """Add the byte offset to an error in the archive; return errors from the operating system unchanged."""
         if isinstance(error, _DamageError) or (isinstance(error, OSError) and error.errno is not None):
             return error
         at = self._file.tell()

@@ -281,7 +281,7 @@ def _check_fit(examples: Sequence[Example]) -> None:
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
-    """Concatenate the pixels of all images, which must have one dtype and shape; None without pixels."""
+    """Concatenate the pixels of all images, which must have the same dtype and shape; return None without pixels."""
     numbered = [(i, example.sequence.patches) for i, example in enumerate(examples) if len(example.sequence.grid_thw)]
     kinds = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in numbered]
     for (i, _), kind in zip(numbered, kinds, strict=True):

@@ -185,7 +185,7 @@ class BatchDataset(IterableDataset[_Item]):
         if self._split.world_size > 1:
             raise UnsupportedError(
                 f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split over ranks again, want it unchanged: load through mmpos.data.RankLoader"
+                "is about to split across ranks again, want it unchanged: load through mmpos.data.RankLoader"
             )
 
     def __iter__(self) -> Iterator[_Item]:

@@ -424,7 +424,7 @@ class ProcessedInputs:
     def _patches(
         self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32] | None:
-        """Return (patches, values) of images and videos, in token order."""
+        """Return the (patches, values) of images and videos, in token order."""
         sources = [_array(record.get(name), np.float32) for name in ("pixel_values", "pixel_values_videos")]
         counts = grid_thw.prod(axis=1) * self.settings.spatial_merge_size**2
         for name, pixels, where in zip(("pixel_values", "pixel_values_videos"), sources, (~video, video), strict=True):
@@ -441,7 +441,7 @@ class ProcessedInputs:
 
 
 def _tokens(name: str, values: object) -> IntArray:
-    """Return (tokens,) integers of one document, without a batch dimension of 1."""
+    """Return the (tokens,) integers of one document, dropping a batch dimension of 1."""
     array = host_array(name, values)
     return int_array(name, array[0] if array.ndim == 2 and len(array) == 1 else array, (None,))
 

@@ -107,8 +107,8 @@ class Packer:
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
         multiple_of: multiple to which the size of each document is rounded up; see PackedCollator.
         overlong: policy for examples that do not fit: those longer than max_tokens, or, with split_text, those with an
-            image or audio longer than max_tokens. "raise" raises a RecordError, "truncate" cuts before the part that
-            does not fit, "drop" drops the example; the last two are counted.
+            image or audio longer than max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that
+            does not fit; "drop" drops the example. The last two are counted.
     """
 
     def __init__(

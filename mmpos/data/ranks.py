@@ -75,8 +75,8 @@ class RankLoader(Generic[_Item]):
             steps and would restart at the first epoch when a run resumes.
 
     Raises:
-        InvalidInputError: loader is not iterable, or even is invalid; or a rank has no batch to repeat, which is raised
-            on every rank in the first step.
+        InvalidInputError: loader is not iterable, or even is invalid; or, raised on every rank in the first step, a
+            rank has no batch to repeat.
     """
 
     def __init__(self, loader: Iterable[_Item], even: Even | None = None, *, endless: bool = False) -> None:

@@ -162,7 +162,7 @@ def _records(block: Block) -> list[dict[str, Any]]:
         raise InvalidInputError(f"block: got {type(block).__name__}, want an Arrow table or numpy columns by name")
     flat = [name for name, column in block.items() if not column.ndim]
     if flat:
-        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one for each record")
+        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one value per record")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
         raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want equal numbers")

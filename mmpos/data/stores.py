@@ -132,7 +132,8 @@ class StorePath:
     def open(self, buffer: int = _BUFFER) -> io.BufferedReader:
         """Open a file for reading and seeking.
 
-        A store that sends fewer bytes than the file has raises an error; the file never appears shorter than it is.
+        If a store sends fewer bytes than the file contains, reading raises an error; the file never appears shorter
+        than it is.
 
         Args:
             buffer: bytes per request to a store in sequential reads.

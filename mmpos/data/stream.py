@@ -301,7 +301,7 @@ class BatchStream(Iterator[Item]):
 
     The state between two batches is small: a bookmark after the last record read, the identities of the examples in
     the batching and in groups not yet yielded, and counts. A resumed stream reads and preprocesses these records
-    again, and yields byte for byte the batches of the interrupted one.
+    again, and its batches are byte for byte those of the interrupted stream.
 
     Args:
         feed: the records.

@@ -387,7 +387,7 @@ def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:
 
 
 def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
-    """Count the ids that each grid consumes under a scheme, which is how far it moves the text after it.
+    """Count the ids that each grid consumes under a scheme, that is, how far the grid moves the text after it.
 
     >>> from mmpos.segments.kinds import Grid
     >>> ids_consumed("rope-tie", [Grid(24, 24), Grid(1, 576)]).tolist()

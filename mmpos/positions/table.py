@@ -505,7 +505,7 @@ class PositionTable:
             side: "left" or "right".
 
         Raises:
-            InvalidInputError: a document is longer than its length.
+            InvalidInputError: a document is longer than the length to pad it to.
         """
         one_of("side", side, ("left", "right"))
         on_the_left = int(side == "left")
@@ -675,7 +675,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
         Args:
             segments: segments of the documents.
-            token: index of the token in them.
+            token: index of the token in the documents.
             column: index of its segment in this table.
             index: raster index of the token in that segment, which numbers the patches and the audio of a clip.
         """
@@ -793,7 +793,7 @@ def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
 
 
 def of_bytes(arrays: tuple[bytearray, bytearray, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
-    """Create a table with this many rows from what the extension wrote, without a copy."""
+    """Create a table with this many rows from what the extension wrote, without copying."""
     table, documents, num_tokens = arrays
     made = object.__new__(PositionTable)
     fields = vars(made)

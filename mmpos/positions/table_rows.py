@@ -170,7 +170,7 @@ class IdBounds(NamedTuple):
 
     @property
     def beyond_int32(self) -> npt.NDArray[np.bool_]:
-        """(segments,) whether an id is outside int32."""
+        """(segments,) whether any id is outside int32."""
         if (self.numerator / self.denominator).max(initial=0) <= INT32_MAX:  # the usual case, at half the cost
             return np.zeros(self.denominator.shape, np.bool_)
         return np.logical_or.reduce((self.lowest < INT32_MIN) | (self.highest > INT32_MAX), axis=0)

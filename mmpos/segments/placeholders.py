@@ -504,7 +504,7 @@ class PlaceholderRuns:
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-        """Return whether each grid of ``tokens`` tokens lies in one run, its first token, and its document."""
+        """Return, for each grid of ``tokens`` tokens, whether it lies in one run, its first token and its document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops
@@ -560,7 +560,7 @@ class PackedIds:
         return PlaceholderRuns(document[inside], first[inside], (stop - first)[inside])
 
     def name(self, document: int, token: int) -> str:
-        """Return the name of a token of the batch for error messages."""
+        """Return the name of a token for error messages."""
         return f"document {document}, token {token - self.starts[document]}"
 
 

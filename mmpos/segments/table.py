@@ -66,8 +66,8 @@ class SegmentTable:
 
     Args:
         kind: (segments,) uint8 TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE; a TILE follows a THUMBNAIL or a TILE.
-        extents: (3, segments) int64 frames, height, width; those of its video for a clip; 1, 1, length for text, audio
-            and padding.
+        extents: (3, segments) int64 frames, height, width; for a clip, those of its video; for text, audio and padding,
+            1, 1, length.
         segment_offsets: (documents + 1,) int64 first segment of each document, then the total.
         seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) for segments without a time; or None.
         row_separator: (segments,) bool, whether the rows of the grid end in one more token; or None.

@@ -78,7 +78,7 @@ def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
             "block: got columns of 2, 3 rows, want equal numbers",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
             "preprocess: got NoneType for batch[0], want an Example",

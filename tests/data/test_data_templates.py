@@ -181,7 +181,7 @@ def test_arguments_and_another_template_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role"),
+        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn with another role"),
         (
             [turn("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,

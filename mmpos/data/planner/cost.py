@@ -31,7 +31,8 @@ class Headers:
 
     Args:
         tokens: (examples,) tokens of each example, including image tokens and markers; at least 1.
-        labels: (examples,) trained tokens of each example, excluding the first of a document, which no token predicts.
+        labels: (examples,) trained tokens of each example, excluding the first token of a document, which no token
+            predicts.
         patches: (images,) patches of each image or video frame, before they are merged into tokens.
         images: (examples,) images of each example, in the order of ``patches``; None if there are no images.
     """

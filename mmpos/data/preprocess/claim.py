@@ -55,7 +55,7 @@ class Claim:
         self._beats.start()
 
     def check(self) -> None:
-        """Check that no other run has taken over the folder, which happens if this process is suspended.
+        """Check that no other run has taken over the folder, which can happen while this process is suspended.
 
         Raises:
             InvalidInputError: the claim is lost.

@@ -144,27 +144,24 @@ def write_sequences(
 ) -> Summary:
     """Preprocess shards into Parquet files of ready sequences: one file for each 64 MiB part of a shard.
 
-    Files are written atomically, so the same call completes a killed run. Finished files are reused, unless their input
-    or the settings changed, which is an error. A file that was touched or copied counts as unchanged; for inputs other
-    than files, only the name and number of records are compared. The engine, the number of workers and interruptions do
-    not affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file in the folder keeps
-    other runs out.
+    Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
+    if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
+    files, only the name and number of records are compared. The engine, number of workers and interruptions do not
+    affect the files. ``sequence_shards`` opens the folder. A claim file in the folder keeps other runs out.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.
         folder: path or URL of the output folder, created if missing; each file is named after its input.
         preprocess: a Preprocess, or a callable of your own; it must be picklable for several workers and for Ray.
-        engine: "local" uses processes of this machine; "ray" uses the Ray cluster that this process is connected to,
-            else the one that RAY_ADDRESS names or that runs on this machine, else one started for the run;
-            RAY_ADDRESS=local always starts one.
+        engine: "local" uses processes of this machine; "ray" uses the connected Ray cluster, else the one that
+            RAY_ADDRESS names or that runs here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: number of processes on this machine, or maximum number of Ray actors.
         on_error: "raise" stops at the first unusable record and names it; "skip" counts such records and writes them to
             a file next to the output. Configuration errors always stop the run.
         max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until a worker
             has read that many, the fraction is also checked at the end of each part. Ten records may always be skipped.
         patches: whether to store pixels.
-        overwrite: whether to replace outputs made from other inputs or with other settings; if False, such outputs
-            raise an error.
+        overwrite: whether to replace outputs made from other inputs or with other settings, or to raise an error.
         max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
 

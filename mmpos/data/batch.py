@@ -332,7 +332,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise an error: a batch is not a mapping of arguments, as Trainer expects; iteration ends up here as well.
+        """Raise an error: Trainer expects a mapping of arguments, which a batch is not; iteration ends up here as well.
 
         Raises:
             UnsupportedError: always.

@@ -291,7 +291,7 @@ class BatchDataset(IterableDataset[_Item]):
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
-    """Return the (records,) token counts, or ones if sizes do not matter; None if the sizes are unknown."""
+    """Return the (records,) token counts, ones if sizes do not matter, or None if the sizes are unknown."""
     if isinstance(batching, Packer) and (batching.split_text or batching.overlong == "truncate"):
         return None
     if not isinstance(batching, Packer | Batcher):

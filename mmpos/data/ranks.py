@@ -98,7 +98,7 @@ class RankLoader(Generic[_Item]):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of batches on every rank in the next epoch; None if any rank does not know it.
+        """Number of batches on every rank in the next epoch, or None if any rank does not know it.
 
         The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
         loader. A collective operation: every rank must read this property.
@@ -224,7 +224,7 @@ _END = object()
 
 
 def _length(loader: object) -> int | None:
-    """Return the number of batches of a loader; None if the loader has no length, like a DataLoader over a stream."""
+    """Return the number of batches of a loader, or None if it has no length, like a DataLoader over a stream."""
     try:
         return len(cast(Sized, loader))
     except TypeError:

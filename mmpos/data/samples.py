@@ -76,7 +76,7 @@ class SampleReader:
         return self.reader.source
 
     def count(self) -> int | None:
-        """Return the number of samples; None if the id column cannot be read."""
+        """Return the number of samples, or None if the id column cannot be read."""
         try:
             return len(self._samples()[0]) - 1
         except (OSError, pa.ArrowException):

@@ -80,7 +80,7 @@ class Plan:
 
 
 def plan_of(scheme: Scheme) -> Plan | None:
-    """Return the plan of a scheme, shared by equal schemes; None if the scheme has no plan."""
+    """Return the plan of a scheme, shared by equal schemes, or None if the scheme has no plan."""
     if not vars(type(scheme)).get("by_shape"):
         return None
     try:

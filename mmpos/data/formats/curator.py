@@ -98,7 +98,7 @@ class Curator(RecordFormat):
 
 
 def _position(row: Field) -> int | None:
-    """Return the position of a row; None for metadata."""
+    """Return the position of a row, or None for metadata."""
     metadata = row["modality"].choice(_MODALITIES) == "metadata"
     position = row["position"]
     if metadata:

@@ -56,7 +56,7 @@ class Field:
         return [Field(self.record, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
 
     def several(self) -> list[Field]:
-        """Return the items of this list, or the value itself as the only item; an empty list for null."""
+        """Return the items of this list, the value itself as the only item, or an empty list for null."""
         if self.value is None:
             return []
         return self.items() if self.is_list else [self]

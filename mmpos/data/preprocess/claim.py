@@ -155,7 +155,7 @@ def _lives(path: StorePath, owner: _Owner) -> bool:
 
 
 def _owner(path: StorePath) -> _Owner | None:
-    """Return the content of a claim file; None if the file is gone.
+    """Return the content of a claim file, or None if the file is gone.
 
     Raises:
         InvalidInputError: the file is not a claim.

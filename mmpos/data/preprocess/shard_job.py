@@ -131,7 +131,7 @@ class Task:
         return {"source": source.name, **path.identity()}
 
     def digest(self) -> str | None:
-        """Compute the SHA-256 of an input file on this machine; None for slices and all other inputs."""
+        """Compute the SHA-256 of an input file on this machine; return None for slices and all other inputs."""
         path = store_path("source", self.reader.source)
         if path.is_url or not path.is_file():
             return None

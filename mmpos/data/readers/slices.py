@@ -54,7 +54,7 @@ class SliceReader:
             yield location, raw
 
     def count(self) -> int | None:
-        """Return the number of records, or of lines for JSON lines; None for the last slice."""
+        """Return the number of records (lines for JSON lines), or None for the last slice."""
         return None if self.stop is None else self.stop - self.begin.index
 
 

@@ -72,7 +72,7 @@ class ParquetReader(FileReader):
                 offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
     def count(self) -> int | None:
-        """Return the number of rows from the footer; None if the footer cannot be read."""
+        """Return the number of rows from the footer, or None if the footer cannot be read."""
         pa = _arrow()
         try:
             with self._open() as file:
@@ -246,7 +246,7 @@ class DatasetReader:
                 index += 1
 
     def count(self) -> int | None:
-        """Return the number of rows in a Dataset; None for an IterableDataset."""
+        """Return the number of rows in a Dataset, or None for an IterableDataset."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 

@@ -137,7 +137,7 @@ class Batch(metaclass=_WholeType):
         """Expand the position ids of all tokens on the batch's device.
 
         Args:
-            dtype: int32 (default), int64 or float64; fractional schemes support float64 only.
+            dtype: int32 (default), int64 or float64; fractional schemes support only float64.
             text_row: whether to prepend text_positions as a row. For schemes with three axes, Transformers expects [4,
                 batch, seq] and uses the first of the four rows to find the documents in a packed row.
 

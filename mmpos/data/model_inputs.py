@@ -310,7 +310,7 @@ class ModelCollator:
         return {"pixel_values": pixels[~in_video], "image_grid_thw": grid_thw[~video], **videos}
 
     def _pixel_values(self, patches: Tensor | None) -> Tensor:
-        """Convert patches to the pixel_values of the model's processor; its float patches are returned unchanged."""
+        """Convert patches to the pixel_values of the model's processor; return that processor's float patches as is."""
         if patches is None:
             raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):

@@ -353,10 +353,12 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
     names_user = at and scheme not in _USERS and not anonymous
     if names_user or ":" in user or re.search(r":(?!\d+$)", host):
         want = "credentials in the environment or the configuration of the store"
-        raise InvalidInputError(f"{name}: got a URL of {scheme} with credentials, want {want}")
+        raise InvalidInputError(f"{name}: got a URL with the scheme {scheme} and credentials, want {want}")
     if unknown := set(parse_qs(options[1:], keep_blank_values=True)) - (_OPTIONS if scheme in _ARROW else set()):
         want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
-        raise InvalidInputError(f"{name}: got a URL of {scheme} with the option {min(unknown)!r}, want {want}")
+        raise InvalidInputError(
+            f"{name}: got a URL with the scheme {scheme} and the option {min(unknown)!r}, want {want}"
+        )
     if scheme == "file":
         # file:///a means /a, and so does file:/a, which pathlib turns it into.
         slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
@@ -463,7 +465,9 @@ def _fsspec(root: str) -> tuple[Any, str]:
     except ValueError as error:
         if scheme in known_implementations:
             raise
-        raise InvalidInputError(f"{root}: got a URL of {scheme!r}, want a scheme of pyarrow.fs or fsspec") from error
+        raise InvalidInputError(
+            f"{root}: got a URL with the scheme {scheme!r}, want a scheme of pyarrow.fs or fsspec"
+        ) from error
 
 
 def _unwrapped(filesystem: Any) -> Any:

@@ -256,8 +256,8 @@ class SegmentTable:
                 and a placeholder id under a 0 is padding.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             frames_apart: whether each frame of a video is a separate grid, with text between them (Qwen3-VL).
-            audio_lengths: (audios,) number of tokens of each audio after the encoder, including clips, to compare with
-                the runs of placeholders; or None.
+            audio_lengths: (audios,) number of tokens of each audio input after the encoder, including clips, to compare
+                with the runs of placeholders; or None.
 
         Raises:
             InvalidInputError: a grid does not fit its run of placeholders (the message gives both counts), grids are
@@ -375,7 +375,7 @@ def scan(
         video_grid_thw: (videos, 3) before merging.
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
-        audio_lengths: (audios,) number of tokens of each audio.
+        audio_lengths: (audios,) number of tokens of each audio input.
         images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some may be
             left over.
         marker_ids: ids of the tokens around crops, if input_ids are token types.

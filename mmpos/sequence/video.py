@@ -126,9 +126,7 @@ def _frames(frames: object) -> tuple[object, ...]:
         if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip | Thumbnail | Tile):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
-            raise InvalidInputError(
-                f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1 frame"
-            )
+            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want 1 frame")
     return images
 
 

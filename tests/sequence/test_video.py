@@ -171,7 +171,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Video([GRID, Grid(1, 1, frames=2)], times=[0, 1]),
-        "Video.frames[1]: got a grid of 2 frames, want one of 1 frame",
+        "Video.frames[1]: got a grid of 2 frames, want 1 frame",
     ),
     (lambda: Video([GRID] * 3, times=[0, 1]), "Video.times: got 2 times, want 3, one per frame"),
     (lambda: Video([GRID], times=3), "Video.times: got 3, want a list of seconds"),  # type: ignore[arg-type]

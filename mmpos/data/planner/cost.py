@@ -213,7 +213,7 @@ class Cost:
 
 
 def _terms(headers: Headers) -> FloatArray:
-    """Return (4, examples): tokens, squared tokens, patches and squared patches of each example."""
+    """Return the (4, examples) tokens, squared tokens, patches and squared patches of each example."""
     owner = np.arange(len(headers)).repeat(headers.images)
     patches, tokens = headers.patches.astype(np.float64), headers.tokens.astype(np.float64)
     image_terms = [np.bincount(owner, power, len(headers)) for power in (patches, patches**2)]
@@ -221,7 +221,7 @@ def _terms(headers: Headers) -> FloatArray:
 
 
 def sum_terms(headers: Headers) -> FloatArray:
-    """Return (4,): tokens, squared tokens, patches and squared patches of all examples."""
+    """Return the (4,) sums of tokens, squared tokens, patches and squared patches over all examples."""
     total: FloatArray = _terms(headers).sum(axis=1)
     return total
 

@@ -272,7 +272,7 @@ class Batcher:
 
     Args:
         batch_size: number of examples in a batch.
-        max_tokens: maximum number of tokens of an example; None accepts any.
+        max_tokens: maximum number of tokens in an example; None accepts any.
         drop_last: whether to drop an incomplete last batch.
     """
 

@@ -24,7 +24,7 @@ STAGE_SCHEMA = pa.schema(
     [
         *(field.with_nullable(True) for field in SCHEMA),
         pa.field("axes", pa.int32()),  # number of axes of the positions
-        pa.field("error", pa.string()),  # why there is no example; then all other columns but key are null
+        pa.field("error", pa.string()),  # why there is no example; all other columns except key are then null
     ]
 )
 """Columns of the output of a stage: for each record, a ready sequence or an error."""

@@ -121,7 +121,7 @@ def segment_tokens(
 
 
 def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:
-    """Return (2, segments) numerators and denominators of times; (0, 1) for segments without a time."""
+    """Return the (2, segments) numerators and denominators of times, with (0, 1) for segments without a time."""
     columns = np.array([[0], [1]], np.int64).repeat(segments, axis=1)
     for s, time in times:
         if time is not None:

@@ -599,7 +599,7 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
 
 
 def _type_clips(types: npt.NDArray[np.uint8], segments: SegmentTable, patches: npt.NDArray[np.bool_] | None) -> None:
-    """Write the types of the tokens of clips; between its markers, a clip has only patches and audio tokens."""
+    """Write the token types of clips; between its markers, a clip contains only patches and audio tokens."""
     (clip,) = (segments.kind == CLIP).nonzero()
     if patches is None:
         raise UnsupportedError(f"segments: token types of the clip in segment {clip[0]} require a scheme")

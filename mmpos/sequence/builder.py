@@ -142,7 +142,7 @@ def _between(begin: int | None, token_id: int, count: int, end: int | None) -> I
 class Markers:
     """Special tokens around and inside images, videos and audio, by name or by id.
 
-    Pixtral and Mistral Small use ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``, Qwen2.5-Omni
+    Pixtral and Mistral Small use ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``; Qwen2.5-Omni uses
     ``Markers("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", video="<|VIDEO|>", audio="<|AUDIO|>",
     audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
 

@@ -103,7 +103,7 @@ class TrainingPlan:
         return total
 
     def straggling(self, pipeline: int = 1) -> float:
-        """Return the cost of the slowest rank summed over all steps, divided by the mean cost summed over all steps."""
+        """Return the sum over steps of the slowest rank's cost, divided by the sum over steps of the mean cost."""
         costs = self.rank_costs(pipeline)
         return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
 

@@ -147,7 +147,7 @@ def write_sequences(
     Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
     if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
     files, only the name and number of records are compared. The engine, number of workers and interruptions do not
-    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file in it keeps other runs out.
+    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file keeps other runs out of it.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.

@@ -280,7 +280,7 @@ def test_as_dict_returns_arguments_by_name() -> None:
 def test_patches_that_a_model_of_transformers_would_ignore_are_refused(name: Any) -> None:
     batch = PackedCollator()(with_photos())
     option: dict[str, Any] = {name: True}
-    message = f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want ModelC"
+    message = f"^{name}: got True for a batch with patches, which a Transformers model would ignore, want ModelC"
     with pytest.raises(UnsupportedError, match=message):
         batch.as_dict(**option)
 
@@ -361,7 +361,7 @@ def test_a_batch_checks_shapes() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     changed: tuple[tuple[dict[str, Any], str], ...] = (
         ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),
-        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), that of input_ids$"),
+        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), the shape of input_ids$"),
         ({"feature_spans": batch.feature_spans[1:]}, r"^feature_spans: got 0 spans, want 1 as in image_spans$"),
     )
     for changes, message in changed:

@@ -108,9 +108,9 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
 def test_preprocess_pickles_and_checks_its_arguments() -> None:
     again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
     assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
-    with pytest.raises(InvalidInputError, match="format: got int, want a callable of record and location"):
+    with pytest.raises(InvalidInputError, match="format: got int, want a callable that takes a record and a location"):
         Preprocess(3, BUILDER)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="builder: got int, want an object with build"):
+    with pytest.raises(InvalidInputError, match="builder: got int, want an object with a build method"):
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))

@@ -308,7 +308,7 @@ def test_the_key_is_the_id_of_the_record_or_its_location(ids: dict[str, object],
     [
         ({"id": [1]}, "id: got [1], want text or an integer of 64 bits"),
         ({"id": True}, "id: got True, want text or an integer of 64 bits"),
-        ({"id": ""}, "id: got '', want a key that is not empty"),
+        ({"id": ""}, "id: got '', want a non-empty key"),
         ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
     ],
 )
@@ -615,8 +615,8 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
             "general_metadata: got 3, want an object as JSON text",
         ),
         (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
-        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
-        (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
+        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column with this name"),
+        (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
         (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
         (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2 as in text"),
@@ -639,7 +639,7 @@ def test_text_with_a_lone_surrogate_is_refused() -> None:
 
 
 MATCHED, NAMED = ("image_info", 0, "matched_text_index"), "image_info[0].matched_text_index"
-AN_INDEX = "want an index of the 3 items of text_list"
+AN_INDEX = "want an index into the 3 items of text_list"
 
 
 @pytest.mark.parametrize(
@@ -732,10 +732,10 @@ def test_invalid_records_of_llava_are_refused(path: tuple[str | int, ...], value
         ({"txt": "a"}, "image: got none, want one of jpg, jpeg, png, webp, gif"),
         ({"jpg": PNG, "png": PNG, "txt": "a"}, "image: got jpg, png, want one of jpg, jpeg, png, webp, gif"),
         ({"jpg": PNG}, "txt, json: got neither, want one of them"),
-        ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a caption that is not empty"),
+        ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a non-empty caption"),
         ({"jpg": PNG, "txt": b"\xff"}, "txt: got bytes that are not UTF-8 ("),
         ({"jpg": PNG, "json": b"{"}, "json: got '{', which is not JSON ("),
-        ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
+        ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a non-empty caption"),
     ],
 )
 def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> None:

@@ -597,7 +597,7 @@ def test_an_error_of_the_format_is_raised_and_names_the_record(tmp_path: Path) -
         ({"shuffle": 2.5}, "shuffle: got 2.5, want an integer"),
         ({"threads": -1}, "threads: got -1, want >= 0"),
         ({"split": "rows"}, "split: got 'rows', want one of"),
-        ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
+        ({"rank": 1}, "rank: got rank 1 and world_size None, want both or neither"),
         ({"preprocess": None}, "preprocess: got NoneType, want a Preprocess, or get_example"),
         ({"batching": len}, "batching: got builtin_function_or_method, want a Packer or a Batcher"),
     ],

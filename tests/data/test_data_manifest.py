@@ -222,7 +222,7 @@ def forget(out: Path) -> None:
             "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
             "finish them",
         ),
-        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder anew"),
+        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder again"),
         (
             change("shards", 3),
             "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",
@@ -323,7 +323,7 @@ def test_an_invalid_claim_file_is_named(tmp_path: Path) -> None:
     for content in ("", "[]", "{}"):
         path.write_text(content)
         with pytest.raises(
-            InvalidInputError, match=r"claim-00000001\.json: got a file that is not a claim of mmpos; remove it"
+            InvalidInputError, match=r"claim-00000001\.json: got a file that is not an mmpos claim; remove it"
         ):
             write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
 

@@ -320,7 +320,7 @@ def test_inputs_that_packs_of_a_model_do_not_support_are_refused(settings: Any, 
 
 def test_placeholders_without_pixels_are_refused_for_text_only_packs() -> None:
     processed = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
-    with pytest.raises(UnsupportedError, match=r"^batch: got placeholders of images for 'gemma3', want text"):
+    with pytest.raises(UnsupportedError, match=r"^batch: got image placeholders for 'gemma3', want text"):
         ModelCollator(GEMMA)([processed])
 
 

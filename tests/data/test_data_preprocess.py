@@ -357,7 +357,7 @@ def test_an_error_of_the_callable_in_a_worker_keeps_its_traceback(tmp_path: Path
         ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
         ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped: got 2, want a share from 0 to 1"),
-        ({"preprocess": 3}, "preprocess: got int, want a callable of record and location"),
+        ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
         ({"patches": 1}, "patches: got 1, want True or False"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": []}, "readers: got none, want at least one shard"),

@@ -78,14 +78,14 @@ def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
             "block: got columns of 2, 3 rows, want equal numbers",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
             "preprocess: got NoneType for batch[0], want an Example",
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
-        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable of record and location"),
+        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable that takes a record and a location"),
         (
             lambda: list(read_examples(pa.table({"a": [1]}))),
             "block: got no column 'key', want the columns of STAGE_SCHEMA",

@@ -159,7 +159,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        InvalidInputError, match=r"x\.parquet: got a Parquet file without metadata of mmpos, want ready sequences"
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want ready sequences"
     ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})

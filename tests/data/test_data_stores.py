@@ -192,20 +192,29 @@ def test_parents_and_siblings_of_urls_keep_the_options() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://AKIA:hidden@bucket/a", "x: got a URL of s3 with credentials, want credentials in the environment"),
-        ("s3://AKIA:hid/den@bucket/a", "x: got a URL of s3 with credentials"),
-        ("https://hidden@host/a", "x: got a URL of https with credentials"),
-        ("https://host/a?sig=hidden", "x: got a URL of https with the option 'sig', want a URL without options"),
-        ("s3://bucket/a?secret=hidden", "x: got a URL of s3 with the option 'secret', want endpoint_override, region"),
+        (
+            "s3://AKIA:hidden@bucket/a",
+            "x: got a URL with the scheme s3 and credentials, want credentials in the environment",
+        ),
+        ("s3://AKIA:hid/den@bucket/a", "x: got a URL with the scheme s3 and credentials"),
+        ("https://hidden@host/a", "x: got a URL with the scheme https and credentials"),
+        (
+            "https://host/a?sig=hidden",
+            "x: got a URL with the scheme https and the option 'sig', want a URL without options",
+        ),
+        (
+            "s3://bucket/a?secret=hidden",
+            "x: got a URL with the scheme s3 and the option 'secret', want endpoint_override, region",
+        ),
         (
             "https://bucket.s3.amazonaws.com/a.tar?X-Amz-Credential=AKIAhid&X-Amz-Signature=hidden",
-            "x: got a URL of https with the option 'X-Amz-Credential', want a URL without options",
+            "x: got a URL with the scheme https and the option 'X-Amz-Credential', want a URL without options",
         ),
         (
             "s3://bucket/a?X-Amz-Signature=hid*den",
-            "x: got a URL of s3 with the option 'X-Amz-Signature', want endpoint",
+            "x: got a URL with the scheme s3 and the option 'X-Amz-Signature', want endpoint",
         ),
-        ("s3://anonymous@bucket/a", "x: got a URL of s3 with credentials"),
+        ("s3://anonymous@bucket/a", "x: got a URL with the scheme s3 and credentials"),
         ("file://host/a", "x: got 'file://host/a', want file:/// and a path on this machine"),
     ],
 )
@@ -216,7 +225,9 @@ def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: st
 
 
 def test_unknown_schemes_missing_packages_and_missing_conditional_writes_are_named() -> None:
-    with pytest.raises(InvalidInputError, match=r"got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
+    with pytest.raises(
+        InvalidInputError, match=r"got a URL with the scheme 'nope', want a scheme of pyarrow.fs or fsspec"
+    ):
         store_path("x", "nope://bucket/a").open()
     with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
         store_path("x", "sftp://host/a").open()

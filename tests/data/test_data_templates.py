@@ -181,7 +181,7 @@ def test_arguments_and_another_template_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role"),
+        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn with another role"),
         (
             [turn("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,
@@ -220,9 +220,7 @@ def test_each_preprocess_warns_once_about_the_default_template() -> None:
 
 
 def test_tokenizers_without_a_template_are_refused() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a tokenizer of Transformers with a"
-    ):
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a Transformers tokenizer with a"):
         TokenizerTemplate(ByteTokenizer())
     with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
         TokenizerTemplate(tokenizer(None))

@@ -68,7 +68,7 @@ def test_a_batch_is_not_a_mapping_of_arguments() -> None:
     reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
     for read in reads:
         with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as data_c"
+            UnsupportedError, match=r"^batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
         ):
             read()
 

@@ -549,7 +549,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         OMNI_25,
         row(5, AUDIO, 5, image_grid_thw=[], audio_seqlens=[8]),
-        "audio_lengths[0]: got 2, want 1, the audio tokens in input_ids",
+        "audio_lengths[0]: got 2, want 1, the number of audio tokens in input_ids",
     ),
     *(
         (

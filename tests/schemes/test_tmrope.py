@@ -245,7 +245,7 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         (
             lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),
             LimitExceededError,
-            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want less",
+            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want smaller ids",
         ),
     ],
 )

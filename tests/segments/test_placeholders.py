@@ -257,7 +257,7 @@ def test_adjacent_frames_without_text_in_between_are_accepted() -> None:
 
 def test_a_video_of_absurd_length_allocates_no_memory() -> None:
     assert refused([1, VIDEO, 2], None, [[2**31 - 1, 1, 1]], frames_apart=True) == (
-        "video_grid_thw: got 2147483647 frames, want at most 1, the placeholders"
+        "video_grid_thw: got 2147483647 frames, want at most 1, the number of placeholders"
     )
 
 
@@ -267,8 +267,8 @@ def test_a_video_of_absurd_length_allocates_no_memory() -> None:
         ([[1, 1, 1], [1, 0, 1]], "attention_mask[1]: got a hole, want ones in one run, padded left or right"),
         ([[1, 1, 1], [0, 0, 0]], "attention_mask[1]: got no tokens, want ones in one run, padded left or right"),
         ([[1, 2, 1], [0, 0, 1]], "attention_mask: got values 0 to 2, want 0 and 1"),
-        ([[1, 1, 1]], "attention_mask: got int64 of shape (1, 3), want 0 and 1 of shape (2, 3)"),
-        ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want 0 and 1 of shape (2, 3)"),
+        ([[1, 1, 1]], "attention_mask: got int64 of shape (1, 3), want zeros and ones of shape (2, 3)"),
+        ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want zeros and ones of shape (2, 3)"),
     ],
 )
 def test_invalid_masks_are_refused(mask: Any, message: str) -> None:
@@ -343,15 +343,15 @@ def test_a_grid_beyond_the_limit_is_named_by_its_argument() -> None:
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
         (
             {"image": 8, "rows": (5, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (5, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (5, 8)",
         ),
         (
             {"audio": 8, "rows": (8, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
         ),
         (
             {"image": 8, "audio": 5, "rows": (8, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
         ),
         ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
         ({"crops": MARKERS, "image": NEWLINE}, f"crops must differ from the ids of patches, got {MARKERS}"),
@@ -441,7 +441,11 @@ def test_audio_runs_end_with_the_document_and_skip_padding() -> None:
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        ([AUDIO] * 2, {"audio_lengths": [3]}, "audio_lengths[0]: got 3, want 2, the audio tokens in input_ids"),
+        (
+            [AUDIO] * 2,
+            {"audio_lengths": [3]},
+            "audio_lengths[0]: got 3, want 2, the number of audio tokens in input_ids",
+        ),
         ([AUDIO, 1, AUDIO], {"audio_lengths": [1]}, "audio_lengths: got 1 length, want 2, one per run of audio tokens"),
         (
             [1],

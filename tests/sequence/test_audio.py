@@ -135,7 +135,7 @@ def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
         BUILDER.build(["a", part])
     assert str(caught.value) == (
-        f"parts[1]: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+        f"parts[1]: got a {type(part).__name__.lower()}, want input_ids and sizes from its model's processor, "
         "which mmpos.from_hf_config(config).segments reads"
     )
 

@@ -171,7 +171,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Video([GRID, Grid(1, 1, frames=2)], times=[0, 1]),
-        "Video.frames[1]: got a grid of 2 frames, want one of 1",
+        "Video.frames[1]: got a grid of 2 frames, want 1 frame",
     ),
     (lambda: Video([GRID] * 3, times=[0, 1]), "Video.times: got 2 times, want 3, one per frame"),
     (lambda: Video([GRID], times=3), "Video.times: got 3, want a list of seconds"),  # type: ignore[arg-type]
@@ -186,19 +186,19 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Video([GRID], seconds_per_frame=0), "Video.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
     (
         lambda: Video([GRID], times=[0], timestamp="{second:.1f}"),
-        "Video.timestamp: got '{second:.1f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{second:.1f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds:.١f}"),
-        "Video.timestamp: got '{seconds:.١f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds:.١f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds}"),
-        "Video.timestamp: got '{seconds}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds!r:.1f}"),
-        "Video.timestamp: got '{seconds!r:.1f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds!r:.1f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{"),

@@ -263,8 +263,8 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.take([0, 3], [1, 16]), "stops[1]: got 16, want <= 15"),
     (lambda: POSITIONS.take([16], [16]), "starts[0]: got 16, want <= 15"),
     (lambda: POSITIONS.take([-1], [2]), "starts[0]: got -1, want >= 0"),
-    (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
-    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
+    (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
+    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
     (lambda: POSITIONS.slice(3, 1), "stop: got 1, want >= 3"),
     (lambda: POSITIONS.slice(0, 16), "stop: got 16, want <= 15"),
     (lambda: POSITIONS.slice(16, 16), "start: got 16, want <= 15"),
@@ -411,7 +411,7 @@ def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
 
 NO_END = (
     "{}: got document {} of {}, whose end is not one whole id, "
-    "want one that is: place it together with the tokens to come"
+    "want a whole id: place it together with the tokens to come"
 )
 UNSUPPORTED: list[Refusal] = [
     (

@@ -1,4 +1,4 @@
-"""Position encodings for study and comparison: one idea per class, each tested in attention.
+"""Position encodings for study and comparison: one idea per class, each of them tested in attention.
 
 Shapes used throughout:
 

@@ -1,4 +1,4 @@
-"""Latents of mixed sizes in one tensor: every image becomes a strip of patches, one frame and one row."""
+"""Latents of mixed sizes in one tensor: every image becomes a strip of patches with one frame and one row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PatchSize = int | Sequence[int]
 def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: bool = False) -> Tensor:
     """Arrange latents of mixed sizes as strips of patches in raster order, for a transformer that cuts patches itself.
 
-    A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) makes the same tokens
-    from a strip, in the same order; their rows and columns come from positions.
+    A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) produces the same
+    tokens from a strip, in the same order; positions supply their rows and columns.
 
     Args:
         latents: (channels, height, width) or (channels, frames, height, width) each.
         patch_size: side of a patch, or its frames, height and width.
-        batch: whether each strip is a row of the batch, padded with zeros on the right; by default strips are
-            concatenated in one row.
+        batch: whether each strip is a row of the batch, padded with zeros on the right; by default, strips are
+            concatenated into one row.
 
     Returns:
         (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height if

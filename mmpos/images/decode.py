@@ -184,9 +184,7 @@ class _Reader:
         return self._read(size)
 
     def allow(self, pixels: int) -> None:
-        """Allow the reads for this many bytes of pixel data: encoders write chunks of 8 KiB, each read in three
-        calls.
-        """
+        """Allow reads for this many bytes of pixel data: encoders write chunks of 8 KiB, each read in three calls."""
         self._left += pixels // 1024
 
 

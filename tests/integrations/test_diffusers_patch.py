@@ -457,7 +457,7 @@ def test_unknown_transformers_are_refused_by_name() -> None:
     ):
         patch(transformer, rotary)
     transformer = patch(model.transformer())
-    with pytest.raises(InvalidInputError, match="transformer: got one that is already patched; call unpatch"):
+    with pytest.raises(InvalidInputError, match="transformer: got a patched transformer; call unpatch"):
         patch(transformer, rotary)
     qwen = MODELS["QwenImageTransformer2DModel"]
     assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}

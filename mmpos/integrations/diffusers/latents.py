@@ -53,11 +53,11 @@ def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: boo
 
 
 def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: PatchSize) -> list[Tensor]:
-    """Split a transformer's output for strips of patches back into latents.
+    """Convert a transformer's output for strips of patches back to latents.
 
     Args:
         packed: strips in the layout of ``pack_latents``, one row per size or one row in total.
-        sizes: (height, width) or (frames, height, width) of each image in latents.
+        sizes: (height, width) or (frames, height, width) of each image, in latents.
         patch_size: side of a patch, or its frames, height and width.
 
     Raises:
@@ -103,7 +103,7 @@ def _strip(latents: Tensor, sides: Sequence[int], name: str) -> Tensor:
     n = len(sides)
     for axis, side in enumerate(sides):
         latents = latents.unflatten(1 + 2 * axis, (-1, side))
-    # Axes inside a patch, then the axes of patches, then the columns inside a patch.
+    # Order: the axes within a patch, then the axes of patches, then the columns within a patch.
     order = [0, *range(2, 2 * n, 2), *range(1, 2 * n, 2), 2 * n]
     return latents.permute(order).flatten(n)
 

@@ -1,4 +1,4 @@
-"""MMPosProcessor: converts text or chats with images to the inputs of a model of Transformers and their positions."""
+"""MMPosProcessor: converts text or chats with images to the inputs of a Transformers model and their positions."""
 
 from __future__ import annotations
 
@@ -44,37 +44,37 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed per token, where tensors are slow
+_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed for every token, for which tensors are slow
 
 
 class MMPosProcessor(ProcessorMixin):
-    """Processor of Transformers that returns positions with the tokens. It is saved and loaded like any other.
+    """Transformers processor that returns positions with the tokens. It is saved and loaded like any other processor.
 
-    Text contains one placeholder, the patch marker, for each image, and another for each video; each placeholder is
-    replaced by the tokens of its image or video. Chats contain their images, and require a chat template that writes
+    In text, the patch marker is the placeholder of an image, and ``video_token`` that of a video; each placeholder is
+    replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
     placeholders.
 
     Args:
-        tokenizer: tokenizer of Transformers.
+        tokenizer: tokenizer from Transformers.
         images: an ImageProcessor, or its fields as JSON values; None uses ImageProcessor().
         scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON values.
-        markers: the special tokens of images, or their fields as JSON values; None uses Markers().
+        markers: the special tokens of images, or the fields of Markers as JSON values; None uses Markers().
         add_markers: whether to insert the begin and end markers around the patches; False if the text contains them.
         start: id of the first token of every row.
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
-            returns ``pixel_values``, as the vision encoders of Transformers expect them.
-        chat_template: Jinja template; None uses the tokenizer's.
-        return_positions: default of the option of this name: whether calls return positions in addition to the keys of
-            Transformers. With False, ``model.generate(**batch)`` accepts the batch for a model of Transformers.
-        read_files: whether text may name a file; use False for chats from untrusted users.
-        video_processor: video processor of Transformers, or its fields as JSON values; None refuses videos.
-        video_token: placeholder of a video and of each of its patches, as text or id.
-        timestamp: format string with ``seconds`` for the text before each grid of frames, as in Qwen3-VL; None if all
-            frames of a video are one grid.
+            returns ``pixel_values``, as the vision encoders in Transformers expect.
+        chat_template: Jinja template; None uses the tokenizer's template.
+        return_positions: default of the call option with this name: whether calls return positions in addition to the
+            keys of Transformers. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
+        read_files: whether text may be the path of a file; use False for chats from untrusted users.
+        video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
+        video_token: placeholder for a video and for each of its patches, as text or token id.
+        timestamp: format string, with the field ``seconds``, of the text before each grid of frames, as in Qwen3-VL;
+            None if all frames of a video form one grid.
 
     Raises:
         TypeError: the tokenizer is not from Transformers.
-        InvalidInputError: a marker is not one token of the tokenizer, or a setting has the wrong type.
+        InvalidInputError: a marker is not a single token of the tokenizer, or a setting has the wrong type.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MMPosProcessor(ProcessorMixin):
             processor, merge = video_processor_of(video_processor), self.images.spatial_merge_size
             if processor.merge_size != merge:
                 raise InvalidInputError(
-                    f"video_processor.merge_size: got {processor.merge_size}, want {merge} as for images"
+                    f"video_processor.merge_size: got {processor.merge_size}, want {merge}, as for images"
                 )
             self._videos = VideoSettings(
                 processor,
@@ -155,21 +155,21 @@ class MMPosProcessor(ProcessorMixin):
         video_processor: VideoProcessor | None = None,
         **settings: Any,
     ) -> Self:
-        """Create the processor of a model of Transformers; its calls return the inputs of this model.
+        """Create the processor for a Transformers model; its calls return the inputs of that model.
 
         As with the model's own processor, the chat template writes the tokens around images. The template is read from
         chat_template.jinja, chat_template.json or processor_config.json in the folder, else from the tokenizer.
 
         Args:
-            config: config of the model, or the path of its config.json or folder; see ``mmpos.from_hf_config``.
+            config: config of the model, or the path of its config.json or its folder; see ``mmpos.from_hf_config``.
             tokenizer: tokenizer of the model; None loads it from the folder.
             images: None reads preprocessor_config.json in the folder.
-            video_processor: None loads it from the folder if there is a supported one, and otherwise refuses videos.
-                For Qwen-VL models preprocessor_config.json suffices, as in Transformers.
+            video_processor: None loads a supported one from the folder; if there is none, videos are refused. For
+                Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
             settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
-            InvalidInputError: the config is of no known model, or a file or argument is missing.
+            InvalidInputError: the config does not belong to a known model, or a file or argument is missing.
             UnsupportedError: the placeholders, patches or timestamps of the model are not supported.
         """
         model = from_hf_config(config)
@@ -209,7 +209,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_token_id(self) -> int:
-        """Id of every patch of an image in input_ids."""
+        """Token id of each image patch in input_ids."""
         return self._marker_ids.patch
 
     @property
@@ -220,12 +220,12 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Image processor with the interface of Transformers, whose limits can be assigned."""
+        """Image processor with the interface of Transformers; limits can be assigned to it."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
     def images(self) -> ImageProcessor:
-        """The ImageProcessor, with the values assigned to image_processor."""
+        """The ImageProcessor with the values that were assigned to image_processor."""
         return self.image_processor.images
 
     @images.setter

@@ -429,7 +429,7 @@ def generated(counts: list[int], *grids: list[int], model: str = "glm_image") ->
     return settings_of(model).generated(prompt, list(grids), counts)
 
 
-NOT_BUILT = ", which SequenceBuilder cannot make; pass the input_ids of its processor to segments"
+NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
     "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(

@@ -33,32 +33,32 @@ MERGES = {"4x": 2, "16x": 4}
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model's positions, read from a config by `from_hf_config`.
+    """Position settings of a model, read from a config by `from_hf_config`.
 
     Args:
-        model_type: model_type of the config.
+        model_type: model_type in the config.
         scheme: scheme of the language model.
         rotary: rotation of the language model's q and k; one axis if images are placed as text.
-        vision_scheme: scheme of the encoder, for grids before merging; None if no scheme describes its positions.
-        vision_rotary: rotation of the encoder's q and k; None if it has none or an unknown one.
-        placeholders: tokens of patches, of audio whose ids depend on videos, of row ends and around crops, as far as
-            the config defines them.
+        vision_scheme: scheme of the encoder, for grids before merging; None if no scheme computes its positions.
+        vision_rotary: rotation of the encoder's q and k; None if there is no rotation or it is unknown.
+        placeholders: token ids of patches, of audio whose ids depend on videos, of row ends, and around crops, as far
+            as the config defines them.
         image_markers: token ids before and after an image; None if the config does not define them.
-        row_markers: names of the token after each row but the last and of the token after the last row; None if there
-            are no tokens between rows.
-        opening_token_id: id of the token that is followed by one placeholder without a patch at the start of an image
+        row_markers: names of the token after each row except the last and of the token after the last row; None if
+            there are no tokens between rows.
+        opening_token_id: id of the token that, at the start of an image, is followed by one placeholder without a patch
             (NeoMME), or None.
         video_markers: token ids around a video whose frames use the placeholders of images, or None.
-        spatial_merge_size: patches merged along each side into one token.
-        temporal_merge_size: frames of video_grid_thw merged into one.
+        spatial_merge_size: patches per side merged into one token.
+        temporal_merge_size: number of frames of video_grid_thw merged into one.
         patch_size: side of an encoder patch in pixels; None if it is not in the config.
         temporal_patch_size: frames per patch; None if it is not in the config.
         frames_apart: whether every frame of a video is a separate grid, with text between frames.
         generates: whether the model generates images, whose grids follow those of the prompt: see ``generated``.
         start: id of the first token of a document: 1 for PaliGemma, 0 for all others.
         second_rotary: rotation of the second channel of every pair if its axis differs from the first channel's, else
-            None. If set, take the first channels rotated by rotary and the second channels rotated by second_rotary.
-        image_file: image processor settings of the model's folder; None unless a folder was read.
+            None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
+        image_file: image processor settings from the model's folder; None unless a folder was read.
         audio_chunk: audio frames per chunk of the encoder; None if it processes all frames at once.
     """
 
@@ -101,26 +101,27 @@ class ModelSettings:
         audio_lengths: npt.ArrayLike | None = None,
         images_per_sample: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Build the segment table of a batch tokenised by the processor of the model.
+        """Build the segment table of a batch that was tokenised by the model's processor.
 
-        In models with one axis, placeholders have the ids of text; without grids they become text segments.
+        In models with one axis, placeholders have the ids of text; without grids, they become text segments.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
-            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; for MiniCPM-V 4.7 one
+            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; for MiniCPM-V 4.7, one
                 row of target_sizes per thumbnail and slice, preceded by 1.
             video_grid_thw: (videos, 3) frames, height, width before merging.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            rows: ids of row_markers, as in ``Placeholders``; None for NeoMME selects the token after the first row.
-            audio_lengths: (audios,) tokens of each audio after the encoder, checked against input_ids; or None.
-            images_per_sample: (documents,) number of rows of image_grid_thw per document, in which images to generate
-                come last and are ignored; None if there are no images to generate.
+            rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
+            audio_lengths: (audios,) number of tokens of each audio after the encoder, checked against input_ids; or
+                None.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document; images to generate come last
+                in each document and are ignored. None if there are no images to generate.
 
         Raises:
             InvalidInputError: see ``SegmentTable.from_input_ids``.
-            UnsupportedError: images_per_sample for a model that generates no images.
+            UnsupportedError: images_per_sample is passed for a model that generates no images.
         """
         as_text, image, video = self.scheme.axes == 1, self.placeholders.image, self.placeholders.video
         as_text = as_text and image_grid_thw is None and video_grid_thw is None
@@ -154,17 +155,17 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        Place it at ``start=settings.place(prompt).next_positions`` to get the ids of decoding in advance.
+        Place it at ``start=settings.place(prompt).next_positions`` to compute the ids of decoding in advance.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:
             prompt: segment table of the prompts, from ``segments``.
-            image_grid_thw: (images, 3) frames, height, width in tokens: for each document the images of its prompt,
+            image_grid_thw: (images, 3) frames, height, width in tokens; for each document, the images of its prompt,
                 then the images to generate.
             images_per_sample: (documents,) number of rows of image_grid_thw per document.
 
         Returns:
-            One document per prompt: a grid per image to generate, then one text token for the end marker.
+            One document per prompt, with one grid per image to generate, then one text token for the end marker.
 
         Raises:
             UnsupportedError: the model generates no images.
@@ -175,7 +176,7 @@ class ModelSettings:
         return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
-        """Return the number of tokens that the encoder outputs for each audio, the audio_lengths of ``segments``.
+        """Return the number of tokens that the encoder outputs for each audio, the audio_lengths for ``segments``.
 
         Source: _get_feat_extract_output_lengths of Qwen2.5-Omni and Qwen3-Omni in Transformers.
 
@@ -197,10 +198,10 @@ class ModelSettings:
 
     @property
     def markers(self) -> Markers:
-        """Markers for ``SequenceBuilder``: tokens around an image by id, tokens after rows by name.
+        """Markers for ``SequenceBuilder``, with tokens around an image by id and tokens after rows by name.
 
         Raises:
-            UnsupportedError: the config does not define them, or Markers cannot describe the tokens of images
+            UnsupportedError: the config does not define the markers, or Markers cannot describe the image tokens
                 (HunYuan-VL, NeoMME, MiniCPM-V 4.7).
         """
         image = self.placeholders.image
@@ -213,8 +214,8 @@ class ModelSettings:
         ):
             if applies:
                 raise UnsupportedError(
-                    f"markers: got {self.model_type!r}, whose images have {tokens}, which SequenceBuilder cannot make; "
-                    "pass the input_ids of its processor to segments"
+                    f"markers: got {self.model_type!r}, whose images have {tokens}, which SequenceBuilder cannot "
+                    "build; pass the input_ids of the model's processor to segments"
                 )
         if self.image_markers is None or image is None:
             raise UnsupportedError(

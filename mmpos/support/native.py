@@ -1,7 +1,8 @@
-"""The optional extension in C, which does the same as the Python beside it; ``core`` is None where it was not built.
+"""The optional C extension, which does the same as the Python code next to it; ``core`` is None if it was not built.
 
-Its functions answer or decline. What they decline, mistakes included, takes the way in Python, which has the words.
-Each is described where it is defined in csrc/; what is an array there may be anything with a buffer.
+Its functions either return a result or decline. Input that they decline, including invalid input, is handled by the
+Python code, which raises the error messages. Each function is described where it is defined in csrc/; arrays in these
+descriptions can be any objects with a buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INT64 = np.dtype(np.int64)
 
 
 def int64(data: bytes) -> IntArray:
-    """View bytes as a read-only int64 array, without a copy."""
+    """View bytes as a read-only int64 array without copying them."""
     return np.frombuffer(data, INT64)
 
 

@@ -209,5 +209,5 @@ def test_invalid_arguments_are_refused() -> None:
     wrong: Any = "x"
     with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):
         keys_of(wrong, {"input_ids": IDS})
-    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as a processor gives it$"):
+    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as returned by a processor$"):
         keys_of(model, {"input_ids": IDS}, wrong)

@@ -121,7 +121,7 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
         for module in one.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
-        with pytest.raises(InvalidInputError, match=r"transformer: got \w+ that is not patched"):
+        with pytest.raises(InvalidInputError, match=r"transformer: got an unpatched \w+"):
             unpatch(one)
         with pytest.raises(TypeError, match="positions"):
             model.call(one, THREE, False, model.positions(THREE))

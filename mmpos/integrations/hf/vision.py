@@ -134,7 +134,7 @@ class ImagesOfProcessor:
         elif name not in self.to_dict() or value != getattr(self, name):
             raise InvalidInputError(
                 f"image_processor.{name}: got {value!r:.80}, want an assignment to size, min_pixels, max_pixels, "
-                f"image_mean or image_std: {', '.join(PIXEL_OPTIONS[:3])} are options of a call, "
+                f"image_mean or image_std: {', '.join(PIXEL_OPTIONS[:3])} are options of a call; "
                 "everything else is set in images="
             )
 

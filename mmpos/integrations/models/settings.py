@@ -225,16 +225,16 @@ class ModelSettings:
         return Markers(*self.image_markers, image)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
-        """Build an ImageProcessor with the patch size, merge size and patch order of the encoder.
+        """Build an ImageProcessor with the encoder's patch size, merge size and patch order.
 
         Args:
-            arguments: arguments of ImageProcessor; they override the image_file.
+            arguments: arguments of ImageProcessor, which override the image_file.
 
         Raises:
             UnsupportedError: the order of the encoder's patches is unknown, or ImageProcessor does not support the
                 image processor of the image_file.
-            InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor in an image_file (config.json
-                does not contain them), or the image_file contradicts the config.
+            InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor contained in an image_file
+                (config.json does not contain them), or the image_file contradicts the config.
         """
         from mmpos.images import ImageProcessor
 
@@ -260,7 +260,7 @@ class ModelSettings:
     def _sources(
         self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
-        """Return the grids of images that are complete in each prompt, counted by its end markers."""
+        """Return the grids of the images that are complete in each prompt, counted by the end markers."""
         if not self.generates:
             raise UnsupportedError(
                 f"images_per_sample must be None for {self.model_type!r}, a model that generates no images"
@@ -294,7 +294,7 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
     first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
     if chunk is None:
         return ((lengths - 1) // 2 - 1) // 2 + 1
-    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions halve the rest.
+    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions each halve the rest.
     rest = lengths % chunk
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -304,7 +304,7 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
 def per_sample(
     image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
 ) -> tuple[IntArray, IntArray]:
-    """Check and return grids, (images, 3), and the number of grids per document, (documents,)."""
+    """Check and return the grids (images, 3) and the number of grids per document (documents,)."""
     grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
     counts = int_array("images_per_sample", images_per_sample, (documents,))
     first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
@@ -314,7 +314,7 @@ def per_sample(
 
 
 def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> SegmentTable:
-    """Build the table of the images to generate from checked grids and counts; see ``ModelSettings.generated``."""
+    """Build the table of images to generate from checked grids and counts; see ``ModelSettings.generated``."""
     sources = np.zeros(prompt.num_documents, np.int64)
     np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
     if (sources > counts).any():
@@ -332,28 +332,28 @@ def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> Segmen
 
 
 def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, int]) -> IntArray:
-    """Return ids in which image placeholders between video markers are replaced by video placeholders.
+    """Return ids with the image placeholders between video markers replaced by video placeholders.
 
-    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video if more videos have begun than
-    ended before it in its document.
+    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token belongs to a video if, within its document, more
+        videos have begun than ended before it.
     """
     ids = batch.ids.astype(np.int64)
     begin, end = (ids == marker for marker in markers)
     open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
     at = np.flatnonzero(ids == image)
-    if at.size:  # implies at least one document
+    if at.size:  # true only if there is at least one document
         document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
         ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video
     return ids
 
 
 def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
-    """Return ids in which the placeholders without a patch at the start of images are replaced by the opening token.
+    """Return ids with the placeholders without a patch at the start of images replaced by the opening token.
 
-    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token has no patch.
+    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder directly after the opening token has no patch.
 
     Returns:
-        The ids, and the token after the first row of patches, or None if there is none.
+        The ids, and the id of the token after the first row of patches, or None if there is no such row.
     """
     ids = batch.ids.astype(np.int64)
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)

@@ -1,4 +1,4 @@
-"""Entry point of the program ``mmpos``."""
+"""Entry point of the ``mmpos`` program."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@
 The first three concern a single request, handled in the process or by a service: serving engines refuse a request that
 raises ValueError and continue with the others. A ServiceError says nothing about the request, which may be retried.
 
-A message contains the argument's name, its value and the expected value: ``documents[3][1].height: got 0, want >= 1``.
+Each message contains the argument's name, its value and the expected value: ``documents[3][1].height: got 0, want >=
+1``.
 """
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class MmposError(Exception):
-    """Any error raised on purpose by mmpos."""
+    """Base class of all errors that mmpos raises on purpose."""
 
 
 class InvalidInputError(MmposError, ValueError):

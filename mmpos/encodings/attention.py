@@ -30,9 +30,9 @@ __all__ = ["SelfAttention"]
 class SelfAttention(nn.Module):
     """Self-attention at fixed positions: softmax(q·k/√d + bias)·v between two linear layers without bias.
 
-    A table is added to x, a bias to the scores; a rotation rotates q and k. A learned encoding trains the parameter
-    ``encoding.weights``. Everything else that depends on the positions is stored in non-persistent buffers, so it is
-    not part of a checkpoint.
+    A table is added to x, a bias is added to the scores, and a rotation is applied to q and k. A learned encoding
+    trains the parameter ``encoding.weights``. Everything else that depends on the positions is stored in non-persistent
+    buffers, so it is not part of a checkpoint.
 
     Args:
         dim: channels of x.
@@ -106,7 +106,7 @@ class _PositionedEncoding(nn.Module):
     weights: nn.Parameter | None
     """Learned weights, or None."""
     index: Tensor
-    """int64 rows of the weights to use."""
+    """Indices of the weight rows to use, as int64."""
     values: Tensor
     """Values of an encoding without weights: floats, or the bits of float64 positions as int64."""
 

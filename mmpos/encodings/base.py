@@ -18,10 +18,10 @@ __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "LearnedBias", "Learned
 
 
 DIM, NUM_HEADS, HEAD_DIM = 48, 4, 12
-"""Default sizes of every encoding. A head's channels form pairs for one, two or three axes."""
+"""Default sizes of all encodings. The channels of a head can be divided into pairs for one, two or three axes."""
 
 MAX_CHANNELS = MAX_HEAD_DIM
-"""Largest number of channels or heads of an encoding without weights."""
+"""Maximum number of channels or heads of an encoding without weights."""
 
 
 _HALF = 2**62  # the difference of two positions within ±2⁶² fits in int64

@@ -68,7 +68,7 @@ class Rope1DAdjacent(Rotation):
 
 @dataclass(frozen=True)
 class Rope2D(Rotation):
-    """Rotate half of the channels by the row and the other half by the column, each as RoPE-1D of d/2 channels.
+    """Rotate half of the channels by the row and the other half by the column, each as in RoPE-1D with d/2 channels.
 
     Both axes have the same frequencies theta^(−4j/d). Rotating one pair by both ids would mix the two distances.
 
@@ -93,7 +93,7 @@ class Rope2D(Rotation):
 
 @dataclass(frozen=True)
 class RopeND(Rotation):
-    """``Rope2D`` with n axes: n equal parts of the channels, each as RoPE-1D of d/n channels.
+    """``Rope2D`` generalised to n axes: n equal parts of the channels, each rotated as in RoPE-1D with d/n channels.
 
     Source: kexue.fm 8397; "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 

@@ -51,7 +51,7 @@ class Normalised(AdditiveTable):
     The vector of a position depends on the sequence length; the longer the sequence, the closer the vectors of
     neighbours.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), the second idea that it rejects.
+    Source: "详解Transformer中的Positional Encoding" (2021), the second idea, which it rejects.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -113,8 +113,8 @@ class Binary(AdditiveTable):
 class SingleSinusoid(AdditiveTable):
     """PE(p) = sin(ωp) in every channel.
 
-    *Corrected*: with a small ω neighbours are nearly equal, at most ω apart; with a large ω distant positions collide.
-    The original says the reverse.
+    *Corrected*: with a small ω, neighbours are nearly equal, at most ω apart; with a large ω, distant positions
+    collide. The source says the opposite.
 
     Source: "详解Transformer中的Positional Encoding" (2021), the step before it combines several frequencies.
 
@@ -145,8 +145,8 @@ class Sinusoidal(AdditiveTable):
     PE(p + k) = M_k PE(p) with an orthogonal M_k (see ``shift``); PE(p)·PE(q) = Σ cos ω_k(p − q).
 
     *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512); one source multiplies. No two
-    integer positions share a vector, since for pair 0 alone p − q would have to be a multiple of 2π. So positions 1
-    and 513 differ, and the 63,000 "unique positions" of another source are just the approximate period 2π·10⁴ of the
+    integer positions share a vector, because pair 0 alone would require p − q to be a multiple of 2π. So positions 1
+    and 513 differ, and the 63,000 "unique positions" in another source are just the approximate period 2π·10⁴ of the
     slowest pair.
 
     Source: "Attention is all you need" (Vaswani et al., 2017).

@@ -57,10 +57,10 @@ Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
 BACKENDS = ("torchvision", "pillow")
 
 MOST_READS = 2**14
-"""Largest number of reads before the pixels: Pillow reads each segment, chunk or block in Python; files have dozens."""
+"""Maximum number of reads before the pixels. Pillow reads each segment, chunk or block in Python; files have dozens."""
 
 MOST_SCANS = 100
-"""Largest number of scans of a JPEG. Encoders write about ten; a decoder passes over all pixels for each."""
+"""Maximum number of scans in a JPEG. Encoders write about ten; a decoder passes over all pixels once per scan."""
 
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 
@@ -303,7 +303,7 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
 
 
 def _orientation(image: Image) -> int:
-    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, because the pixels are still usable."""
+    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, because the pixels can still be used."""
     if "exif" not in image.info:  # getexif would decode a whole PNG to look for it
         return 1
     try:
@@ -371,7 +371,7 @@ def _checked(array: Array, dtypes: tuple[type[np.generic], ...], *, channels_las
 
 
 def samples(image: Image) -> Samples:
-    """Return the samples of a Pillow image: uint16 for 16-bit gray, RGBA if it may have transparency, otherwise RGB."""
+    """Return the samples of a Pillow image: uint16 for 16-bit gray, RGBA if it may be transparent, otherwise RGB."""
     if image.mode.startswith("I;16"):
         gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow would clip the samples to 255
         key = image.info.get("transparency")
@@ -379,7 +379,7 @@ def samples(image: Image) -> Samples:
             return gray
         return np.concatenate([gray, gray, gray, (gray != key) * np.uint16(65535)], axis=2)
     if image.mode in ("I", "F"):
-        raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
+        raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want 8-bit or 16-bit samples")
     mode = "RGBA" if image.has_transparency_data else "RGB"
     image.load()  # may change the size, for example if the file is an icon
     array = np.empty((image.height, image.width, len(mode)), np.uint8)

@@ -185,7 +185,7 @@ class ImageProcessor:
         return Grid(min(max(1, rows), most), min(max(1, columns), most))
 
     def _enlarged(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Scale both sides of an image with a side shorter than a token, unless small_images is "qwen-vl"."""
+        """Scale both sides of an image if one is shorter than a token, unless small_images is "qwen-vl"."""
         if min(height, width) >= factor or self.small_images == "qwen-vl":
             return height, width
         if self.small_images == "glm-v":
@@ -251,7 +251,7 @@ class ImageProcessor:
         return ProcessedImage(patches, grid, fitted, size, content_hash)
 
     def pixels(self, image: object) -> npt.NDArray[np.uint8]:
-        """Decode an image to upright pixels (h, w, 3) without resizing, with the limits of `process`.
+        """Decode an image to upright pixels (h, w, 3) without resizing, under the same limits as `process`.
 
         Args:
             image: any image that the class supports, except an `ImageSize`; it is not changed.

@@ -58,7 +58,7 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
         num_tokens: number of tokens in the prompt with expanded placeholders.
         mm_items: items with ``offsets`` (pairs of the first and the last placeholder) and with image_grid_thw or
             video_grid_thw, (n, 3) before merging; a video with one pair per frame has text between frames.
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
 
     Raises:
         InvalidInputError: offsets match neither the grids nor their frames, or spans extend beyond the prompt.

@@ -508,12 +508,12 @@ def test_invalid_settings_are_refused(message: str) -> None:
 CONTENT = [{"role": "user", "content": {"type": "image", "image": WIDE}}]
 BLOCK = "conversation[1][0].content[0]"
 CHATS: dict[str, Any] = {
-    "conversation: got str, want a list of messages, or a list of conversations": "A cat",
+    "conversation: got str, want a list of messages or a list of conversations": "A cat",
     "conversation: got none, want a list of messages": [],
     "conversation[1]: got none, want a list of messages": [chat(text_block("A")), []],
     "conversation[1]: got str, want a list of messages": [chat(text_block("A")), "A"],
     "conversation[1]: got str, want a message with role and content": [*chat(text_block("A")), "A"],
-    "conversation[0].content: got dict, want text, a list of blocks, or None": CONTENT,
+    "conversation[0].content: got dict, want text, a list of blocks or None": CONTENT,
     **{
         f"{BLOCK}{message}": [chat(text_block("A")), chat(content)]
         for message, content in (
@@ -526,8 +526,11 @@ CHATS: dict[str, Any] = {
             (".image_url: got None, want the URL of the image", {"type": "image_url", "image_url": {}}),
             (": got dict, want a block with a type", {"text": "A"}),
             (".path: got int, want text or a path", {"type": "image", "path": 5}),
-            (".image: got it in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
-            (".image_url: got it in a block of type 'input_image'", {"type": "input_image", "image_url": "data:,"}),
+            (".image: got this key in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
+            (
+                ".image_url: got this key in a block of type 'input_image'",
+                {"type": "input_image", "image_url": "data:,"},
+            ),
         )
     },
 }

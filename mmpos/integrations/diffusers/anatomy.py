@@ -58,7 +58,7 @@ class TransformerAnatomy:
         text_module: name of the module that processes the text of each document before it joins a row, or "".
         rows: function whose result replaces the output of rope unless that result is None; None uses the rows of
             ``order``.
-        unsupported: config field, and the value of it with which the transformer cannot be patched.
+        unsupported: config field, and the value of that field with which the transformer cannot be patched.
     """
 
     blocks: tuple[str, ...]
@@ -124,7 +124,7 @@ class TransformerAnatomy:
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if "attention_mask" in (arguments.get(name) or {}):
                 raise InvalidInputError(
-                    f"{name} must not have an attention_mask if positions are passed, because positions define the mask"
+                    f"{name} must not have an attention_mask if positions are passed: positions define the mask"
                 )
         new = self._timesteps(streams, arguments)
         numbers, text = streams.numbers(self.order), arguments[self.text]
@@ -136,7 +136,7 @@ class TransformerAnatomy:
         if "text_lens" in self.replaced:
             new["text_lens"] = torch.zeros(streams.batch, dtype=torch.int64, device=text.device)
         if TEXT not in self.order and streams.packed and "encoder_attention_mask" in arguments:
-            new["encoder_attention_mask"] = None  # it is in streams
+            new["encoder_attention_mask"] = None  # the mask is already in streams
         elif "encoder_attention_mask" in self.replaced:
             new["encoder_attention_mask"] = torch.ones(streams.batch, numbers[TEXT].numel(), device=text.device)
         return new
@@ -249,10 +249,10 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
         "WanVACETransformer3DModel": _like_wan("vace_blocks"),
     }
 )
-"""Classes of transformers that ``patch`` supports."""
+"""Transformer classes that ``patch`` supports."""
 
 NOT_PATCHED: Mapping[str, str] = MappingProxyType(
-    {"ZImageTransformer2DModel": "it accepts lists of images of any sizes and rotates each by its own positions"}
+    {"ZImageTransformer2DModel": "it accepts lists of images of any size and rotates each image by its own positions"}
 )
 """Classes that need no patch, with the reason."""
 
@@ -272,7 +272,9 @@ def anatomy_of(transformer: Any) -> TransformerAnatomy:
     if anatomy.unsupported is not None:
         field, value = anatomy.unsupported
         if transformer.config.get(field) == value:
-            raise UnsupportedError(f"config.{field}: got {value!r}, which is not supported: timesteps differ by token")
+            raise UnsupportedError(
+                f"config.{field}: got {value!r}, which is not supported, because timesteps differ by token"
+            )
     for attention in anatomy.attentions(transformer):
         processor = type(attention.processor).__name__
         if processor not in anatomy.processors:

@@ -494,7 +494,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "CogView3PlusTransformer2DModel": _ABSOLUTE,
         "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
         "DiTTransformer2DModel": _ABSOLUTE,
-        "DreamLiteTransformer2DModel": "its tokens have no positions; only convolutions around it depend on them",
+        "DreamLiteTransformer2DModel": (
+            "its tokens have no positions; only the convolutions around it depend on positions"
+        ),
         "HeliosTransformer3DModel": NOT_AFFINE["helios"],
         "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
         "LatteTransformer3DModel": _ABSOLUTE,
@@ -503,12 +505,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
         "MiniMaxMusic3Transformer1DModel": _AUDIO,
         "MochiTransformer3DModel": NOT_AFFINE["mochi"],
-        "OmniGenTransformer2DModel": "it is a language model with one id per token, also in images: use flatten",
+        "OmniGenTransformer2DModel": "it is a language model with one id per token, even in images: use flatten",
         "PixArtTransformer2DModel": _ABSOLUTE,
         "PriorTransformer": _ABSOLUTE,
         "RFD4ProteinaTransformer": "it is a protein model, and residues have no grid",
         "SD3Transformer2DModel": _ABSOLUTE,
-        "SanaTransformer2DModel": "its tokens have no positions or sinusoidal ones; only convolutions depend on them",
+        "SanaTransformer2DModel": (
+            "its tokens have sinusoidal positions or none; only convolutions depend on positions"
+        ),
         "StableAudio3DiTModel": _AUDIO,
         "StableAudioDiTModel": _AUDIO,
         "T5FilmDecoder": _AUDIO,

@@ -13,7 +13,7 @@ from mmpos.support.checks import finite, integer, integers
 __all__ = ["TransformerConfig"]
 
 _LARGEST = 2**20
-"""Maximum of an integer in a config."""
+"""Maximum value of an integer in a config."""
 
 
 @dataclass(frozen=True)

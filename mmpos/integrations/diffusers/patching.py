@@ -35,7 +35,7 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 Call = tuple[tuple[object, ...], Arguments]
 
 _ARGUMENT = "positions"
-"""Name of the argument of a transformer's call for a table."""
+"""Name of the argument through which a call passes a table."""
 
 _KEY = "mm_rows"
 """Key in joint_attention_kwargs under which blocks receive rows if no module computes their rotations."""
@@ -43,20 +43,20 @@ _KEY = "mm_rows"
 
 @dataclass(frozen=True)
 class _Processing:
-    """Rows of the running processor, and whether it rotates q and k."""
+    """Rows of the running processor, and whether the processor rotates q and k."""
 
     rows: Rows
     rotates: bool
 
 
 _MARK = "_mmpos_rotates"
-"""Attribute of processor classes that rotate by positions."""
+"""Attribute that marks processor classes that rotate by positions."""
 
 _STREAMS: ContextVar[Streams | None] = ContextVar("mmpos_streams", default=None)
-"""Streams of the running forward of a transformer."""
+"""Streams of the transformer call that is running."""
 
 _BLOCK: ContextVar[Rows | None] = ContextVar("mmpos_block", default=None)
-"""Rows of the running block."""
+"""Rows of the block that is running."""
 
 _PROCESSING: ContextVar[_Processing | None] = ContextVar("mmpos_processing", default=None)
 
@@ -134,7 +134,7 @@ def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if settings.second_rotary is not None:
-        raise InvalidInputError("rotary: got one, want None: the two channels of a pair have different rotations")
+        raise InvalidInputError("rotary: got a Rotary, want None: the two channels of a pair have different rotations")
     for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
@@ -162,7 +162,9 @@ def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
     processors = {id(attention.processor): attention.processor for attention in attentions}.values()
     kinds: list[Any] = [type(processor) for processor in processors]
     if any(_MARK in vars(kind) for kind in kinds):
-        raise UnsupportedError("processor: got one of another patched transformer, want one that is not shared")
+        raise UnsupportedError(
+            "processor: got one shared with another patched transformer, want one that is not shared"
+        )
     return list(zip(processors, map(_patched_class, kinds), strict=True))
 
 
@@ -212,7 +214,7 @@ class TransformerHook:
         missing = self.num_rotating - len(streams.reached)
         if missing > 0:
             got = f"{missing} of {self.num_rotating} attentions that did not rotate by positions"
-            raise UnsupportedError(f"transformer: got {got}, want the processors that it had at the time of patch")
+            raise UnsupportedError(f"transformer: got {got}, want the processors that it had when it was patched")
 
 
 def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kwargs: object) -> object:
@@ -224,7 +226,7 @@ def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kw
 def _after_rope(
     anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
 ) -> object:
-    """Replace the output of the rotary module, after it is split among ranks, by the rows of this rank's tokens."""
+    """Replace the output of the rotary module, already split among ranks, by the rows of this rank's tokens."""
     streams = _STREAMS.get()
     if streams is None:
         return None
@@ -245,7 +247,7 @@ def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] 
 
 
 def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -> Tensor:
-    """Move texts into their rows after the module that processes the text of each document."""
+    """Move texts into their rows after the text module has processed them per document."""
     streams = _STREAMS.get()
     return texts if streams is None else streams.texts_in_rows(texts)
 

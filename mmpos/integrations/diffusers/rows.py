@@ -26,10 +26,10 @@ from mmpos.support.checks import IntArray, counted
 __all__ = ["IMAGE", "TEXT", "PackedDocuments", "Rows", "Streams"]
 
 TEXT, IMAGE = "encoder_hidden_states", "hidden_states"
-"""Names of the streams of tokens, which are the names of their arguments."""
+"""Names of the token streams, which are also the names of their arguments."""
 
 Attention = Callable[..., Tensor]
-"""Function of q, k and v, (batch, seq, heads, head_dim), with options such as attn_mask, that returns this shape."""
+"""Function that takes q, k and v (batch, seq, heads, head_dim) and options such as attn_mask; returns this shape."""
 
 
 class PackedDocuments(NamedTuple):
@@ -145,7 +145,7 @@ class Rows:
             query: q before rotation.
             key: k before rotation.
             value: v.
-            options: other arguments of the attention function; attn_mask is replaced.
+            options: other arguments for the attention function; attn_mask is replaced.
         """
         query, key = self._rotated(query, key)
         self.reached.append(None)
@@ -154,7 +154,7 @@ class Rows:
             mask = self.whole.mask(parallel.context_parallel_config, query.device)
             return attention(query, key, value, **{**options, "attn_mask": mask})
         if parallel is not None and (self.mask is not None or self.documents is not None):
-            want = "one whole document per row: a rank has the mask of its own tokens only"
+            want = "one whole document per row, because a rank has only the mask of its own tokens"
             raise UnsupportedError(f"positions: got padding or packed documents with context parallelism, want {want}")
         if self.documents is None:
             return attention(query, key, value, **{**options, "attn_mask": self.mask})
@@ -175,7 +175,7 @@ class Rows:
         if self.documents is None:
             return attention(query, key, value, **options)
         if options.get("parallel_config") is not None:
-            want = "one document per row: diffusers splits their texts"
+            want = "one document per row, because diffusers splits the texts of packed documents"
             raise UnsupportedError(f"positions: got packed documents with context parallelism, want {want}")
         count = self.documents.tokens.shape[0]
         key, value = (x.reshape(count, -1, *x.shape[2:]) for x in (key, value))

@@ -59,7 +59,7 @@ class TransformerSettings:
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
     def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
-        """Return the grid of tokens of an image or a video with this size in latents.
+        """Return the token grid of an image or a video whose size is given in latents.
 
         Args:
             height: rows of latents.
@@ -85,7 +85,7 @@ class TransformerSettings:
         return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
-        """Compute positions for documents, each a text and its images; check the ids against the transformer's tables.
+        """Compute positions for documents, each a text with its images; check the ids against the transformer's tables.
 
         Args:
             documents: a SegmentTable, or an argument of ``SegmentTable.from_documents``.
@@ -140,7 +140,9 @@ def _values(config: object) -> Mapping[str, Any]:
     if isinstance(config, str | PurePath):
         path = Path(config)
         if not path.exists():
-            want = "that of a config.json or of its folder; nothing is downloaded: for a model on the Hub, download its"
+            want = (
+                "that of a config.json or of its folder; nothing is downloaded, so for a model on the Hub, download its"
+            )
             raise InvalidInputError(
                 f"config: got the path {str(config)!r}, which does not exist, want {want} config.json"
             )

@@ -117,7 +117,7 @@ def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict
     if not types:
         if not isinstance(rotary, Rotary):
             raise InvalidInputError(
-                f"rotary: got {type(rotary).__name__}, want one Rotary: all layers use the same rotation"
+                f"rotary: got {type(rotary).__name__}, want one Rotary, because all layers use the same rotation"
             )
         rotaries = {None: rotary}
     else:

@@ -33,7 +33,7 @@ from mmpos.support.checks import INT32_MAX, IntArray, one_of
 __all__ = ["CanvasRopeIndex"]
 
 _CANVAS = MRopeCanvas()
-_PLACEHOLDER = INT32_MAX - VIDEO  # above every text id; patches get this id plus their type
+_PLACEHOLDER = INT32_MAX - VIDEO  # above every text id; patches receive this id plus their type
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CanvasRopeIndex:
 
     Args:
         crop_markers: token ids of the markers around thumbnails and slices.
-        spatial_merge_size: patches per side merged into one token, unless a call passes downsample_mode.
+        spatial_merge_size: side, in patches, of the square merged into one token, unless a call passes downsample_mode.
     """
 
     crop_markers: CropMarkers
@@ -140,7 +140,7 @@ def _compute(
 
 
 def _one_frame(sizes: Tensor | None) -> Tensor | None:
-    """Add a frame count of 1 to (crops, 2) sizes; leave sizes of another rank unchanged; a later check refuses them."""
+    """Add a frame count of 1 to (crops, 2) sizes; leave sizes of another rank unchanged for a later check to refuse."""
     return sizes if sizes is None or sizes.dim() != 2 else torch.nn.functional.pad(sizes, (1, 0), value=1)
 
 

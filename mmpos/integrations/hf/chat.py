@@ -94,11 +94,11 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
-"""Videos that need no decoder, as described in errors."""
+"""Description, in error messages, of videos that need no decoder."""
 
 
 class Frames:
-    """Frames of one video, in a separate class to distinguish them from a list of videos.
+    """Frames of one video; the class distinguishes them from a list of videos.
 
     This is not a dataclass, because Transformers converts dataclasses in a chat to mappings.
 
@@ -120,7 +120,7 @@ _AUDIO = ("audio", "input_audio")
 
 
 def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
-    """Return whether text is a conversation (a list of messages), or a list of conversations."""
+    """Return whether text is a conversation (a list of messages) or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
         first = first[0]
@@ -142,7 +142,7 @@ def read_conversations(conversation: object, read_files: bool, *, videos: bool) 
     refused = _AUDIO if videos else _AUDIO + _VIDEOS
     if not is_chat(conversation):
         got = _kind(conversation)
-        raise InvalidInputError(f"conversation: got {got}, want a list of messages, or a list of conversations")
+        raise InvalidInputError(f"conversation: got {got}, want a list of messages or a list of conversations")
     if isinstance(conversation[0], Mapping):
         return _read("conversation", conversation, read_files, refused)
     return [_read(f"conversation[{i}]", each, read_files, refused) for i, each in enumerate(conversation)]
@@ -177,7 +177,7 @@ def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...
         content = message.get("content")
         if not isinstance(content, list | tuple | str | None):
             got = f"{name}[{i}].content: got {type(content).__name__}"
-            raise InvalidInputError(f"{got}, want text, a list of blocks, or None")
+            raise InvalidInputError(f"{got}, want text, a list of blocks or None")
         if isinstance(content, list | tuple):
             named = ((f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content))
             message = {**message, "content": [_block(*each, read_files, refused) for each in named]}
@@ -186,7 +186,7 @@ def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...
 
 
 def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...]) -> Mapping[str, object]:
-    """Read one block of content; the result has the image under "image" or the video under "video"."""
+    """Read one content block; the result has the image under "image" or the video under "video"."""
     if not isinstance(block, Mapping) or (kind := block.get("type")) is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
     if kind in refused:
@@ -206,15 +206,15 @@ def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...])
         rest = {key: block[key] for key in block if key not in sources}
         read = _image if kind == "image" else _video
         return {**rest, kind: read(name, keys[0], block[keys[0]], read_files)} if keys else rest
-    # Templates skip blocks of unknown types, so the image would be lost silently.
+    # Templates skip blocks of unknown types, so the image would be silently lost.
     for key in ("image", "image_url", "video", "video_url"):
         if block.get(key) is not None:
-            raise InvalidInputError(f"{name}.{key}: got it in a block of type {kind!r}, want type {key[:5]!r}")
+            raise InvalidInputError(f"{name}.{key}: got this key in a block of type {kind!r}, want type {key[:5]!r}")
     return block
 
 
 def _image(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Return the image of a block: text is converted to bytes or a path, other objects are returned as they are."""
+    """Return the image of a block: text is converted to bytes or a path; other objects are returned unchanged."""
     if key == "base64":
         return read_data_url(name, f"data:;base64,{value}")
     if key == "path" and not isinstance(value, str | PathLike):
@@ -225,7 +225,7 @@ def _image(name: str, key: str, value: Any, read_files: bool) -> object:
 
 
 def _video(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Return the video of a block: text is converted to a path, and a list is interpreted as video frames."""
+    """Return the video in a block: text is converted to a path, and a list is interpreted as video frames."""
     if isinstance(value, str):
         return local_path(name, value, read_files, FRAMES)
     if key != "video" and not isinstance(value, PathLike):

@@ -68,8 +68,8 @@ class GeneratingRopeIndex:
 
         Args:
             input_ids: (batch, seq); every token between the markers of an image is a patch, whatever its id.
-            image_grid_thw: (images, 3) frames (always 1), height and width in tokens: for each row, the images of its
-                prompt, then the images to generate. None treats all tokens as text.
+            image_grid_thw: (images, 3) frames (always 1), height and width in tokens: for each row, those of the images
+                in its prompt, then those of the images to generate. None treats all tokens as text.
             images_per_sample: (batch,) number of images in each row; None if every row has all images.
             attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the id 1. A mask of a
                 different length is ignored.
@@ -162,11 +162,11 @@ def _compute(
 
 
 class _Prompts(NamedTuple):
-    """Prompts and all their grids.
+    """Prompts and all of their grids.
 
     Args:
         segments: the prompts, one document each.
-        grid_thw: (grids, 3) for each prompt, the grids of its images, then the grids to generate.
+        grid_thw: (grids, 3); for each prompt, the grids of its images come first, then the grids to generate.
         per_row: (documents,) number of grids of each prompt.
     """
 
@@ -227,7 +227,7 @@ def _generated_ids(prompts: _Prompts, positions: PositionTable) -> IntArray:
 
 
 def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> tuple[IntArray, IntArray]:
-    """Find the complete images of prompts, each between a marker of type 1 and a marker of type 2.
+    """Find the complete images in prompts, each between a marker of type 1 and a marker of type 2.
 
     Args:
         types: (tokens,) types of the tokens of a packed batch.

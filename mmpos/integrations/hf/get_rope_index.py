@@ -72,7 +72,7 @@ class RopeIndex:
     operator, so torch.compile can capture it in a graph.
 
     Args:
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         temporal_merge_size: frames of a video merged into one.
         frames_apart: whether each frame of a video is a separate grid.
     """
@@ -211,7 +211,7 @@ class XDRopeIndex:
     """Function with the same arguments and results as ``get_rope_index`` of HunYuan-VL.
 
     Args:
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         axes: number of axes; the last three are the column, the row and the number of the image in the batch; the axes
             before them are the token index.
     """

@@ -52,7 +52,7 @@ class OmniRopeIndex:
 
     Args:
         placeholders: token ids of image patches, video patches and audio.
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         tokens_per_second: ids per second.
         vision_start_token_id: token id of the marker before an image or a video.
         audio_start_token_id: token id of the marker before audio; in a video with audio, it follows the video marker.

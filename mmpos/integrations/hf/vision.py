@@ -153,7 +153,7 @@ class ImagesOfProcessor:
 
     @property
     def merge_size(self) -> int:
-        """Number of patches per side merged into one token."""
+        """Number of side, in patches, of the square merged into one token."""
         return self._images.spatial_merge_size
 
     @property

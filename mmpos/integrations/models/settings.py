@@ -49,7 +49,7 @@ class ModelSettings:
         opening_token_id: id of the token that, at the start of an image, is followed by one placeholder without a patch
             (NeoMME), or None.
         video_markers: token ids around a video whose frames use the placeholders of images, or None.
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         temporal_merge_size: number of frames of video_grid_thw merged into one.
         patch_size: side of an encoder patch in pixels; None if it is not in the config.
         temporal_patch_size: frames per patch; None if it is not in the config.
@@ -116,8 +116,8 @@ class ModelSettings:
             rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
             audio_lengths: (audios,) number of tokens of each audio after the encoder, checked against input_ids; or
                 None.
-            images_per_sample: (documents,) number of rows of image_grid_thw per document; images to generate come last
-                in each document and are ignored. None if there are no images to generate.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document, including images to generate,
+                which come last and are ignored; None if there are none.
 
         Raises:
             InvalidInputError: see ``SegmentTable.from_input_ids``.

@@ -53,7 +53,7 @@ def request_segments(
     Args:
         num_tokens: number of tokens of the prompt.
         mm_features: features of the request, in any order; features with modality "prompt_embeds" are treated as text.
-        spatial_merge_size: patches per side merged into one token; grids in ``data`` have the sizes before merging.
+        spatial_merge_size: side, in patches, of the square merged into one token; grids in ``data`` are not merged yet.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span (Pixtral).
 
     Returns:
@@ -198,7 +198,7 @@ def mrope_input_positions(
         mm_features: vLLM's features of the request; see ``request_segments``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         sections: layout of vLLM's rotation.
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         max_new_tokens: maximum number of generated tokens.
         strict: whether two images without text between them are an error; None uses the default of the scheme.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span.

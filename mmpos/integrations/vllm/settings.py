@@ -31,7 +31,7 @@ class ServedModel:
     Args:
         scheme: scheme of the model.
         sections: layout of vLLM's rotation.
-        spatial_merge_size: patches per side merged into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         permute: whether to permute the weights while they are loaded.
     """
 

@@ -132,7 +132,7 @@ class MultimodalRotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Positions, mrope_section: Sequence[int] | None = None, cp_group: Group | None = None
     ) -> Tensor:
-        """Compute angles for Megatron's attention.
+        """Compute the angles for Megatron's attention.
 
         Args:
             position_ids: positions of the whole batch on every context-parallel rank: PositionTable, DevicePositions,
@@ -141,10 +141,10 @@ class MultimodalRotaryEmbedding(nn.Module):
             cp_group: group of context-parallel ranks; None uses the module's cp_group.
 
         Returns: In layout "sbhd", (seq / C, batch, 1, rotary_dim): the zig-zag blocks of every row that belong to this
-            one of C ranks. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
+            rank, one of C. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
 
         Raises:
-            InvalidInputError: mrope_section differs from rotary, or rows are not a multiple of 2C tokens.
+            InvalidInputError: mrope_section differs from rotary, or the length of rows is not a multiple of 2C tokens.
         """
         section = self.rotary.mrope_section
         if mrope_section is not None and section is not None and tuple(mrope_section) != section:
@@ -170,7 +170,7 @@ def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
 
 
 _HEADER = 6
-"""Fields of the header: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows: no table."""
+"""Header fields: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows mean no table."""
 
 
 def broadcast_table(
@@ -190,7 +190,7 @@ def broadcast_table(
         group: group whose ranks all make this call; None uses all ranks.
         device: device on which the group communicates; None uses the current CUDA device under nccl, else the host.
 
-    Returns: ``positions`` on rank src, and an equal table on the host of all other ranks. Under nccl, the call waits
+    Returns: ``positions`` on rank src, and an equal table in host memory on all other ranks. Under nccl, the call waits
         for the device.
 
     Raises:

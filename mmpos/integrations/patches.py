@@ -21,7 +21,7 @@ _MARK = "_mmpos_patch"
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """Attribute to set on a module."""
+    """An attribute to set on a module."""
 
     module: nn.Module
     name: str
@@ -86,7 +86,7 @@ def unpatched(name: str, module: Module) -> Module:
     """Remove everything that a patch added to a module; the module may be a copy of the patched module.
 
     Raises:
-        InvalidInputError: the module is not patched, or other code has replaced an attribute that the patch set.
+        InvalidInputError: the module is not patched, or other code has replaced an attribute set by the patch.
     """
     patch = vars(module).get(_MARK)
     if patch is None:

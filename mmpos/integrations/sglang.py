@@ -25,7 +25,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
     """Return ``mrope_positions`` and ``mrope_position_delta`` for a request, like SGLang's ``compute_mrope_positions``.
 
     SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
-    It resumes a retracted request from the last id of the prompt instead, so a prompt must end with text.
+    But it resumes a retracted request from the last id of the prompt, so prompts must end with text.
 
     Args:
         positions: one document, the whole prompt.
@@ -52,7 +52,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
 
 
 def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_size: int = 1) -> SegmentTable:
-    """Build the segment table of a prompt from SGLang's ``mm_items``, without reading the tokens.
+    """Build the segment table of a prompt from SGLang's ``mm_items`` without reading the tokens.
 
     Args:
         num_tokens: number of tokens in the prompt with expanded placeholders.
@@ -62,7 +62,7 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
 
     Raises:
         InvalidInputError: offsets match neither the grids nor their frames, or spans extend beyond the prompt.
-        UnsupportedError: an item has no grid; an example is audio.
+        UnsupportedError: an item has no grid, for example audio.
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]

@@ -1,4 +1,4 @@
-"""cached_property without the lock that ``functools.cached_property`` holds until Python 3.12."""
+"""A cached_property without the lock that ``functools.cached_property`` takes before Python 3.12."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class cached_property(Generic[Value]):  # noqa: N801  # the name used in functoo
     """Decorator for a method whose value is computed on first access and stored in the instance.
 
     It takes no lock. In Python 3.11, ``functools.cached_property`` uses one lock for all instances: if a process forks
-    while a thread holds this lock, nobody ever releases it in the child. If several threads access the property at the
+    while a thread holds this lock, it is never released in the child. If several threads access the property at the
     same time, each of them may compute the value; the value stored first is kept, so all of them receive the same
     object.
 

@@ -1,4 +1,4 @@
-"""Argument checks: each function returns the checked value or raises an error with name, value and expected value."""
+"""Argument checks: each function returns the checked value, or raises an error with name, value and expectation."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
 
 
 def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """Check integers within bounds, either one for all documents or one for each, and return (documents,)."""
+    """Check integers within bounds, one for all documents or one for each; return an array (documents,)."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for short arrays
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))
@@ -144,7 +144,7 @@ def per_document(name: str, value: object, num_documents: int, *, minimum: int, 
 
 
 def finite(name: str, value: object, *, minimum: float | None = None, above: float | None = None) -> float:
-    """Check that a value is a finite real number within bounds, of any type except bool, and return a float."""
+    """Check that a value is a finite real number within bounds, not a bool, and return it as a float."""
     want = "a finite number"
     if minimum is not None or above is not None:
         want += f" >= {minimum:g}" if minimum is not None else f" > {above:g}"

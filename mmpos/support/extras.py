@@ -10,7 +10,7 @@ from importlib import import_module
 __all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
 
 DISTRIBUTION = "multimodal-positions"
-"""Name of this package on an index; the name ``mmpos`` belongs to another project there."""
+"""Name of this package on package indexes, where the name ``mmpos`` belongs to another project."""
 
 _OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 
@@ -41,10 +41,10 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
 
 @contextmanager
 def needed_for(what: str, *, extra: str) -> Iterator[None]:
-    """Convert the failure of an import in the block to an error that contains the pip command.
+    """Convert a failed import in the block to an error that contains the pip command.
 
-    Only a missing package causes this error: a broken package raises its own, and a missing module of this project is
-    our mistake.
+    Only a missing package causes this error: a broken package raises its own error, and a missing module of this
+    project is our mistake.
 
     Args:
         what: feature that needs the imports in the block; the message begins with it.

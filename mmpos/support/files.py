@@ -33,7 +33,7 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """
     url = _URL.fullmatch(os.fsdecode(path))
     if url:
-        got = path if isinstance(path, str) else f"{url[1]}://{url[2]}"  # pathlib drops a slash
+        got = path if isinstance(path, str) else f"{url[1]}://{url[2]}"  # pathlib drops one of the slashes
         raise InvalidInputError(f"{name}: got {got!r}, want a path on this machine, not a URL")
     return Path(path)
 

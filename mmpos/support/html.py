@@ -19,7 +19,7 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 _WIDTH, _LEFT, _ROW, _NUMBERS = 800, 130, 16, 14  # in pixels; segment numbers are below the bar of a document
-_DIGIT = 7  # maximum width of a digit in pixels
+_DIGIT = 7  # maximum width of a digit, in pixels
 _COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # distinguishable for colour-blind readers
 
 

@@ -18,8 +18,7 @@ _MISSING = "not installed"
 def info() -> dict[str, str]:
     """Report the versions of mmpos and its packages, and whether its C extension was built.
 
-    No package is imported to find this out. Without the extension, everything works through numpy and produces the same
-    numbers.
+    The packages are not imported. Without the extension, everything works through numpy and produces the same numbers.
 
     >>> sorted(info())[:4]
     ['extension', 'grpcio', 'machine', 'mmpos']
@@ -54,12 +53,12 @@ def print_info() -> None:
 
 
 def version() -> str:
-    """Return the installed version of mmpos, or "unknown" if it runs from its source without being installed."""
+    """Return the installed version of mmpos, or "unknown" if it runs from source without being installed."""
     return version_of(DISTRIBUTION) or "unknown"
 
 
 def cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # missing on some systems

@@ -36,7 +36,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         INTERRUPTED: "stopped by Ctrl-C",
     }
 )
-"""Meanings of the exit codes of both programs."""
+"""Meanings of the exit codes, the same for both programs."""
 
 
 class App(Protocol):
@@ -51,7 +51,7 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
 
     Args:
         name: name of the program in its messages.
-        load: function that imports the typer app; its requirements may be missing.
+        load: function that imports the typer app, whose requirements may be missing.
         arguments: command-line arguments after the program's name; None uses those of the process.
 
     Returns:

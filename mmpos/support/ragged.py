@@ -11,7 +11,7 @@ __all__ = ["ragged_arange", "true_runs"]
 
 
 def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArray, IntArray]:
-    """Concatenate ``counts[i]`` consecutive integers from ``starts[i]`` for each owner i.
+    """Concatenate ``counts[i]`` consecutive integers that begin at ``starts[i]``, for each owner i.
 
     >>> owner, number = ragged_arange(np.array([2, 0, 3]), np.array([10, 20, 30]))
     >>> owner.tolist(), number.tolist()
@@ -21,15 +21,15 @@ def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArra
         counts: (owners,) number of integers of each owner, at least 0.
         starts: (owners,) first number of each owner, or one integer for all.
 
-    Returns: (numbers,) ascending indices of the owners of the numbers, and (numbers,) the numbers themselves; both are
-        new arrays.
+    Returns: (numbers,) index of the owner of each number, ascending, and (numbers,) the numbers themselves; both new
+        arrays.
     """
     owner = np.arange(counts.size).repeat(counts)
     return owner, np.arange(owner.size) - (counts.cumsum() - counts - starts)[owner]
 
 
 def true_runs(mask: npt.NDArray[np.bool_], starts: IntArray | None = None) -> IntArray:
-    """Find the runs of True in a mask; return their first and one-past-last indices, (runs, 2), ascending.
+    """Find the runs of True in a mask; return their first and one-past-last indices (runs, 2) in ascending order.
 
     >>> true_runs(np.array([False, True, True, True, False, True]), np.array([2])).tolist()
     [[1, 2], [2, 4], [5, 6]]

@@ -118,7 +118,7 @@ def test_padding_requires_a_padding_token() -> None:
     without = make_processor(chat_tokenizer(pad_token=None))
     (row,) = without(text=["this"])["input_ids"]
     assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].tolist() == [row, row]
-    message = "tokenizer.pad_token: got None, want a token for padding"
+    message = "tokenizer.pad_token: got None, want a padding token"
     assert_refused(message, lambda: without(text=["A cat", "this"], padding=True))
 
 
@@ -179,7 +179,7 @@ def test_truncation_keeps_special_tokens_added_by_the_tokenizer(side: str) -> No
             else untruncated[1:-1][max(len(untruncated) - length, 0) :]
         )
         assert processor(text="What is </s> this?", max_length=length)["input_ids"] == [[BOS, *text, EOS]]
-    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the special tokens of a row$"):
+    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the number of special tokens"):
         processor(text="What is </s> this?", max_length=1)
     assert processor(text="", max_length=2)["input_ids"] == [[BOS, EOS]]
 

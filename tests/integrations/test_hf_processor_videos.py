@@ -142,7 +142,7 @@ def test_invalid_videos_are_refused() -> None:
     two = {"fps": 2, "num_frames": 2, "do_sample_frames": True}
     by_path = [{"role": "user", "content": [{"type": "video", "path": 3}]}]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("videos: got frames of the shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
+        ("videos: got frames of shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
         ("videos[0].frames[0]: image: got ", {"videos": [[b"no"]]}),
         ("videos: got the text 'https://a/b.mp4', a URL, which is never fetched", {"videos": "https://a/b.mp4"}),
         ("videos.frames[0]: image: got int, want", {"videos": [3]}),

@@ -370,8 +370,8 @@ CONFIGS_REFUSED: dict[str, Any] = {
         f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
         for model, reason in UNSUPPORTED_TYPES.items()
     },
-    "config.model_type: got 'no', want a supported type of docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type of docs/models-names.md": {
+    "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
+    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see docs/models-names.md": {
         "model_type": "qwen25_vl"
     },
     "config.model_type: got none, want the name of a model type": {},

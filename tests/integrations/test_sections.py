@@ -257,7 +257,7 @@ REFUSED: dict[str, Any] = {
     },
     "max_position: got 0, want >= 1": lambda: make(Rotary(head_dim=16), 0, permuted=True),
     "permuted: got 1, want True or False": lambda: make(Rotary(head_dim=16), 8, permuted=1),
-    "dtype: got torch.int64, want a floating dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
+    "dtype: got torch.int64, want a floating-point torch dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
     f"documents[0]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, {ROWS}": lambda: request(
         table(DOCUMENT), Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
     ),

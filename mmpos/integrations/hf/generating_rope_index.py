@@ -182,7 +182,7 @@ def _scanned(
     attention_mask: Tensor | None,
     markers: tuple[int, int],
 ) -> _Prompts | None:
-    """Build the prompts in a single C pass over tokens on the host; return None if C does not support the input."""
+    """Build the prompts in a single pass in C over tokens on the host; return None for input unsupported in C."""
     grids = input_ids.new_zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
     if not input_ids.is_cpu or grids.dtype != torch.int64 or grids.dim() != 2 or (grids[:, :1] != 1).any():
         return None

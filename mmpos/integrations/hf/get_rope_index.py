@@ -73,7 +73,7 @@ class RopeIndex:
 
     Args:
         spatial_merge_size: side, in patches, of the square merged into one token.
-        temporal_merge_size: frames of a video merged into one.
+        temporal_merge_size: number of frames of a video merged into one.
         frames_apart: whether each frame of a video is a separate grid.
     """
 
@@ -161,14 +161,14 @@ class TimedRopeIndex(RopeIndex):
             mm_token_type_ids: as for RopeIndex.
             image_grid_thw: as for RopeIndex.
             video_grid_thw: as for RopeIndex.
-            second_per_grid_ts: seconds between frames, one number per video; None means one second. Frame ids are
+            second_per_grid_ts: seconds between frames, one number per video; None stands for one second. Frame ids are
                 rounded down exactly as in Transformers: the seconds are multiplied first by tokens_per_second (a tensor
                 in its own dtype, a list as Python floats), and then by the frame index.
             attention_mask: as for RopeIndex.
             kwargs: ignored, as in Transformers.
 
         Raises:
-            InvalidInputError: as for RopeIndex; or an entry of second_per_grid_ts is not a number, is negative, or
+            InvalidInputError: as for RopeIndex; also if an entry of second_per_grid_ts is not a number, is negative, or
                 leads to ids beyond int32.
         """
         intervals = None
@@ -356,8 +356,8 @@ def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
 def install(model: Model) -> Model:
     """Replace ``get_rope_index`` of a model, and of every model inside it, by a function from ``rope_index``.
 
-    The function is set on the instances, not on their classes. Copies and pickles of the model keep it. Repeated calls
-    are allowed.
+    The function is set on the instances, not on their classes. Copies and pickles of the model keep the function.
+    Repeated calls are allowed.
 
     Args:
         model: a Transformers model with or without a head, or a module that contains such a model; changed in place.
@@ -366,8 +366,8 @@ def install(model: Model) -> Model:
         The model itself.
 
     Raises:
-        UnsupportedError: no model inside has the method, the type of one is not supported by rope_index, or another
-            function is set on the instance of one. Nothing is changed in these cases.
+        UnsupportedError: no model inside has the method, rope_index does not support the type of one of them, or
+            another function is already set on an instance. In these cases, nothing is changed.
     """
     modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
     if not modules:
@@ -450,7 +450,7 @@ def _compute_xd(
 
 
 def _with_times(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
-    """Return the scheme with the ids of all frames; for video frames, they are truncated products of floats."""
+    """Return the scheme with the ids of all frames; the ids of video frames are truncated products of floats."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO
     owner, times = ragged_arange(segments.extents[0, grid])
@@ -463,7 +463,7 @@ def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> 
     """Compute the (frames,) ids relative to the first frame of each video.
 
     Args:
-        video: (frames,) index of the video of each frame.
+        video: (frames,) index of the video that contains each frame.
         frame: (frames,) index of each frame in its video.
         videos: number of videos.
         intervals: (videos,) ids between frames.
@@ -487,7 +487,8 @@ def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -
 
     Args:
         segments: the documents.
-        videos: (segments,) index of the video of each segment, -1 if it is not a video; None if there are no videos.
+        videos: (segments,) index of the video in each segment, -1 if the segment is not a video; None if there are no
+            videos.
         intervals: (videos,) ids between frames.
     """
     positions = place(segments, _STILL)

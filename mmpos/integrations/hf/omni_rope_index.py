@@ -82,11 +82,11 @@ class OmniRopeIndex:
         """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq). If it is None or there are no grids, tokens are counted in the mask.
+            input_ids: (batch, seq). If it is None or there are no grids, the tokens in the mask are counted instead.
             image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
                 ignored. If it is None, placeholders without a marker before them are treated as text.
             video_grid_thw: (videos, 3) the same for videos.
-            attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the id of padding.
+            attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the padding id.
             use_audio_in_video: whether a video's audio may be interleaved with its frames.
             audio_seqlens: (audios,) number of frames of each audio before the encoder, to be compared with the tokens;
                 or None. ``ModelSettings.audio_tokens`` converts frames to tokens.
@@ -116,7 +116,7 @@ class OmniRopeIndex:
         return ids
 
     def _count(self, attention_mask: Tensor) -> Ids:
-        """Return the index of each token among the unmasked tokens of its row, 1 for masked tokens, and deltas."""
+        """Return the index of each token among the unmasked tokens of its row (1 for masked tokens), and the deltas."""
         mask = attention_mask.long() if self.audio_chunk is None else attention_mask.float()
         ids = (mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
         return ids.repeat(3, 1, 1), ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
@@ -175,7 +175,7 @@ def _compute(
     times, first_frames = _omni_times(segments, tokens, seconds, tokens_per_second)
     if tokens_per_chunk is None:
         return _float_ids(segments, tokens, times.numpy(), input_ids)
-    # Transformers truncates the times, then rounds them once more to float32.
+    # Transformers truncates the times and then rounds them to float32 once more.
     rounded = times.long().float().long().numpy()
     seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
     scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=rounded, first_frames=first_frames)
@@ -187,7 +187,7 @@ def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
     types = tokens.types.ravel()
     at = np.flatnonzero(types == kind)
     if not at.size or (types[at[at > 0] - 1] >= _VISION_START).any():
-        return tokens  # segments() refuses them
+        return tokens  # segments() refuses these placeholders
     return replace(tokens, types=np.where(tokens.types == kind, 0, tokens.types))
 
 
@@ -263,7 +263,7 @@ class _Contents:
 
     @property
     def text(self) -> IntArray:
-        """(contents,) number of text tokens before the start markers; negative if markers of contents overlap."""
+        """(contents,) number of text tokens before the start markers; negative if the markers of contents overlap."""
         before = np.append(0, (self.stop + self.markers)[:-1])[: self.first.size]
         return self.first - self.markers - np.where(self.is_first, self.cu_seqlens[self.document], before)
 

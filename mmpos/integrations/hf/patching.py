@@ -140,7 +140,7 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
 
 
 class Rotations:
-    """Rotations that a call passes to its attentions: for each layer type, cos and sin, or positions and a Rotary."""
+    """Rotations that a call passes to the attentions: per layer type, either cos and sin or positions and a Rotary."""
 
     def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
         self.pairs = pairs
@@ -153,7 +153,7 @@ class ModelHook:
     Args:
         rotaries: a Rotary for each layer type; the key None means all layers.
         fused: when layers receive positions instead of cos and sin: "always", "never", or only on CUDA ("cuda").
-        names: names of the model's parameters, in order.
+        names: names of the parameters of the model's ``forward``, in order.
         packs: whether the model keeps the documents of a row separate.
     """
 
@@ -188,7 +188,7 @@ class ModelHook:
 
 
 class AttentionHook:
-    """Hook before an attention; it replaces the model's own cos and sin by the rotations of the call."""
+    """Hook before an attention module; it replaces the model's own cos and sin by the rotations of the call."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
@@ -213,7 +213,7 @@ class AttentionHook:
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Raise an error if the layers did not receive the rotations of the call; hook after the model below the head."""
+    """Raise an error if layers did not receive the rotations of a call; hook after the model below the head."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
         raise UnsupportedError(

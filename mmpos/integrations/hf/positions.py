@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ARGUMENT = "mm_position_ids"
-"""Name of the argument that a patched model takes."""
+"""Name of the argument that a patched model accepts."""
 
 
 def tokens_of(*candidates: object) -> Tensor:
@@ -98,7 +98,7 @@ def separating_arguments(
         return {}
     if not packs:
         raise UnsupportedError(
-            "mm_position_ids: got several documents in one row, which this model cannot separate, want one row each"
+            "mm_position_ids: got several documents in one row, which this model cannot separate, want one per row"
         )
     if isinstance(ids, PositionTable):
         return _restarts(ids, tokens, arguments)
@@ -107,7 +107,7 @@ def separating_arguments(
 
 
 def _several(ids: object, seq: int) -> bool:
-    """Return whether one row contains several documents; False for dense ids, which have no boundaries."""
+    """Return whether a single row contains several documents; False for dense ids, which have no boundaries."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
     return isinstance(ids, DevicePositions) and ids.num_tokens == seq != ids.row_length
@@ -183,16 +183,16 @@ class Prompt:
 
         Args:
             positions: a PositionTable, or ids with next_positions.
-            next_positions: (batch,) integers; None for a table, which contains them.
-            rotaries: the rotations of the layers.
-            tokens: (batch, seq, …) the tokens of the prompts; with a cache, those after the cached tokens.
+            next_positions: (batch,) integers; None for a table, which contains these ids.
+            rotaries: rotations of the layers.
+            tokens: (batch, seq, …) tokens of the prompts; with a cache, only those after the cached tokens.
             cached: whether there is a cache.
         """
         batch, ids = tokens.shape[0], positions
         if isinstance(positions, PositionTable):
             if next_positions is not None:
                 raise InvalidInputError(
-                    "mm_next_positions cannot be combined with a PositionTable, which contains them"
+                    "mm_next_positions cannot be combined with a PositionTable, which already contains them"
                 )
             ids, next_ids = _from_table(positions, batch, tokens.device)
             check_length(positions, rotaries)
@@ -268,11 +268,11 @@ def generate(
 
     Args:
         model: the model.
-        rotaries: the rotations of its layers.
+        rotaries: rotations of the model's layers.
         inputs: as for ``generate`` in Transformers.
         args: as for ``generate`` in Transformers.
         mm_position_ids: a PositionTable with one document per row, all of the same length; or (axes, batch, seq) dense
-            ids or DevicePositions, with mm_next_positions. With a cache, they include the cached tokens.
+            ids or DevicePositions, with mm_next_positions. With a cache, positions must include the cached tokens.
         mm_next_positions: (batch,) id of the token after each prompt; None for a table, which contains these ids.
         kwargs: as for ``generate`` in Transformers.
     """

@@ -44,14 +44,14 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed for every token, for which tensors are slow
+_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed for every token; tensors are slow for that
 
 
 class MMPosProcessor(ProcessorMixin):
     """Transformers processor that returns positions with the tokens. It is saved and loaded like any other processor.
 
-    In text, the patch marker is the placeholder of an image, and ``video_token`` that of a video; each placeholder is
-    replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
+    In text, the patch marker is the placeholder for an image, and ``video_token`` is the placeholder for a video; each
+    is replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
     placeholders.
 
     Args:
@@ -220,12 +220,12 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Image processor with the interface of Transformers; limits can be assigned to it."""
+        """Image processor with the interface of Transformers, whose limits can be changed by assignment."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
     def images(self) -> ImageProcessor:
-        """The ImageProcessor with the values that were assigned to image_processor."""
+        """The ImageProcessor, with the values that were assigned to image_processor."""
         return self.image_processor.images
 
     @images.setter
@@ -288,9 +288,10 @@ class MMPosProcessor(ProcessorMixin):
             PositionTable; and (batch,) ``mm_next_positions`` and ``deltas`` if all rows have them.
 
         Raises:
-            InvalidInputError: the number of images differs from the number of placeholders, an image cannot be read, or
-                rows cannot be padded or truncated as requested.
-            UnsupportedError: audio or, without a video_processor, videos were passed, or the scheme cannot place a row.
+            InvalidInputError: the numbers of images and placeholders differ, an image cannot be read, or rows cannot be
+                padded or truncated as requested.
+            UnsupportedError: audio was passed, videos were passed without a video_processor, or the scheme cannot place
+                a row.
         """
         self._check_media(videos, audio)
         arguments = flat_options(options)
@@ -339,10 +340,10 @@ class MMPosProcessor(ProcessorMixin):
 
         Raises:
             InvalidInputError: as for a call; the message contains the index of the content block.
-            UnsupportedError: a chat contains audio or, without a video_processor, a video.
+            UnsupportedError: a chat contains audio, or a video without a video_processor.
         """
         if chat_template is None and self.chat_template is None:
-            want = "a template from the call, the processor, its tokenizer or the folder of the model"
+            want = "a template from the call, the processor, its tokenizer or the model's folder"
             raise InvalidInputError(f"chat_template: got None, want {want}")
         conversation = read_conversations(conversation, self.read_files, videos=self._videos is not None)
         if kwargs.get("tokenize"):
@@ -429,7 +430,7 @@ class MMPosProcessor(ProcessorMixin):
         video_sizes: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> MultiModalData:
-        """Compute the numbers of tokens and patches of images and videos from their sizes, for engines without pixels.
+        """Compute the token and patch counts of images and videos from their sizes, for engines without pixels.
 
         Args:
             image_sizes: (height, width) of each image.
@@ -497,7 +498,7 @@ class MMPosProcessor(ProcessorMixin):
         videos: VideoTokens | None,
         options: TextOptions,
     ) -> dict[str, Any]:
-        """Compute every key that depends only on the texts and the sizes of images and videos."""
+        """Compute all keys that depend only on the texts and the sizes of images and videos."""
         encoded = options.encode(self.tokenizer, texts)
         markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
         rows = expand(encoded["input_ids"], grid_thw, counts, markers, videos)
@@ -594,7 +595,7 @@ def _per_token(
     else:
         pad_id = tokenizer.pad_token_id
         if pad_id is None and (lengths < width).any():
-            raise InvalidInputError("tokenizer.pad_token: got None, want a token for padding")
+            raise InvalidInputError("tokenizer.pad_token: got None, want a padding token")
         side, fills = options.side(tokenizer), {"input_ids": pad_id or 0}
         batch = {name: _padded(each, lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
     for name in batch:

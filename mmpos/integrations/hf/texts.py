@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 PIXEL_OPTIONS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-"""Options of Transformers that control how bytes are rescaled and normalised."""
+"""Transformers options that control how bytes are rescaled and normalised."""
 
 IMAGE_OPTIONS = ("min_pixels", "max_pixels", "max_tokens", "size", *PIXEL_OPTIONS)
-"""Options of images; size has shortest_edge and longest_edge, as in Transformers."""
+"""Image options; size has shortest_edge and longest_edge, as in Transformers."""
 
 FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
@@ -46,7 +46,7 @@ FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size")),
     }
 )
-"""Image options of Transformers with the one value accepted here; the last three must equal the processor's."""
+"""Image options of Transformers, each with the only value accepted here; the last three must equal the processor's."""
 
 
 def sort_options(
@@ -108,7 +108,7 @@ def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Checked arguments of a call, with the meanings that they have in Transformers.
+    """Validated arguments of a call, with the same meanings as in Transformers.
 
     Args:
         return_tensors: "pt" or "np"; None returns rows as lists, but patches and grids as arrays.
@@ -116,11 +116,12 @@ class TextOptions:
         padding_side: "left" or "right"; None uses the tokenizer's side.
         pad_to_multiple_of: the length of padded rows is rounded up to a multiple of this number.
         truncation: whether to truncate rows to max_length, on the tokenizer's side. Special tokens added by the
-            tokenizer are kept, and images are never cut. None is True if max_length is set and padding is False.
+            tokenizer are kept, and images are never cut. None means True if max_length is set and padding is False.
         max_length: number of tokens to which rows are truncated or padded; None uses model_max_length of the tokenizer;
             if that is not set either, rows are neither truncated nor padded to a maximum length.
         add_special_tokens: whether the tokenizer adds special tokens around each text; chat templates write their own.
-        sanitize_control_tokens: whether user text is marked; set by ``apply_chat_template`` when it marks user text.
+        sanitize_control_tokens: whether user text has been marked; ``apply_chat_template`` sets this option when it
+            marks user text.
         return_mm_token_type_ids: whether to return token types: text, image or video.
         return_positions: whether to return positions in addition to the keys of Transformers; None uses the processor's
             setting.
@@ -167,7 +168,7 @@ class TextOptions:
         for name in arguments.keys() - set(known):
             want = ", ".join([*known, *IMAGE_OPTIONS, "images_kwargs", "videos_kwargs"])
             raise InvalidInputError(f"{name}: got an unknown option, want {want}")
-        initial = tokenizer.init_kwargs  # attributes with the same names may have been changed since
+        initial = tokenizer.init_kwargs  # attributes with the same names may have changed since
         defaults = {name: getattr(tokenizer, name, initial[name]) for name in known if name in initial}
         return cls(**defaults | arguments)
 
@@ -242,7 +243,7 @@ class VideoTokens:
         grid_thw: (grids, 3) frames, height and width after merging; one grid per video, or one per frame.
         per_row: (rows,) number of videos passed for each row; None if they are passed as one list for all rows.
         unexpanded: token ids of each video, with one placeholder per grid.
-        seconds_per_frame: (grids,) seconds per frame, or None if the scheme does not use them.
+        seconds_per_frame: (grids,) seconds per frame, or None if the scheme does not use seconds.
     """
 
     token_id: int
@@ -299,13 +300,13 @@ class TextRows:
             added: (rows, 2) number of tokens to keep at the start and at the end of each row.
 
         Raises:
-            InvalidInputError: a token of an image would be removed although its pixels remain, or more than ``length``
+            InvalidInputError: an image token would be removed although the pixels remain, or more than ``length``
                 tokens must be kept.
         """
         is_long = self.lengths > length
         least = int((added.sum(axis=1) * is_long).max())
         if least > length:
-            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
+            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the number of special tokens in a row")
         # Remove one run of tokens, just before the kept tokens at the end or just after those at the start.
         begin = length - added[:, 1] if side == "right" else added[:, 0]
         begin = np.where(is_long, begin, self.lengths)
@@ -356,10 +357,11 @@ def expand(
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
         per_row: (rows,) number of images passed for each row; None if they are passed as one list for all rows.
         markers: marker tokens to insert around and inside each image and each grid of a video.
-        videos: tokens of the videos; None if the processor does not take videos.
+        videos: tokens of the videos; None if the processor does not support videos.
 
     Raises:
-        InvalidInputError: a row has no tokens, or the number of placeholders differs from that of images or videos.
+        InvalidInputError: a row has no tokens, or the number of placeholders differs from the number of images or
+            videos.
     """
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)

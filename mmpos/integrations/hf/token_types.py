@@ -68,7 +68,7 @@ def scan_tensors(
     images_per_document: Tensor | None = None,
     marker_ids: Tensor | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
-    """Build the table from token ids or token types in a single C pass; see ``mmpos.segments.table.scan``.
+    """Build the table from token ids or token types in a single pass in C; see ``mmpos.segments.table.scan``.
 
     All tensors must be on the host. The result is None if the pass does not support the input, such as masks with
     holes.
@@ -200,7 +200,7 @@ def ids_and_deltas(
     """Return ids in the dtype of input_ids and int64 deltas, copied together to the device of input_ids.
 
     Args:
-        positions: table whose scheme defines a next position for every document.
+        positions: table in which every document has a next position.
         input_ids: (batch, seq) tensor with the shape, dtype and device of the ids.
         tokens: types with the mask of the batch; None if the table has batch · seq tokens.
         padding: id of tokens whose mask is 0.

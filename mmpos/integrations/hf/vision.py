@@ -39,7 +39,7 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
     Args:
         images: the image processor.
         options: the call's ``IMAGE_OPTIONS``, by name.
-        frames: number of frames; ``size`` counts their pixels together.
+        frames: number of frames whose pixels are counted together in ``size``.
 
     Raises:
         InvalidInputError: a value has the wrong type or is out of range, or size has unknown edges.
@@ -84,7 +84,7 @@ def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProc
 
 
 class ImagesOfProcessor:
-    """Image processor that is part of a processor, with the interface of Transformers.
+    """Image processor within a processor, with the interface of Transformers.
 
     ``size`` and its edges, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` can be assigned; the new
     values apply to all later calls. The next call refuses contradictory limits.
@@ -102,7 +102,7 @@ class ImagesOfProcessor:
     _images: ImageProcessor
     _read_files: bool
     _assigned: dict[str, Any]
-    _frames: int  # number of frames; size counts their pixels together
+    _frames: int  # number of frames whose pixels are counted together in size
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class ImagesOfProcessor:
 
     @property
     def max_pixels(self) -> int:
-        """Maximum number of pixels of an image."""
+        """Maximum number of pixels in an image."""
         return self.size["longest_edge"] // self._frames
 
     @property
@@ -247,7 +247,7 @@ class ImagesOfProcessor:
         """Return the ImageProcessor with the options of a call applied.
 
         Raises:
-            InvalidInputError: an option is unknown, or its value is fixed and different.
+            InvalidInputError: an option is unknown, or a fixed option has another value.
         """
         own = {name: getattr(self, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
         fixed = {**FIXED_OPTIONS, **own}
@@ -258,7 +258,7 @@ class ImagesOfProcessor:
                 raise InvalidInputError(f"{name}: got an unknown option, want {', '.join(IMAGE_OPTIONS)}")
             if value != fixed[name] and (value is not None or fixed[name]):
                 remedy = "create another processor" if name in own else "prepare them before the call"
-                want = f"{fixed[name]} for images: {remedy}, or pass options of videos in videos_kwargs"
+                want = f"{fixed[name]} for images: {remedy}, or pass video options in videos_kwargs"
                 raise InvalidInputError(f"{name}: got {value!r:.80}, want {want}")
         if self.temporal_patch_size is None and self._images.dtype == "uint8":
             for name in options.keys() & set(PIXEL_OPTIONS):
@@ -315,7 +315,7 @@ class Videos:
     Args:
         values: pixel_values_videos of each video.
         grid_thw: (videos, 3) frames, height, width before merging.
-        metadata: VideoMetadata of Transformers for each video.
+        metadata: Transformers VideoMetadata of each video.
         temporal_patch_size: frames in a patch.
     """
 
@@ -330,7 +330,7 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Return the mean time in seconds of the first and last frame of each grid, in floats as in Transformers."""
+        """Return the mean time, in seconds, of each grid's first and last frame, with Transformers' float arithmetic."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)
@@ -442,6 +442,6 @@ def _frame(name: str, frame: Any, images: ImageProcessor, read_files: bool) -> n
 def _stack_frames(name: str, frames: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     shapes = sorted({frame.shape for frame in frames})
     if len(shapes) != 1:
-        got = f"frames of the shapes {shapes}" if shapes else "no frames"
+        got = f"frames of shapes {shapes}" if shapes else "no frames"
         raise InvalidInputError(f"{name}: got {got}, want frames of the same shape")
     return np.stack(frames)

@@ -54,8 +54,8 @@ def from_hf_config(
     Raises:
         UnsupportedError: the model type is unknown (the message suggests the most similar type), or no scheme computes
             its positions.
-        InvalidInputError: a field of the config is missing or contradicts another (the message contains its name), or a
-            file in the folder is missing or not JSON (the message contains its name).
+        InvalidInputError: a field of the config is missing or contradicts another, or a file in the folder is missing
+            or not JSON; the message contains the name of the field or file.
     """
     one_of("engine", engine, ("transformers", "serving"))
     whole, folder = Fields.of(config), config_folder(config)
@@ -112,7 +112,7 @@ def _model_type(fields: Fields) -> ModelType:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
         raise UnsupportedError(
-            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type of "
+            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type, see "
             "docs/models-names.md"
         )
     return MODEL_TYPES[model]
@@ -179,7 +179,7 @@ def audio_chunk(fields: Fields) -> int:
 
 
 def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
-    """Read the rotation of the language model, and that of the second channels of pairs if it differs."""
+    """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
     inside = OTHER_TYPES.get(inside, inside)

@@ -28,14 +28,14 @@ IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "PaddleOCRVLImageProcessor": {"shortest_edge": 384**2, "longest_edge": 1536**2, "temporal_patch_size": 1},
     }
 )
-"""Image processors of Transformers that resize like ImageProcessor, with the defaults of their classes."""
+"""Image processors in Transformers that resize as ImageProcessor does, with the defaults of their classes."""
 
 _SMALL_IMAGES = {
     "Glm46VImageProcessor": "glm-v",
     "Glm4vImageProcessor": "glm-v",
     "PaddleOCRVLImageProcessor": "paddleocr-vl",
 }
-"""The ``small_images`` of ImageProcessor for image processors that do not use its default."""
+"""Values of ImageProcessor's ``small_images`` for image processors that do not use the default."""
 
 OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -47,13 +47,13 @@ OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
         "Step3p7ImageProcessor": "cuts images into tiles",
     }
 )
-"""Image processors of models with a known encoder that ImageProcessor cannot replace, and the reason."""
+"""Image processors that ImageProcessor cannot replace although the model's encoder is known, with the reason."""
 
 _UNREAD_SIZES = {"MiniMaxM3VLImageProcessor": [672, 672]}
 """Sizes that a class ignores, because released files contain them by mistake."""
 
 _FIXED = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
-"""Fields of which ImageProcessor supports one value; resample 3 is bicubic."""
+"""Fields for which ImageProcessor supports only one value; resample 3 is bicubic."""
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ class ModelType:
 
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
-        note: peculiarities of the model type, in words.
+        note: notes on the peculiarities of the model type.
         serving: name of the scheme in the serving engines; "" if it is the same as ``scheme``.
         text: permitted types of the language model. If empty, the type that the model's class defines is permitted, or
             any of TEXT_TYPES if the class defines none.
         markers: config fields with the token ids before and after an image.
         video_markers: config fields with the token ids around a video, if videos use the placeholders of images.
-        timed: whether frames are placed by their seconds, at vision_config.tokens_per_second.
+        timed: whether frames are placed by time in seconds, at vision_config.tokens_per_second.
         frames_apart: whether every frame of a video is a separate grid.
         timestamps: whether the text before each frame is its time, as in Qwen3-VL.
         videos_as_images: whether preprocessor_config.json also applies to videos if there is no separate file for them.
@@ -72,7 +72,7 @@ class ModelType:
 
     @property
     def has_rope_index(self) -> bool:
-        """Whether the class in Transformers has ``get_rope_index``; this is true if there are more than two axes."""
+        """Whether the class in Transformers has ``get_rope_index``, as is the case for more than two axes."""
         return get_scheme(self.scheme).axes > 2
 
 

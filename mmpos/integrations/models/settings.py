@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelSettings"]
 
 MERGES = {"4x": 2, "16x": 4}
-"""Patches merged along each side into one token for each downsample_mode of MiniCPM-V 4.7."""
+"""Side, in patches, of the square merged into one token, for each downsample_mode of MiniCPM-V 4.7."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class ModelSettings:
         patch_size: side of an encoder patch in pixels; None if it is not in the config.
         temporal_patch_size: frames per patch; None if it is not in the config.
         frames_apart: whether every frame of a video is a separate grid, with text between frames.
-        generates: whether the model generates images, whose grids follow those of the prompt: see ``generated``.
+        generates: whether the model generates images; their grids follow those of the prompt (see ``generated``).
         start: id of the first token of a document: 1 for PaliGemma, 0 for all others.
-        second_rotary: rotation of the second channel of every pair if its axis differs from the first channel's, else
-            None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
+        second_rotary: rotation of the second channel of every pair if its axis differs from that of the first channel,
+            else None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
         image_file: image processor settings from the model's folder; None unless a folder was read.
-        audio_chunk: audio frames per chunk of the encoder; None if it processes all frames at once.
+        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames at once.
     """
 
     model_type: str
@@ -112,7 +112,7 @@ class ModelSettings:
             video_grid_thw: (videos, 3) frames, height, width before merging.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
-            seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
+            seconds_per_frame: one number per video (Transformers' second_per_grid_ts), or None.
             rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
             audio_lengths: (audios,) number of tokens of each audio after the encoder, checked against input_ids; or
                 None.
@@ -155,7 +155,7 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        Place it at ``start=settings.place(prompt).next_positions`` to compute the ids of decoding in advance.
+        To compute the ids of decoding in advance, place the table at ``start=settings.place(prompt).next_positions``.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:
@@ -176,7 +176,7 @@ class ModelSettings:
         return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
-        """Return the number of tokens that the encoder outputs for each audio, the audio_lengths for ``segments``.
+        """Return the number of tokens that the encoder outputs for each audio: the audio_lengths of ``segments``.
 
         Source: _get_feat_extract_output_lengths of Qwen2.5-Omni and Qwen3-Omni in Transformers.
 
@@ -198,7 +198,7 @@ class ModelSettings:
 
     @property
     def markers(self) -> Markers:
-        """Markers for ``SequenceBuilder``, with tokens around an image by id and tokens after rows by name.
+        """Markers for ``SequenceBuilder``; tokens around an image are given by id, and tokens after rows by name.
 
         Raises:
             UnsupportedError: the config does not define the markers, or Markers cannot describe the image tokens
@@ -231,7 +231,7 @@ class ModelSettings:
             arguments: arguments of ImageProcessor, which override the image_file.
 
         Raises:
-            UnsupportedError: the order of the encoder's patches is unknown, or ImageProcessor does not support the
+            UnsupportedError: the patch order of the encoder is unknown, or ImageProcessor does not support the
                 image processor of the image_file.
             InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor contained in an image_file
                 (config.json does not contain them), or the image_file contradicts the config.
@@ -240,7 +240,7 @@ class ModelSettings:
 
         if self.vision_scheme is None or self.patch_size is None:
             raise UnsupportedError(
-                f"image_processor: got {self.model_type!r}, want a model whose config defines the order of patches"
+                f"image_processor: got {self.model_type!r}, want a model whose config defines the patch order"
             )
         sizes: dict[str, Any] = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
         missing = [name for name in ("mean", "std", "min_pixels", "max_pixels") if name not in arguments]

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 BLOCK = 1 << 14
-"""Rows of the cache computed at a time."""
+"""Number of cache rows computed at a time."""
 
 ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
 """The axis of each row of ids, for one, two and three axes."""
@@ -121,7 +121,7 @@ class Sections:
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Number of pairs that each row of ids rotates, as in the engine's config; the first is 0 for two axes."""
+        """Number of pairs that each row of ids rotates, as in the engine's config; for two axes, the first is 0."""
         counts = np.bincount(_axes(self.rotary), minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
@@ -147,12 +147,12 @@ class Sections:
 
     @property
     def order(self) -> IntArray:
-        """(pairs,) the model's pair for each pair of the engine."""
+        """(pairs,) index of the model's pair for each of the engine's pairs."""
         return pair_order(self.rotary)
 
     @property
     def is_neox_style(self) -> bool:
-        """Whether pairs are channels (j, j + rotary_dim/2); the name is that in the engines."""
+        """Whether pairs are channels (j, j + rotary_dim/2); engines use this name."""
         return self.rotary.pairing == "half"
 
     def cos_sin_cache(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
@@ -169,7 +169,7 @@ class Sections:
             (max_position, rotary_dim) cos of all pairs, followed by sin; a new tensor.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise InvalidInputError(f"dtype: got {dtype}, want a floating dtype of torch")
+            raise InvalidInputError(f"dtype: got {dtype}, want a floating-point torch dtype")
         pairs = self.rotary.num_pairs
         cache = torch.empty(self.max_position, 2 * pairs, dtype=dtype, device=device)
         order = torch.from_numpy(self.order).to(cache.device)
@@ -248,7 +248,7 @@ def window_positions(
 def draft_positions(
     positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
 ) -> Tensor:
-    """Return the ids of a draft tree after a request; drafts of the same depth share an id.
+    """Return the ids of a draft tree that follows a request; drafts of the same depth share an id.
 
     Args:
         positions: one document per request, from its first token.

@@ -39,7 +39,7 @@ QUERY_OR_KEY = re.compile(
 OTHERS = re.compile(
     r"(v|o|c|g|out|output|gate)_\w+|wo|dense|gate|proj|sinks?|rotary_emb|attn_sub_norm|inner_attn_ln", re.I
 )
-"""Parts of attention modules of Transformers, other than q_proj and k_proj, that hold no channels of q and k."""
+"""Parts of Transformers' attention modules, other than q_proj and k_proj, that hold no channels of q and k."""
 
 
 class _Options(TypedDict, total=False):
@@ -83,7 +83,7 @@ def permute_qk(
 
     Args:
         weights: mapping from names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
-        rotary: rotation of the trained model, which defines head_dim, pairing and allocation.
+        rotary: rotation of the trained model; it defines head_dim, pairing and allocation.
         num_heads: number of q heads; required only for qkv_proj.
         num_kv_heads: number of k and v heads; required only for qkv_proj.
         fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
@@ -97,10 +97,10 @@ def permute_qk(
         A dict for a mapping, else an iterator of pairs that processes one tensor at a time; changed tensors are new.
 
     Raises:
-        InvalidInputError: there are no weights of q and k, or only those of one of them; rows do not form whole heads;
-            or a tensor with an unknown name may hold channels of q or k.
+        InvalidInputError: there are no weights of q and k, or weights of only one of them; rows do not form whole
+            heads; or a tensor with an unknown name may hold channels of q or k.
         UnsupportedError: rows of weights are packed or scaled in blocks (permute before quantising), or q_proj contains
-            gates (Qwen3-Next, Qwen3.5), so it has two rows per column of o_proj.
+            gates and so has two rows per column of o_proj (Qwen3-Next, Qwen3.5).
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels

@@ -42,7 +42,7 @@ class _Placed:
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Place a request for SupportsMRoPE, even with adjacent images, because an exception would stop the engine."""
+        """Compute positions for SupportsMRoPE, even for adjacent images, because an exception would stop the engine."""
         return mrope_input_positions(
             input_tokens,
             mm_features,
@@ -53,7 +53,7 @@ class _Placed:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the weights of a whole checkpoint with q and k in the order of the sections."""
+        """Load the weights of a whole checkpoint, with q and k in the order of the sections."""
         if self.served.permute:
             weights = permute_qk(weights, self.served.sections.rotary)
         return super().load_weights(weights)  # type: ignore[misc]
@@ -95,7 +95,7 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
         )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would bypass the limits")
+        raise UnsupportedError("enable_mm_embeds: got True, want False: video embeddings would bypass the limits")
     if multimodal.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
     if permute and vllm_config.lora_config is not None:

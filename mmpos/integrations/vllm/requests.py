@@ -190,7 +190,7 @@ def mrope_input_positions(
     """Return the ids and the delta for a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
 
     vLLM slices the ids for chunks and cached prefixes, and assigns the id i + delta to token i after the prompt. An
-    exception in a vLLM worker stops the engine and all its requests. To refuse a request, therefore, call this function
+    exception in a vLLM worker stops the engine and all its requests. To refuse a request safely, call this function
     with ``max_new_tokens`` when the request arrives.
 
     Args:
@@ -208,7 +208,7 @@ def mrope_input_positions(
 
     Raises:
         InvalidInputError: the span of a feature does not match its grid, images are adjacent, or an id is negative.
-        UnsupportedError: ids may be fractions, the scheme has no next position, or it cannot place a segment.
+        UnsupportedError: ids may be fractions, the scheme has no next position, or the scheme cannot place a segment.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """
     segments = request_segments(

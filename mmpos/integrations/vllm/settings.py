@@ -19,7 +19,7 @@ from mmpos.support.checks import boolean, integer, one_of
 __all__ = ["IDS_PER_TOKEN", "ServedModel", "mmpos_options"]
 
 IDS_PER_TOKEN = 3
-"""Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
+"""Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw ids."""
 
 KEYS = ("scheme", "allocation", "precision", "permuted")
 
@@ -81,7 +81,7 @@ class ServedModel:
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
         if permuted and not sections.permuted:
             raise InvalidInputError(
-                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no permutation"
+                "config.mmpos.permuted: got True for allocation 'split', want False: 'split' needs no permutation"
             )
         _check_sections(config, sections)
         merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")

@@ -221,7 +221,7 @@ def distances(query_positions: object, key_positions: object) -> IntArray:
 def whole_positions(
     name: str, value: object, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
-    """Check integers p of ``ndim`` dimensions (None: any) with minimum <= p < below; return a new int64 array."""
+    """Check that an array of ``ndim`` dimensions (None: any) holds integers in [minimum, below); return new int64."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")

@@ -40,7 +40,7 @@ def rotary_pos_emb(
     mscale: float = 1.0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Compute the rotation angles of the tokens of a batch or a shard, wrapped to [−π, π].
+    """Compute the rotation angles for the tokens in a batch or a shard, wrapped to [−π, π].
 
     Megatron splits packed angles itself but does not split other angles; docs/megatron.md explains which ones to pass.
 

@@ -33,7 +33,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
         max_new_tokens: maximum number of generated tokens, including drafts.
 
     Returns:
-        (3, tokens) and (1, 1) int64, both new tensors.
+        New int64 tensors of shape (3, tokens) and (1, 1).
 
     Raises:
         InvalidInputError: positions do not contain exactly one document, contain padding or a negative id, or differ

@@ -18,7 +18,7 @@ def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArra
     ([0, 0, 2, 2, 2], [10, 11, 30, 31, 32])
 
     Args:
-        counts: (owners,) number of integers of each owner, at least 0.
+        counts: (owners,) number of integers for each owner, at least 0.
         starts: (owners,) first number of each owner, or one integer for all.
 
     Returns: (numbers,) index of the owner of each number, ascending, and (numbers,) the numbers themselves; both new

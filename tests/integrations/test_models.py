@@ -371,9 +371,8 @@ CONFIGS_REFUSED: dict[str, Any] = {
         for model, reason in UNSUPPORTED_TYPES.items()
     },
     "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see docs/models-names.md": {
-        "model_type": "qwen25_vl"
-    },
+    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see "
+    "docs/models-names.md": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
     "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},

@@ -69,7 +69,7 @@ def _axial(
 
     Args:
         scheme: name of the scheme, or a scheme.
-        field: config field that contains the number of channels of each axis.
+        field: config field that contains the number of channels per axis.
         dims: defaults of ``field``.
         theta: base of the frequencies, or the name of the config field that contains it.
         default_theta: default of the field ``theta``.

@@ -36,9 +36,9 @@ class PackedDocuments(NamedTuple):
     """Index of documents packed in one row; it converts to and from a padded batch in which documents are separate.
 
     Args:
-        tokens: (documents, longest) index, in the row, of each token of the batch; arbitrary for padding.
+        tokens: (documents, longest) index, in the row, of each token in the batch; arbitrary for padding.
         mask: (documents, 1, 1, longest) True for tokens, False for padding; None if all documents have the same length.
-        slots: (seq,) index, in the flattened batch, of each token of the row; arbitrary for padding.
+        slots: (seq,) index, in the flattened batch, of each token in the row; arbitrary for padding.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class WholeRows:
 
     Args:
         owner: (batch, seq) document of every token, −1 for padding.
-        lengths: number of tokens of each stream in a row.
+        lengths: number of tokens in a row, per stream.
         packed: whether a row holds several documents.
     """
 
@@ -283,7 +283,7 @@ class Streams:
 
     @property
     def text_lengths(self) -> IntArray:
-        """(documents,) number of text tokens of each document, without padding."""
+        """(documents,) number of text tokens in each document, without padding."""
         owner = self._owners(self._streams[TEXT])
         return np.bincount(owner[owner >= 0], minlength=self.positions.num_documents)
 

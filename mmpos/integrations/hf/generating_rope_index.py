@@ -64,7 +64,7 @@ class GeneratingRopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch; its deltas are 0.
+        """Compute the position ids of a batch; all deltas are 0.
 
         Args:
             input_ids: (batch, seq); every token between the markers of an image is a patch, whatever its id.
@@ -167,7 +167,7 @@ class _Prompts(NamedTuple):
     Args:
         segments: the prompts, one document each.
         grid_thw: (grids, 3); for each prompt, the grids of its images come first, then the grids to generate.
-        per_row: (documents,) number of grids of each prompt.
+        per_row: (documents,) number of grids for each prompt.
     """
 
     segments: SegmentTable
@@ -230,9 +230,9 @@ def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> t
     """Find the complete images in prompts, each between a marker of type 1 and a marker of type 2.
 
     Args:
-        types: (tokens,) types of the tokens of a packed batch.
+        types: (tokens,) token types of a packed batch.
         cu_seqlens: (documents + 1,) first token of each document, then the total.
-        most: (documents,) number of grids of each document, which is also the maximum number of its images.
+        most: (documents,) number of grids for each document, which is also the maximum number of its images.
 
     Returns:
         (tokens,) 1 inside images, else 0; and (documents,) the number of images.

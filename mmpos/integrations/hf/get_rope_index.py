@@ -73,7 +73,7 @@ class RopeIndex:
 
     Args:
         spatial_merge_size: side, in patches, of the square merged into one token.
-        temporal_merge_size: number of frames of a video merged into one.
+        temporal_merge_size: number of video frames merged into one.
         frames_apart: whether each frame of a video is a separate grid.
     """
 

@@ -88,7 +88,7 @@ class OmniRopeIndex:
             video_grid_thw: (videos, 3) the same for videos.
             attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the padding id.
             use_audio_in_video: whether a video's audio may be interleaved with its frames.
-            audio_seqlens: (audios,) number of frames of each audio before the encoder, to be compared with the tokens;
+            audio_seqlens: (audios,) number of frames in each audio before the encoder, to be compared with the tokens;
                 or None. ``ModelSettings.audio_tokens`` converts frames to tokens.
             second_per_grids: (videos,) seconds between frames, multiplied in float32.
 
@@ -128,7 +128,7 @@ class _OmniTimes(TMRope):
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
-        first_frames: (grids,) index of the first frame of each grid.
+        first_frames: (grids,) index of the first frame in each grid.
     """
 
     times: IntArray = field(kw_only=True)

@@ -60,7 +60,7 @@ class MMPosProcessor(ProcessorMixin):
         scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON values.
         markers: the special tokens of images, or the fields of Markers as JSON values; None uses Markers().
         add_markers: whether to insert the begin and end markers around the patches; False if the text contains them.
-        start: id of the first token of every row.
+        start: id of the first token in every row.
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
             returns ``pixel_values``, as the vision encoders in Transformers expect.
         chat_template: Jinja template; None uses the tokenizer's template.
@@ -250,7 +250,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        """Keys in the result of a call that a model accepts."""
+        """Keys of a result that a model accepts."""
         names = ["input_ids", "attention_mask", "mm_token_type_ids", *self.image_processor.model_input_names]
         if self._videos is not None:
             names += ["pixel_values_videos", "video_grid_thw"] + ["second_per_grid_ts"] * self._videos.seconds
@@ -583,7 +583,7 @@ def _per_token(
 
     Args:
         values: (tokens, …) concatenated values of all rows. Padding is 0, except in input_ids.
-        lengths: (rows,) number of tokens of each row.
+        lengths: (rows,) number of tokens in each row.
         width: number of tokens to which rows are padded; None if they are not padded.
         tokenizer: supplies the padding token and the default side.
         options: supplies the padding side and the type of the result.

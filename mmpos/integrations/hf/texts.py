@@ -236,7 +236,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class VideoTokens:
-    """Tokens of the videos of a batch.
+    """Tokens of the videos in a batch.
 
     Args:
         token_id: token id of the placeholder for a video, and for each of its patches.
@@ -259,7 +259,7 @@ class TextRows:
 
     Args:
         input_ids: (tokens,) token ids of all rows.
-        lengths: (rows,) number of tokens of each row.
+        lengths: (rows,) number of tokens in each row.
         source: (tokens,) index, before expansion, of the token from which each token was expanded.
         first: (images,) first token of each image, including a start marker.
         stop: (images,) one past the last token of each image, including an end marker.

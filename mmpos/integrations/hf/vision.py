@@ -218,7 +218,7 @@ class ImagesOfProcessor:
             batch: result of the call, changed in place.
 
         Returns:
-            (images, 3) frames, height and width after merging; and (texts,) the number of images of each text, or None.
+            (images, 3) frames, height and width after merging; and (texts,) the number of images in each text, or None.
         """
         processor = self._with_options(options)
         named, counts = flatten("images", images, texts)
@@ -330,7 +330,7 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Return the mean time, in seconds, of each grid's first and last frame, with Transformers' float arithmetic."""
+        """Return the mean time, in seconds, of each grid's first and last frame, in floats as in Transformers."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)

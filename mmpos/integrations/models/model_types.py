@@ -47,7 +47,7 @@ class ModelType:
         row_separator: whether each row of an image ends with an extra placeholder, and each image begins and ends with
             one.
         generates: whether the model generates images; their grids follow those of the prompt.
-        start: id of the first token of a document.
+        start: id of the first token in a document.
         crop_markers: config fields with the ids of CropMarkers, if images are split into thumbnails and tiles; their
             patches are then merged 4×4, or 2×2 if downsample_mode is "4x".
     """

@@ -55,7 +55,7 @@ class ModelSettings:
         temporal_patch_size: frames per patch; None if it is not in the config.
         frames_apart: whether every frame of a video is a separate grid, with text between frames.
         generates: whether the model generates images; their grids follow those of the prompt (see ``generated``).
-        start: id of the first token of a document: 1 for PaliGemma, 0 for all others.
+        start: id of the first token in a document: 1 for PaliGemma, 0 for all others.
         second_rotary: rotation of the second channel of every pair if its axis differs from that of the first channel,
             else None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
         image_file: image processor settings from the model's folder; None unless a folder was read.
@@ -114,7 +114,7 @@ class ModelSettings:
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one number per video (Transformers' second_per_grid_ts), or None.
             rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
-            audio_lengths: (audios,) number of tokens of each audio after the encoder, checked against input_ids; or
+            audio_lengths: (audios,) number of tokens in each audio after the encoder, checked against input_ids; or
                 None.
             images_per_sample: (documents,) number of rows of image_grid_thw per document, including images to generate,
                 which come last and are ignored; None if there are none.
@@ -289,7 +289,7 @@ class ModelSettings:
 
 
 def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArray:
-    """Return the number of tokens of each audio, (audios,); see ``ModelSettings.audio_tokens``."""
+    """Return the number of tokens in each audio, (audios,); see ``ModelSettings.audio_tokens``."""
     lengths = int_array(name, frames, (None,))
     first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
     if chunk is None:

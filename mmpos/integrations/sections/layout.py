@@ -31,7 +31,7 @@ BLOCK = 1 << 14
 """Number of cache rows computed at a time."""
 
 ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
-"""The axis of each row of ids, for one, two and three axes."""
+"""Axis for each row of ids, with one, two and three axes."""
 
 
 def pair_order(rotary: Rotary) -> IntArray:
@@ -193,7 +193,7 @@ def request_positions(
             cursor of the prefix.
         sections: layout of the engine's rotation.
         max_new_tokens: maximum number of generated tokens, including drafts.
-        computed: number of tokens of the request before this document.
+        computed: number of tokens in the request before this document.
 
     Returns:
         (3, tokens) int64 ids in a new tensor, and the delta.
@@ -232,7 +232,7 @@ def window_positions(
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
         documents: (windows,) index of each window's request, in any order.
-        starts: (windows,) number of tokens of the request that are already computed.
+        starts: (windows,) number of tokens in the request that are already computed.
         lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated tokens or a chain of
             drafts.
 
@@ -253,7 +253,7 @@ def draft_positions(
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
-        start: number of tokens of the request before the root of the tree; at least the length of the prompt.
+        start: number of tokens in the request before the root of the tree; at least the length of the prompt.
         depths: (drafts,) depth of each draft; 0 for the root.
         document: index of the request.
 

@@ -89,7 +89,8 @@ def permute_qk(
         fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
         names: regular expression that names of tensors to sort must contain; None selects all names outside vision,
             audio and video towers, which have other rotations.
-        norms: regular expression for the names of additional norms or scales of the channels of q or k to be sorted.
+        norms: regular expression for the names of additional norms or scales over channels of q or k, which are then
+            sorted as well.
         leave: regular expression for the names of tensors that are passed through unchanged.
         inverse: whether to undo an earlier ``permute_qk``, bit for bit.
 

@@ -51,7 +51,7 @@ def request_segments(
     run of patches is a whole grid, and one run per frame is a video with text between frames (Qwen3-VL).
 
     Args:
-        num_tokens: number of tokens of the prompt.
+        num_tokens: number of tokens in the prompt.
         mm_features: features of the request, in any order; features with modality "prompt_embeds" are treated as text.
         spatial_merge_size: side, in patches, of the square merged into one token; grids in ``data`` are not merged yet.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span (Pixtral).
@@ -87,7 +87,7 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Sch
     """Check that there is text between images if the scheme requires it; only the spans of images are needed.
 
     Args:
-        mm_placeholders: spans of the items of each modality, with ``offset`` and ``length``.
+        mm_placeholders: spans of the items in each modality, with ``offset`` and ``length``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
 
     Raises:

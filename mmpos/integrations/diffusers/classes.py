@@ -194,7 +194,7 @@ def _bria_fibo_2(config: TransformerConfig) -> Settings:
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:
-    """Read the config of ERNIE-Image, whose paired channels j and j + d/2 differ in angle because it repeats angles."""
+    """Read the config of ERNIE-Image; it repeats each angle, so paired channels j and j + d/2 have different angles."""
     dims = config.integers("rope_axes_dim", (32, 48, 48))
     theta = config.number("rope_theta", 256.0)
     unrepeated = _axes_in_blocks(dims, theta)

@@ -178,7 +178,7 @@ class TimedRopeIndex(RopeIndex):
 
 
 def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
-    """Return the (videos,) ids between frames, in the dtype in which Transformers computes them."""
+    """Return the (videos,) distance between frames in ids, with the dtype in which Transformers computes it."""
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):
@@ -466,7 +466,7 @@ def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> 
         video: (frames,) index of the video that contains each frame.
         frame: (frames,) index of each frame in its video.
         videos: number of videos.
-        intervals: (videos,) ids between frames.
+        intervals: (videos,) distance between frames in ids.
     """
     if intervals.dim() != 1 or len(intervals) < videos:
         got = f"shape {tuple(intervals.shape)}"
@@ -489,7 +489,7 @@ def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -
         segments: the documents.
         videos: (segments,) index of the video in each segment, -1 if the segment is not a video; None if there are no
             videos.
-        intervals: (videos,) ids between frames.
+        intervals: (videos,) distance between frames in ids.
     """
     positions = place(segments, _STILL)
     if videos is None or not (is_video := videos >= 0).any():

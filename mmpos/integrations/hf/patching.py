@@ -51,8 +51,8 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
 
     Args:
         model: a PreTrainedModel with or without a head; changed in place.
-        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model. If layer types have
-            different rotations (Gemma 3), a mapping from each layer type to a Rotary.
+        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model. Models whose layer
+            types have different rotations (Gemma 3) require a mapping from each layer type to a Rotary.
         implementation: "reference" passes cos and sin to the model's own function; "triton" replaces this function by
             ``mmpos.rotary.apply_rotary``; "auto" selects "triton" for CUDA tensors if triton is installed and supports
             the attention modules, else "reference".
@@ -148,7 +148,7 @@ class Rotations:
 
 
 class ModelHook:
-    """Hook before the model below the head; it replaces positions in the arguments by rotations for the layers.
+    """Forward pre-hook of the model below the head; it replaces positions in the arguments by rotations for the layers.
 
     Args:
         rotaries: a Rotary for each layer type; the key None means all layers.
@@ -188,7 +188,7 @@ class ModelHook:
 
 
 class AttentionHook:
-    """Hook before an attention module; it replaces the model's own cos and sin by the rotations of the call."""
+    """Forward pre-hook of an attention module; it replaces the model's own cos and sin by the rotations of the call."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
@@ -213,7 +213,7 @@ class AttentionHook:
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Raise an error if layers did not receive the rotations of a call; hook after the model below the head."""
+    """Raise an error if layers did not receive the rotations of a call; forward hook of the model below the head."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
         raise UnsupportedError(

@@ -84,7 +84,7 @@ def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProc
 
 
 class ImagesOfProcessor:
-    """Image processor within a processor, with the interface of Transformers.
+    """A processor's image processor, with the interface of Transformers.
 
     ``size`` and its edges, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` can be assigned; the new
     values apply to all later calls. The next call refuses contradictory limits.
@@ -168,7 +168,7 @@ class ImagesOfProcessor:
 
     @property
     def size(self) -> dict[str, int]:
-        """Minimum and maximum number of pixels, with the names of Transformers; in GLM-V, of all frames in a patch."""
+        """Minimum and maximum number of pixels, under the names in Transformers; GLM-V counts all frames in a patch."""
         return cast("dict[str, int]", self._assigned["size"])
 
     @property

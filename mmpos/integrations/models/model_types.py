@@ -29,7 +29,7 @@ class ModelType:
 
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
-        note: notes on the peculiarities of the model type.
+        note: peculiarities of the model type, as text.
         serving: name of the scheme in the serving engines; "" if it is the same as ``scheme``.
         text: permitted types of the language model. If empty, the type that the model's class defines is permitted, or
             any of TEXT_TYPES if the class defines none.

@@ -121,9 +121,9 @@ class _Permutation:
         channels: (head_dim,) old channel for each new channel of a head.
         sorted_heads: (heads,) 1 for the heads of a fused qkv that are sorted, else 0; None if the numbers of heads are
             unknown.
-        names: pattern of names to sort; None selects all except towers.
-        norms: pattern of names of additional norms.
-        leave: pattern of names to pass through.
+        names: pattern for the names to sort; None selects all except towers.
+        norms: pattern for the names of additional norms.
+        leave: pattern for the names to pass through.
     """
 
     channels: IntArray

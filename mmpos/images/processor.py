@@ -273,7 +273,7 @@ class ImageProcessor:
 
         Returns:
             New float32 (n, 3 * temporal_patch_size * patch_size**2) in the same library and on the same device:
-            (x / 255 - mean) / std by colour, then by frame, then row by row.
+            (x / 255 - mean) / std, ordered by colour, then frame, then row.
 
         Raises:
             InvalidInputError: patches have the wrong type or shape.

@@ -42,8 +42,8 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Write a temporary file in the same folder, and rename it to ``path`` when the block ends without an error.
 
-    A reader sees either the old file or the new one, never a part of one, even after a crash or a power failure. A link
-    stays a link, and a device or a pipe is written to directly.
+    A reader sees either the old file or the new one, never a partial file, even after a crash or a power failure. A
+    link stays a link, and a device or a pipe is written to directly.
 
     Args:
         path: file to write; an existing file is replaced.

@@ -209,8 +209,8 @@ class Streams:
         positions: table with one document per row, or with all documents in one row.
         rotaries: rotations of q and k; see Rows.
         batch: number of rows.
-        lengths: number of tokens per row of each stream; None uses the number in positions. A stream that is missing
-            here must have no tokens in positions.
+        lengths: number of tokens per row of each stream; None uses the number of tokens in positions. A stream that is
+            missing here must have no tokens in positions.
         text_mask: (documents, tokens) text mask for cross-attention, or None.
         device: device of q and k.
     """

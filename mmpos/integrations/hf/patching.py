@@ -213,7 +213,7 @@ class AttentionHook:
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Raise an error if layers did not receive the rotations of a call; forward hook of the model below the head."""
+    """Raise an error, in a forward hook of the model below the head, if layers did not receive a call's rotations."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
         raise UnsupportedError(

@@ -44,7 +44,11 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed for every token; tensors are slow for that
+_NOT_TENSORS = [
+    "positions",
+    "offset_mapping",
+    "video_metadata",
+]  # accessed per token; tensors would be too slow
 
 
 class MMPosProcessor(ProcessorMixin):

@@ -272,9 +272,7 @@ def anatomy_of(transformer: Any) -> TransformerAnatomy:
     if anatomy.unsupported is not None:
         field, value = anatomy.unsupported
         if transformer.config.get(field) == value:
-            raise UnsupportedError(
-                f"config.{field}: got {value!r}, which is not supported, because timesteps differ by token"
-            )
+            raise UnsupportedError(f"config.{field}: got {value!r}, which is not supported: timesteps differ by token")
     for attention in anatomy.attentions(transformer):
         processor = type(attention.processor).__name__
         if processor not in anatomy.processors:

@@ -114,8 +114,7 @@ class ModelSettings:
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
             seconds_per_frame: one number per video (Transformers' second_per_grid_ts), or None.
             rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
-            audio_lengths: (audios,) number of tokens in each audio after the encoder, checked against input_ids; or
-                None.
+            audio_lengths: (audios,) tokens of each audio after the encoder, to be checked against input_ids; or None.
             images_per_sample: (documents,) number of rows of image_grid_thw per document, including images to generate,
                 which come last and are ignored; None if there are none.
 

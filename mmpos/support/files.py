@@ -98,7 +98,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
-    """List the temporary files that killed writers have left in a folder."""
+    """List the temporary files that killed writers left in a folder."""
     matches = ((path, _TEMPORARY.fullmatch(path.name)) for path in folder.iterdir())
     return sorted(path for path, match in matches if match and is_ours(match[1]))
 

@@ -68,8 +68,8 @@ class MMPosProcessor(ProcessorMixin):
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
             returns ``pixel_values``, as the vision encoders in Transformers expect.
         chat_template: Jinja template; None uses the tokenizer's template.
-        return_positions: default of the call option with this name: whether calls return positions in addition to the
-            keys of Transformers. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
+        return_positions: whether calls return positions in addition to the keys of Transformers, unless a call sets the
+            option of the same name. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
         read_files: whether text may be the path of a file; use False for chats from untrusted users.
         video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
         video_token: placeholder for a video and for each of its patches, as text or token id.

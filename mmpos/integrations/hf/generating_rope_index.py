@@ -68,8 +68,8 @@ class GeneratingRopeIndex:
 
         Args:
             input_ids: (batch, seq); every token between the markers of an image is a patch, whatever its id.
-            image_grid_thw: (images, 3) frames (always 1), height and width in tokens. Each row lists the images in its
-                prompt first, then the images to generate. None treats all tokens as text.
+            image_grid_thw: (images, 3) frames (always 1), height and width in tokens. For each row of the batch, the
+                images in its prompt come first, then the images to generate. None treats all tokens as text.
             images_per_sample: (batch,) number of images in each row; None if every row has all images.
             attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the id 1. A mask of a
                 different length is ignored.

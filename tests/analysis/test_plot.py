@@ -210,7 +210,7 @@ def test_a_plot_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pyt
         assert (small.format, small.size) == ("PNG", (large.width // 2, large.height // 2))
 
 
-TABLE = "want a PositionTable, as mmpos.place gives it"
+TABLE = "want a PositionTable, as returned by mmpos.place"
 
 
 @pytest.mark.parametrize(
@@ -220,14 +220,14 @@ TABLE = "want a PositionTable, as mmpos.place gives it"
         (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
         (lambda: plot_positions(PLACED, segments=SEGMENTS), "segments: got 9 tokens, want 4"),
         (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
-        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
+        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
         (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
         (lambda: plot_attention(KERNEL), "kernels: got Kernel, want a list of Kernel"),
         (
             lambda: plot_attention([KERNEL, PLACED]),
-            "kernels[1]: got PositionTable, want a Kernel, as attention_kernel gives it",
+            "kernels[1]: got PositionTable, want a Kernel, as returned by attention_kernel",
         ),
-        (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
+        (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
     ],
 )
 def test_arguments_of_other_types_are_refused(draw: Any, message: str) -> None:

@@ -738,7 +738,7 @@ def test_the_doubt_about_an_id_is_a_sum_over_all_other_ids_within_reach() -> Non
 def test_other_invalid_arguments_are_refused() -> None:
     case = CASES["1-D"]
     keys = case.rotate([np.arange(5)])
-    with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as mmpos\.rotary\.Rotary gives it"):
+    with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as returned by mmpos\.rotary"):
         read(keys, "rope")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as in head_axes"):
         read(np.ones((3, 2, 128)), CASES["heads"].rotary)

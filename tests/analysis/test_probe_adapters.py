@@ -207,7 +207,7 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^model: got Linear, want a model with attention that takes a cache$"):
         keys_of(torch.nn.Linear(1, 1), {})
     wrong: Any = "x"
-    with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):
+    with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as returned by from_pretrained"):
         keys_of(wrong, {"input_ids": IDS})
-    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as a processor gives it$"):
+    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as returned by a processor$"):
         keys_of(model, {"input_ids": IDS}, wrong)

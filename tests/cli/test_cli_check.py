@@ -262,7 +262,7 @@ def test_a_header_with_a_false_size_is_refused_without_allocation(fail: Fail) ->
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["ids.npy"], "Missing option '--spec'; mmpos check --help tells more"),
+        (["ids.npy"], "Missing option '--spec'; see mmpos check --help"),
         (["ids.npy", "--spec", "3y"], None),
         (["ids.npy", "--spec", "3", "--padding", "top"], None),
         (["ids.npy", "--spec", "3", "--tolerance", "-1"], None),

@@ -280,7 +280,7 @@ REFUSED = [
     ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
     ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one: use smaller units"),
-    ({}, {"cost": 3}, "cost: got int, want a Cost, as Cost.read gives it"),
+    ({}, {"cost": 3}, "cost: got int, want a Cost, as returned by Cost.read"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
 
@@ -308,17 +308,17 @@ def test_invalid_input_is_refused(sizes: dict[str, list[int]], arguments: dict[s
             "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
         ),
         (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
-        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as Headers.of gives it"),  # type: ignore[list-item]
+        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as returned by Headers.of"),  # type: ignore[list-item]
         (
             lambda: read_headers(["path"]),  # type: ignore[list-item]
-            "shards[0]: got str, want a SequenceShard, as SequenceShard(path) gives it",
+            "shards[0]: got str, want a SequenceShard, as returned by SequenceShard(path)",
         ),
         (
             lambda: write_index("a", None, [], [], []),  # type: ignore[arg-type]
-            "plan: got NoneType, want a TrainingPlan, as mmpos.data.plan gives it",
+            "plan: got NoneType, want a TrainingPlan, as returned by mmpos.data.plan",
         ),
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
-        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as Headers.of gives it"),  # type: ignore[arg-type]
+        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as returned by Headers.of"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
     ],
 )

@@ -618,7 +618,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
         (["s0.jsonl", "--engine", "spark"], None),
         (["s0.jsonl", "--workers", "0"], None),
-        ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
+        ([], "Missing argument 'INPUT...'; see mmpos preprocess --help"),
         (["broken.jsonl"], None),
         (
             ["s0.jsonl", "--config", "none"],

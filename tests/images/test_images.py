@@ -299,7 +299,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         (np.zeros((4, 4), bool), "got dtype bool"),
         (np.zeros((0, 4), np.uint8), r"image\.height: got 0, want >= 1"),
         (Image.new("RGB", (0, 4)), r"image\.width: got 0, want >= 1"),
-        (Image.new("F", (4, 4)), "mode 'F', want samples of 8 or 16 bits"),
+        (Image.new("F", (4, 4)), "mode 'F', want 8-bit or 16-bit samples"),
         (Image.new("I", (4, 4)), "mode 'I'"),
         (torch.zeros(5, 4, 3, dtype=torch.uint8), r"got shape \(5, 4, 3\), want \(h, w\) or \(1 \| 3 \| 4, h, w\)"),
         (torch.zeros(3, 4, 4), "got a tensor of torch.float32, want torch.uint8"),

@@ -82,13 +82,13 @@ def test_pixels_in_many_chunks_of_the_usual_size_are_read() -> None:
 def test_scans_are_counted_before_decoding(backend: str) -> None:
     processor = ImageProcessor(backend)
     assert processor.process(hostile.jpeg_of_scans(MOST_SCANS)).source_size == ImageSize(8, 8)
-    with pytest.raises(LimitExceededError, match=r"image: got a JPEG of 5000 scans, want <= 100$"):
+    with pytest.raises(LimitExceededError, match=r"image: got a JPEG with 5000 scans, want <= 100$"):
         processor.process(hostile.jpeg_of_scans(5000))
     sequential = bytearray(hostile.jpeg_of_scans(MOST_SCANS + 1))
     sequential[sequential.index(b"\xff\xc2") + 1] = 0xC0  # may have a scan for each component
     at = sequential.index(b"\xff\xda")
     sequential[at + 2 : at + 5] = b"\0\x08\1"
-    with pytest.raises(LimitExceededError, match="got a JPEG of 101 scans"):
+    with pytest.raises(LimitExceededError, match="got a JPEG with 101 scans"):
         processor.process(sequential)
 
 
@@ -97,7 +97,7 @@ def test_a_jpeg_of_one_scan_may_have_any_bytes_after_it() -> None:
     trailer = b"\xff\xda" * 1000
     np.testing.assert_array_equal(PROCESSOR.pixels(data + trailer), PROCESSOR.pixels(data))
     album = hostile.encoded(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    with pytest.raises(LimitExceededError, match=r"got a JPEG of 100\d scans"):  # the scans of all its images count
+    with pytest.raises(LimitExceededError, match=r"got a JPEG with 100\d scans"):  # the scans of all its images count
         PROCESSOR.pixels(album + trailer)
 
 

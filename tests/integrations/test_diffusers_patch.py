@@ -121,7 +121,7 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
         for module in one.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
-        with pytest.raises(InvalidInputError, match=r"transformer: got \w+ that is not patched"):
+        with pytest.raises(InvalidInputError, match=r"transformer: got an unpatched \w+"):
             unpatch(one)
         with pytest.raises(TypeError, match="positions"):
             model.call(one, THREE, False, model.positions(THREE))
@@ -295,7 +295,7 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
         ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
         (
             {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 98)}},
-            "joint_attention_kwargs must not have an attention_mask if positions are passed, which define the mask",
+            "joint_attention_kwargs must not have an attention_mask if positions are passed: positions define the mask",
         ),
         (
             {"img_ids": torch.zeros(9, 4)},
@@ -338,7 +338,7 @@ def test_text_in_positions_is_refused_if_it_is_used_in_cross_attention() -> None
     model = Wan()
     transformer = patch(model.transformer())
     table = place(SegmentTable.from_documents([[Text(2), Grid(4, 6, frames=2)]]), "mrope")
-    with pytest.raises(InvalidInputError, match="positions: got text, want none: encoder_hidden_states is used"):
+    with pytest.raises(InvalidInputError, match="positions: got text, want none, because encoder_hidden_states"):
         model.call(transformer, [0], False, table)
     with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one per document"):
         transformer(
@@ -361,7 +361,7 @@ def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() 
             patch(transformer, replace(own, **changed))
     with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
         patch(transformer, "flux2")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="rotary: got one, want None: the two channels of a pair"):
+    with pytest.raises(InvalidInputError, match="rotary: got a Rotary, want None: the two channels of a pair"):
         patch(MODELS["ErnieImageTransformer2DModel"]().transformer(), own)
     patch(transformer)
     with torch.no_grad():
@@ -420,7 +420,8 @@ def test_a_processor_of_another_patched_transformer_is_refused() -> None:
     patch(first)
     for _ in range(2):
         with pytest.raises(
-            UnsupportedError, match=r"^processor: got one of another patched transformer, want one that is not shared$"
+            UnsupportedError,
+            match=r"^processor: got one shared with another patched transformer, want one that is not shared$",
         ):
             patch(second)
     unpatch(first)
@@ -457,7 +458,7 @@ def test_unknown_transformers_are_refused_by_name() -> None:
     ):
         patch(transformer, rotary)
     transformer = patch(model.transformer())
-    with pytest.raises(InvalidInputError, match="transformer: got one that is already patched; call unpatch"):
+    with pytest.raises(InvalidInputError, match="transformer: got a patched transformer; call unpatch"):
         patch(transformer, rotary)
     qwen = MODELS["QwenImageTransformer2DModel"]
     assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}

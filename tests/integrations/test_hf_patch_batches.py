@@ -84,7 +84,7 @@ def test_device_positions_of_packed_documents_require_position_ids(lengths: tupl
         got = model(input_ids, mm_position_ids=packed, position_ids=restart, use_cache=False).logits
     assert torch.equal(got, want)
     for mask in (None, torch.ones(1, sum(lengths))):
-        with pytest.raises(InvalidInputError, match=r"DevicePositions of several documents, .* want also position_ids"):
+        with pytest.raises(InvalidInputError, match=r"DevicePositions of several documents, .* want position_ids"):
             model(input_ids, mm_position_ids=packed, attention_mask=mask)
 
 

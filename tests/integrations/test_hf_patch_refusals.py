@@ -112,7 +112,7 @@ def test_each_layer_type_requires_a_rotary() -> None:
         (torch.zeros(2, 2, 24, dtype=torch.int64, device="meta"), "got a tensor on meta, want cpu"),
         ([[0] * 24] * 2, "got list, want a PositionTable, DevicePositions or a tensor of ids"),
         (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
-        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row: pad the table"),
+        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row; pad the table"),
         (text(16, 16, 16), "got documents of 16 tokens, want 24"),
         (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axis, want 2"),
     ],
@@ -127,7 +127,7 @@ def test_invalid_positions_of_a_call_are_refused(ids: object, message: str) -> N
 def test_a_table_passed_as_position_ids_is_refused() -> None:
     model = patched(model_of("llama"))
     for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
-        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it as mm_position_ids"):
+        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it in mm_position_ids"):
             model(tokens(2, 24), position_ids=table)
 
 

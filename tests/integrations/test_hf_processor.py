@@ -118,7 +118,7 @@ def test_padding_requires_a_padding_token() -> None:
     without = make_processor(chat_tokenizer(pad_token=None))
     (row,) = without(text=["this"])["input_ids"]
     assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].tolist() == [row, row]
-    message = "tokenizer.pad_token: got None, want a token for padding"
+    message = "tokenizer.pad_token: got None, want a padding token"
     assert_refused(message, lambda: without(text=["A cat", "this"], padding=True))
 
 
@@ -179,7 +179,7 @@ def test_truncation_keeps_special_tokens_added_by_the_tokenizer(side: str) -> No
             else untruncated[1:-1][max(len(untruncated) - length, 0) :]
         )
         assert processor(text="What is </s> this?", max_length=length)["input_ids"] == [[BOS, *text, EOS]]
-    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the special tokens of a row$"):
+    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the number of special tokens"):
         processor(text="What is </s> this?", max_length=1)
     assert processor(text="", max_length=2)["input_ids"] == [[BOS, EOS]]
 
@@ -508,12 +508,12 @@ def test_invalid_settings_are_refused(message: str) -> None:
 CONTENT = [{"role": "user", "content": {"type": "image", "image": WIDE}}]
 BLOCK = "conversation[1][0].content[0]"
 CHATS: dict[str, Any] = {
-    "conversation: got str, want a list of messages, or a list of conversations": "A cat",
+    "conversation: got str, want a list of messages or a list of conversations": "A cat",
     "conversation: got none, want a list of messages": [],
     "conversation[1]: got none, want a list of messages": [chat(text_block("A")), []],
     "conversation[1]: got str, want a list of messages": [chat(text_block("A")), "A"],
     "conversation[1]: got str, want a message with role and content": [*chat(text_block("A")), "A"],
-    "conversation[0].content: got dict, want text, a list of blocks, or None": CONTENT,
+    "conversation[0].content: got dict, want text, a list of blocks or None": CONTENT,
     **{
         f"{BLOCK}{message}": [chat(text_block("A")), chat(content)]
         for message, content in (
@@ -526,8 +526,11 @@ CHATS: dict[str, Any] = {
             (".image_url: got None, want the URL of the image", {"type": "image_url", "image_url": {}}),
             (": got dict, want a block with a type", {"text": "A"}),
             (".path: got int, want text or a path", {"type": "image", "path": 5}),
-            (".image: got it in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
-            (".image_url: got it in a block of type 'input_image'", {"type": "input_image", "image_url": "data:,"}),
+            (".image: got this key in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
+            (
+                ".image_url: got this key in a block of type 'input_image'",
+                {"type": "input_image", "image_url": "data:,"},
+            ),
         )
     },
 }

@@ -142,7 +142,7 @@ def test_invalid_videos_are_refused() -> None:
     two = {"fps": 2, "num_frames": 2, "do_sample_frames": True}
     by_path = [{"role": "user", "content": [{"type": "video", "path": 3}]}]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("videos: got frames of the shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
+        ("videos: got frames of shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
         ("videos[0].frames[0]: image: got ", {"videos": [[b"no"]]}),
         ("videos: got the text 'https://a/b.mp4', a URL, which is never fetched", {"videos": "https://a/b.mp4"}),
         ("videos.frames[0]: image: got int, want", {"videos": [3]}),
@@ -237,7 +237,7 @@ def test_text_names_files_only_if_read_files_allows_it(tmp_path: Path) -> None:
     path.write_bytes(photo(1))
     closed = MMPosProcessor(ours.tokenizer, ours.images, ours.scheme, ours.markers, False, read_files=False)
     want = ours(path, QWENS[2])["pixel_values"]
-    message = r"content\[0\]: got the text .*: read_files=False allows no paths$"
+    message = r"content\[0\]: got the text .*: read_files=False forbids paths$"
     for text in (str(path), path.as_uri()):
         blocks = [{"type": "image", "image": text}, {"type": "image_url", "image_url": {"url": text}}]
         for block in blocks:

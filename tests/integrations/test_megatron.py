@@ -260,7 +260,7 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert got[0].pop("messages").tolist() == [
         "positions: want a PositionTable on rank 1",
-        "group: got one without rank 0, want a group with this rank",
+        "group: got a group without rank 0, want a group with this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
         "src: got 0.0, want an integer",
     ]
@@ -283,11 +283,11 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     [
         (
             lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
         ),
         (
             lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
         ),
         (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
         (

@@ -370,10 +370,9 @@ CONFIGS_REFUSED: dict[str, Any] = {
         f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
         for model, reason in UNSUPPORTED_TYPES.items()
     },
-    "config.model_type: got 'no', want a supported type of docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type of docs/models-names.md": {
-        "model_type": "qwen25_vl"
-    },
+    "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
+    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see "
+    "docs/models-names.md": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
     "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
@@ -429,7 +428,7 @@ def generated(counts: list[int], *grids: list[int], model: str = "glm_image") ->
     return settings_of(model).generated(prompt, list(grids), counts)
 
 
-NOT_BUILT = ", which SequenceBuilder cannot make; pass the input_ids of its processor to segments"
+NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
     "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(

@@ -420,7 +420,7 @@ def test_images_and_videos_that_the_method_takes_for_text_have_grid_ids(function
 
 ONE = [[TEXT, IMAGE, TEXT]]
 MOVING = arguments_of([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
-INTERVALS = "a number >= 0, and ids within int32"
+INTERVALS = "a number >= 0 and ids within int32"
 
 
 def row(*tokens: int, **more: Any) -> dict[str, Any]:
@@ -562,7 +562,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ([1.0], ": got shape (1,), want at least 2 values, one per video"),
             ([-1.0, 1.0], "[0]: got -1.0, want a number >= 0"),
             ([1.0, float("nan")], "[1]: got nan, want a number >= 0"),
-            ([1.0, 1e30], "[1]: got 1e+30, want ids of its frames within int32"),
+            ([1.0, 1e30], "[1]: got 1e+30, want frame ids within int32"),
         )
     ),
     (

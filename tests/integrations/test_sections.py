@@ -249,15 +249,15 @@ REFUSED: dict[str, Any] = {
     "rotary: got 4 axes, want at most 3": lambda: make(Rotary(head_dim=16, axes=4), 8, permuted=True),
     "rotary: got dict, want a Rotary": lambda: make({}, 8),
     "rotary: got Sections, want a Rotary": lambda: qk_channels(SECTIONS),  # type: ignore[arg-type]
-    "rotary: got one with head_axes, want one rotation for all heads, as": lambda: make(BY_HEADS, 8, permuted=True),
-    "rotary: got one with head_axes, want one rotation for all heads": lambda: qk_channels(BY_HEADS),
+    "rotary: got a Rotary with head_axes, want one rotation for all heads, a": lambda: make(BY_HEADS, 8, permuted=True),
+    "rotary: got a Rotary with head_axes, want one rotation for all heads": lambda: qk_channels(BY_HEADS),
     **{
         f"rotary: got allocation {ROTARIES[name].allocation!r}{PERMUTE}": lambda name=name: make(ROTARIES[name], 8)
         for name in ("adjacent", "columns first", "qwen3-vl", "three axes")
     },
     "max_position: got 0, want >= 1": lambda: make(Rotary(head_dim=16), 0, permuted=True),
     "permuted: got 1, want True or False": lambda: make(Rotary(head_dim=16), 8, permuted=1),
-    "dtype: got torch.int64, want a floating dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
+    "dtype: got torch.int64, want a floating-point torch dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
     f"documents[0]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, {ROWS}": lambda: request(
         table(DOCUMENT), Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
     ),

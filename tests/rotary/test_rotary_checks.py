@@ -211,11 +211,11 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'": [calls(packed(), implementation="cuda")],
     "inplace: got 'no', want True or False": [calls(packed(), inplace="no")],
     "conjugate: got [], want True or False": [calls(packed(), conjugate=[])],
-    "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it": [
+    "rotary: got NoneType, want a Rotary, as returned by mmpos.rotary.Rotary": [
         calls(packed(), rotary=None),
         lambda: tables_of(None, DEVICE),  # type: ignore[arg-type]
     ],
-    "rotary: got dict, want a Rotary, as mmpos.rotary.Rotary gives it": [
+    "rotary: got dict, want a Rotary, as returned by mmpos.rotary.Rotary": [
         lambda: angles({"head_dim": 16}, DEVICE)  # type: ignore[arg-type]
     ],
     "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
@@ -225,7 +225,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
     "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
-    "norm: got Tensor, want a Norm, as mmpos.rotary.Norm gives it": [calls(packed(), norm=ones(16))],
+    "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
     "cos_sin: got 7 rows, want > 7, the largest id": [
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),

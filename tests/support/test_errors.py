@@ -310,7 +310,7 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.explain(0, from_documents([[Text(3)]])), "segments: got 3 tokens, want 15"),
     (
         lambda: POSITIONS.describe(0, [[Text(15)]]),
-        "segments: got list, want a SegmentTable, as SegmentTable.from_documents gives it",
+        "segments: got list, want a SegmentTable, as returned by SegmentTable.from_documents",
     ),
 ]
 

@@ -810,7 +810,7 @@ def test_model_types_with_unsupported_rotations_are_refused() -> None:
         refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it rotates in the opposite direction"
     )
     assert refused(text_of("gemma4_vision", num_attention_heads=24)) == (
-        "num_key_value_heads: got 12, want 24 as num_attention_heads"
+        "num_key_value_heads: got 12, want 24 as for num_attention_heads"
     )
 
 

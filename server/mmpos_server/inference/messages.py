@@ -1,4 +1,4 @@
-"""ModelInfer requests and responses: arrays from and to tensors in messages and in shared memory."""
+"""Convert ModelInfer requests and responses: arrays from and to tensors in messages and in shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["DATATYPES", "Datatype", "Input", "Outputs", "Request", "Spec", "get_
 
 
 class Datatype(NamedTuple):
-    """Data type of tensors.
+    """Data type of a tensor.
 
     Args:
         dtype: numpy dtype; None for BYTES, whose elements vary in size; uint16 for the bits of BF16.
@@ -60,10 +60,10 @@ class Spec:
     Args:
         name: name of the tensor.
         datatypes: names of the accepted types; metadata lists the first one.
-        shape: shape in metadata; -1 stands for any size.
+        shape: shape in metadata; -1 means any size.
         optional: whether an input may be omitted.
-        ndim: further accepted numbers of axes, of any sizes.
-        reported: whether metadata lists the tensor; False for an output that only another scheme has.
+        ndim: further numbers of axes that are accepted, with any sizes.
+        reported: whether metadata lists the tensor; False for an output that exists only for other schemes.
     """
 
     name: str
@@ -98,7 +98,7 @@ _RANGE: Mapping[str, Kind] = {_REGION: "string", _SIZE: "int64", _OFFSET: "int64
 
 
 class _Range(NamedTuple):
-    """Range of bytes of a registered region; the offset counts from the start of the region."""
+    """Range of bytes in a registered region; the offset is counted from the start of the region."""
 
     region: Region
     name: str
@@ -107,7 +107,7 @@ class _Range(NamedTuple):
 
 
 def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> _Range | None:
-    """Return the range of shared memory named by the parameters of a tensor, or None for a tensor in the message."""
+    """Return the range of shared memory that a tensor's parameters name, or None for a tensor in the message."""
     values = get_values(f"{where}.parameters", parameters, _RANGE)
     if not values:
         return None
@@ -131,7 +131,7 @@ class Input:
     Args:
         name: name of the tensor.
         datatype: name of the type.
-        shape: shape of the tensor, already checked.
+        shape: shape of the tensor, which has been checked.
         source: raw bytes, numbers in the message, or a range of shared memory.
     """
 
@@ -141,7 +141,7 @@ class Input:
     source: bytes | pb.InferTensorContents | _Range
 
     def array(self) -> Array:
-        """Return the array of a tensor of numbers: a view of raw bytes, or a writable copy of shared memory.
+        """Return the array for a tensor of numbers: a view of raw bytes, or a writable copy of shared memory.
 
         Raises:
             InvalidInputError: the bytes or numbers do not fit the type and shape, or the region has shrunk.
@@ -165,7 +165,7 @@ class Input:
         return np.frombuffer(data, dtype).reshape(self.shape).astype(native, copy=False)
 
     def elements(self) -> list[bytes]:
-        """Return the elements of a tensor of BYTES; in raw bytes, four bytes of length precede each element.
+        """Return the elements of a BYTES tensor; in raw bytes, a four-byte length precedes each element.
 
         Raises:
             InvalidInputError: the number of elements differs from the shape, or an element is cut off.

@@ -165,8 +165,9 @@ def rotate_and_store(
         implementation: "auto", "triton" or "reference".
         validate: also check ids, slots and scales on a device; this waits for the device.
 
-    Returns: the rotated q, and with ``return_k`` the rotated k, else None; both are like the inputs, but q is
-        float8_e4m3fn with a q_scale.
+    Returns:
+        the rotated q, and with ``return_k`` the rotated k, else None; both are like the inputs, but q is float8_e4m3fn
+        with a q_scale.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
@@ -201,8 +202,8 @@ def cos_sin(
         rotary: the frequencies and their allocation to axes, channels and heads.
         positions: DevicePositions, a PositionTable, or dense ids.
         layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) if all documents have the same
-            length. "transformers": cos and sin of shape (batch, seq, rotary_dim), batch 1 if packed, one value per
-            channel: in halves, as Llama expects, or in adjacent pairs, as Cohere expects. (GLM, Helium, Ernie 4.5 and
+            length. "transformers": cos and sin of shape (batch, seq, rotary_dim), batch 1 if packed, with one value per
+            channel, in halves as Llama expects or in adjacent pairs as Cohere expects. (GLM, Helium, Ernie 4.5 and
             Moonshine repeat adjacent pairs themselves: pass them "pairs" twice, ``torch.cat((cos, cos), -1)``.)
             "torchtitan": one rope cache, cos then sin (…, 2·rotary_dim), or complex64 (…, pairs) for adjacent pairs.
             With head_axes or kv_heads, "pairs" are (…, kv_heads, pairs) and "transformers" is (batch, kv_heads, seq,

@@ -43,8 +43,9 @@ def rotated_at_once(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Rotate q and k in one C call that includes all checks; this is fast for small inputs such as a decoding step.
 
-    Returns: the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as for
-        all errors.
+    Returns:
+        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as for all
+        errors.
     """
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None

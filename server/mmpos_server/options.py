@@ -1,4 +1,4 @@
-"""Command line of ``mmpos serve`` and ``python -m mmpos_server``."""
+"""Define the command line of ``mmpos serve`` and ``python -m mmpos_server``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serve(**flags: Any) -> None:
         # Report a missing package once instead of once per worker.
         import_module("mmpos_server.tracing")
     if options.workers > 1:
-        supervise(options)  # no immediate exit: multiprocessing removes its folder at the end
+        supervise(options)  # do not exit immediately: multiprocessing removes its folder at the end
         return
     serve_in_process(options)
     leave()

@@ -549,7 +549,7 @@ def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
 def test_caches_of_other_8_bit_dtypes_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
     message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as v')}$"):
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as for v')}$"):
         stores(value_cache=zeros(4, 16, 2, 12).to(dtype), **scale)()
 
 

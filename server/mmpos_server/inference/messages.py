@@ -168,7 +168,7 @@ class Input:
         """Return the elements of a BYTES tensor; in raw bytes, a four-byte length precedes each element.
 
         Raises:
-            InvalidInputError: the number of elements differs from the shape, or an element is cut off.
+            InvalidInputError: the number of elements does not match the shape, or an element is cut off.
         """
         if isinstance(self.source, pb.InferTensorContents):
             return self._contents(self.source)
@@ -197,7 +197,7 @@ class Input:
         return source.region.read(self.name, source.offset, source.byte_size).data
 
     def _contents(self, contents: pb.InferTensorContents) -> list[Any]:
-        """Return the numbers, or the elements of BYTES, of a message."""
+        """Return the numbers of a message, or its elements of BYTES."""
         known = DATATYPES[self.datatype].contents
         for field, _ in contents.ListFields():
             if field.name != known:
@@ -211,15 +211,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Request:
-    """Inference request, checked; its tensors are read on demand.
+    """Inference request that has been checked; its tensors are read on demand.
 
     Args:
         profile: version of the model.
         named: whether the client named the version.
-        parameters: values by name.
+        parameters: parameter values by name.
         inputs: input tensors by name.
-        outputs: requested outputs by name, each with its range of shared memory or None; None requests all outputs.
-        shared_bytes: bytes of inputs in shared memory.
+        outputs: requested outputs by name, each with its range of shared memory or None; None means all outputs.
+        shared_bytes: number of bytes of the inputs in shared memory.
     """
 
     profile: Profile
@@ -230,11 +230,11 @@ class Request:
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
-        """Return whether the client asks for an output."""
+        """Return whether the client requests an output."""
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """Return the array of an input, or None for an omitted input."""
+        """Return the array of an input, or None if the input is omitted."""
         return self.inputs[name].array() if name in self.inputs else None
 
 
@@ -247,22 +247,22 @@ def get_request(
     regions: Regions,
     limits: Limits,
 ) -> Request:
-    """Check a message, and return its request.
+    """Check a message and return the request in it.
 
     Args:
-        message: message of the client.
+        message: the client's message.
         profile: version of the model.
         inputs: input tensors of the model.
         outputs: output tensors of the model.
         parameters: parameters of the model, with their kinds.
         regions: registered regions.
-        limits: limits of one request.
+        limits: limits for one request.
 
     Raises:
-        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, data twice, or a wrong type or
-            shape.
+        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, has data twice, or has a wrong
+            type or shape.
         UnsupportedError: a parameter is unknown.
-        LimitExceededError: the inputs have too many bytes in shared memory.
+        LimitExceededError: the inputs in shared memory have too many bytes.
     """
     tensors = _inputs(message, inputs, regions)
     shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, _Range))
@@ -327,14 +327,14 @@ Outputs = Mapping[str, Callable[[], Array]]
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:
-    """Compute the requested outputs and fill a message with them.
+    """Compute the requested outputs and put them into a message.
 
-    Outputs in shared memory come last: some clients locate raw bytes by counting all outputs, others by counting only
-    outputs outside shared memory; in this order both get the same result.
+    Outputs in shared memory come last. Some clients locate raw bytes by counting all outputs, others by counting only
+    the outputs outside shared memory; in this order, both get the same result.
 
     Args:
         message: message to fill.
-        request: names the requested outputs, and their ranges of shared memory.
+        request: names the requested outputs and their ranges of shared memory.
         outputs: functions that compute the outputs.
 
     Raises:
@@ -362,5 +362,5 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outp
         tensor.parameters[_SIZE].int64_param = array.nbytes
         tensor.parameters[_OFFSET].int64_param = shared.offset
         in_regions.append((name, shared, array))
-    for name, shared, array in in_regions:  # after all outputs are known to fit
+    for name, shared, array in in_regions:  # only after all outputs are known to fit
         shared.region.write(name, shared.offset, array.reshape(-1).view(np.uint8).data)

@@ -47,7 +47,7 @@ typedef struct {
     int64_t rest; /* padding after the last document, which counts as a document */
     int64_t pad_token_id;
     Runs patches, audio;
-    PyObject *scheme;                      /* of the first example */
+    PyObject *scheme;                      /* scheme of the first example */
     int alike, fractional, pixels, padded; /* alike: all have the same scheme */
 } Batch;
 

@@ -13,7 +13,7 @@ enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* MOST: limit of the block 
 /* Source and destination of patches. The patches of a block are consecutive in `out`; `block` is 1 for raster order. */
 typedef struct {
     const char *pixels;
-    int64_t height, width, row_stride; /* of pixels; a row is contiguous */
+    int64_t height, width, row_stride; /* size and stride of pixels; a row is contiguous */
     int64_t patch, block, frames;      /* frames: copies of each plane; 0 leaves patches unchanged */
     const float *levels;               /* (COLOURS, LEVELS), or NULL to copy bytes */
     char *out;

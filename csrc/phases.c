@@ -15,7 +15,7 @@ const Tensor *tensor_of(PyObject *capsule) {
         PyErr_Clear();
         return NULL;
     }
-    int elements = 1; /* of a nonempty tensor */
+    int elements = 1; /* whether the tensor has elements */
     for (int i = 0; i < tensor->dimensions; i++) {
         elements = elements && tensor->shape[i] > 0;
     }

@@ -67,7 +67,7 @@ typedef struct {
     int64_t audios;
     Segment *segments;
     int64_t num_segments, room;
-    int64_t first, start, stop, at; /* of a document: first segment, first token, end, next token without a segment */
+    int64_t first, start, stop, at; /* a document's first segment, first token, end, and next token without a segment */
 } Scan;
 
 static int64_t id_at(const Ids *ids, int64_t i) {

@@ -294,7 +294,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     return answer(&buffers, result);
 }
 
-/* enter(plan, rows) -> True or None: enter rows into a plan with more empty slots than rows. */
+/* enter(plan, rows) -> True or None: enter rows into a plan, which must have more empty slots than there are rows. */
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix plan, rows;

@@ -7,9 +7,9 @@
 
 #include "native.h"
 
-enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES };   /* of a placed table */
-enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL };           /* of each axis, from row AXES on */
-enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* of the documents */
+enum { OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES };   /* rows of a placed table */
+enum { ORIGIN, STEP_FRAME, STEP_ROW, STEP_COL };           /* rows per axis, from row AXES on */
+enum { FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA }; /* rows of its documents */
 enum { TAKE, SHARD, WINDOW, DECODE, LENGTHEN };            /* rules of cut */
 
 #define MAX_AXES 16

@@ -63,9 +63,8 @@ def apply_rotary(
     """Rotate q and k by their positions; on a GPU, in one launch that reads the position table directly.
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
-    computed in float32 and rounded once at the end. With ``precision="exact"`` the error of cos and sin is below 2e-7
-    for every int32 id, including negative and fractional ids; a fraction that is not a multiple of 2⁻³² adds ω · 2⁻³²
-    at ω rad per id.
+    computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
+    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
@@ -81,8 +80,7 @@ def apply_rotary(
             frequencies of rotary: for the integer id i, row i holds cos of all pairs, then sin. An id without a row
             raises an error on the host or with ``validate``; otherwise its pairs become NaN.
         inplace: write into q and k instead of new tensors; not allowed while they require gradients.
-        conjugate: rotate by the negative angles, which inverts a rotation; the order of norm and rotation does not
-            change.
+        conjugate: rotate by the negative angles, which inverts a rotation; norm and rotation keep their order.
         implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors, the C extension on a
             CPU. All give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
         validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; this waits for the device.
@@ -166,8 +164,7 @@ def rotate_and_store(
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        the rotated q, and with ``return_k`` the rotated k, else None; both are like the inputs, but q is float8_e4m3fn
-        with a q_scale.
+        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but q is float8_e4m3fn with a q_scale.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
@@ -373,7 +370,7 @@ def _arguments(
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
     if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
+        raise InvalidInputError("k: got None, want a tensor: use apply_rotary to rotate q alone")
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):

@@ -117,9 +117,9 @@ class Rotary:
     text: str = field(init=False, repr=False, compare=False)
     """``to_dict`` as JSON."""
     shares_ladder: bool = field(init=False, repr=False, compare=False)
-    """Whether pair j has the j-th frequency of one ladder."""
+    """Whether pair j has the j-th frequency of a single ladder."""
     attention_factor: float = field(init=False, repr=False, compare=False)
-    """Factor on cos and sin: 1.0 except for YaRN and LongRoPE."""
+    """Factor by which cos and sin are multiplied; 1.0 except for YaRN and LongRoPE."""
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -323,7 +323,7 @@ class Rotary:
         if len(set(self._thetas)) == 1:
             self._set("theta", self._thetas[0])
         if self.head_axes is not None and not isinstance(self.theta, float):
-            raise InvalidInputError(f"theta: got {self.theta}, want one base for allocation 'heads', the same for all")
+            raise InvalidInputError(f"theta: got {self.theta}, want a single base for allocation 'heads'")
         self._check_scaling()
         if self.inv_freq is not None:
             self._check_inv_freq(self.inv_freq)

@@ -32,7 +32,7 @@ THREAD_BYTES = 1 << 19
 """Bytes of q and k per thread: starting a thread takes as long as rotating a tenth of them."""
 
 ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER, CHECKED = 1, 2, 4, 8, 16, 32
-"""Flags of the extension's rotate."""
+"""Flags for the extension's rotate."""
 
 FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
 """Valid combinations of layout and number of dimensions."""

@@ -38,7 +38,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
-"""Rope types that depend on the length with which a model was trained."""
+"""Rope types that depend on the length at which a model was trained."""
 
 HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
 """Fields that determine the head dimension."""
@@ -574,8 +574,8 @@ class Fields:
         """Create the fields of a whole config, of a config.json file, or of the config.json in a folder.
 
         Raises:
-            InvalidInputError: the folder has no readable config.json, or the string is not a path, for example a
-                checkpoint's name: nothing is downloaded.
+            InvalidInputError: the folder has no readable config.json, or the string names neither a file nor a folder,
+                for example because it is a checkpoint's name: nothing is downloaded.
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):

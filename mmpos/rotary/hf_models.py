@@ -84,7 +84,7 @@ class RotationType:
 
 
 PLAIN = RotationType()
-"""Rotation of all model types without an entry: halves of a whole head are paired, with the config's parameters."""
+"""Rotation of all model types without an entry: the halves of a whole head are paired, with the config's parameters."""
 
 
 def _encoder(
@@ -210,7 +210,7 @@ OTHER_ROTATIONS: Mapping[str, str] = by_name(
         "nanochat": "it rotates in the opposite direction",
     }
 )
-"""Model types whose rotation is not supported, with the reason."""
+"""Model types whose rotation is not supported, with the reasons."""
 
 UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
     {
@@ -225,10 +225,10 @@ UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
         "vjepa2": "the two channels of a pair have different frequencies",
     }
 )
-"""Vision encoders whose positions no scheme here has, with the reason."""
+"""Vision encoders whose positions no scheme produces, with the reasons."""
 
 TEXT_AT_TOP = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-"""Model types whose first configs have the fields of text_config at the top level, next to vision_config."""
+"""Model types whose earliest configs have the fields of text_config at the top level, next to vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
-"""Model types of nested configs in first releases, mapped to the types that Transformers uses for them."""
+"""Model types of nested configs in the earliest releases, mapped to the types that Transformers uses for them."""

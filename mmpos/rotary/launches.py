@@ -24,7 +24,7 @@ Form: TypeAlias = tuple[Any, ...]
 """Properties that all calls of one compiled kernel share."""
 
 MOST = 1024
-"""Maximum number of cached forms; one more clears the cache."""
+"""Maximum number of cached forms; one more form clears the cache."""
 
 
 class _Known(NamedTuple):

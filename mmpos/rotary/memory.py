@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-"""Number of active dispatch modes, which no public function returns; 1 if torch lacks the private one."""
+"""Number of active dispatch modes, which no public function returns; 1 if torch lacks the private function."""
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -32,7 +32,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
-    """Return whether ``is_plain`` is true apart from its condition that tensors have memory."""
+    """Return whether all conditions of ``is_plain`` hold, except that tensors need not have memory."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
@@ -143,7 +143,7 @@ Span = tuple[int, _Steps]
 """Memory extent of a tensor: bytes from its address to its end, and strides and sizes of its dimensions."""
 
 _cached = lru_cache(maxsize=1 << 12)
-"""Caches functions of shapes, strides and distances, which take longer than a kernel launch."""
+"""Cache for functions of shapes, strides and distances, which take longer than a kernel launch."""
 
 
 class _Memory(NamedTuple):

@@ -37,7 +37,7 @@ _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
     "int kind, bool adjacent, float attention_factor, bool conjugate, int implementation"
 )
-"""Schema of RotationArguments; its mode is named kind, since torch reserves "mode"."""
+"""Schema of RotationArguments, whose mode is named kind because torch reserves "mode"."""
 
 _NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool after"
 """Schema of Norm."""
@@ -46,7 +46,9 @@ _STORE = (
     "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
 )
-"""Schema of Stored and its Scales: caches have any strides, and slots are (n,) int32 or int64 of the first n tokens."""
+"""Schema of Stored and its Scales; caches may have any strides, and slots are the first n tokens' (n,) int32 or
+int64.
+"""
 
 # The operators that rotate, with the norm before or after the rotation.
 

@@ -82,7 +82,7 @@ def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
 
 
 def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
-    """View a cache of any dtype as (blocks, block_size, heads, head_dim); a str as heads allows any number of heads."""
+    """View a cache of any dtype as (blocks, block_size, heads, head_dim); if heads is a str, any number is allowed."""
     pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
     ends = (heads if isinstance(heads, int) else pages.shape[-2], head_dim) if pages.dim() == 4 else ()
     if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != ends:
@@ -193,7 +193,7 @@ QUERY = torch.float8_e4m3fn
 """Dtype of 8-bit q."""
 
 LEAST_SCALE = 2.0**-100
-"""Smallest computed scale: heads of zeros need a positive scale whose quotients stay normal numbers."""
+"""Smallest computed scale: heads of zeros need a positive scale, and quotients by it must stay normal numbers."""
 
 
 class Scales(NamedTuple):
@@ -226,7 +226,7 @@ class Scales(NamedTuple):
 
 
 NO_SCALES = Scales(None, None, None, None, None)
-"""Scales if nothing is stored in 8 bits."""
+"""The scales if nothing is stored in 8 bits."""
 
 
 class Stored(NamedTuple):

@@ -21,7 +21,7 @@ SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
 """Coefficients, exact in float32, of sin(πu/4) = u·S(u²) and cos(πu/4) = 1 + u²·C(u²) on −1 <= u <= 1.
 
-Fitted by least squares on Chebyshev nodes; the errors of the polynomials alone are 1.3e-9 and 6e-11.
+They were fitted by least squares on Chebyshev nodes; the errors of the polynomials alone are 1.3e-9 and 6e-11.
 """
 
 MASK = 0xFFFFFFFF
@@ -299,7 +299,7 @@ LEAST_EPS = 2.0**-126
 """Smallest normal float32: the kernel flushes smaller numbers to zero, whose inverse root is infinite."""
 
 LARGEST = 2.0**127
-"""Largest power of two in float32: larger values may overflow to infinity, which times 0 is NaN."""
+"""Largest power of two in float32: larger values may overflow to infinity, and infinity times 0 is NaN."""
 
 
 class Norm(NamedTuple):

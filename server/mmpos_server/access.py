@@ -33,10 +33,10 @@ OPEN = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
-"""Methods answered without a token, because probes and load balancers have none."""
+"""Methods that are answered without a token because probes and load balancers have none."""
 
 LEAST_CHARACTERS = 16
-"""Minimum length of a token; a shorter one could be guessed."""
+"""Minimum length of a token; a shorter token could be guessed."""
 
 _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 

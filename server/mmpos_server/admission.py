@@ -23,7 +23,7 @@ __all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "Rates", "WorkP
 PoolName = Literal["place", "image", "heavy", "rotary"]
 
 WATCHES, CHECKS = 64, 64
-"""Maximum number of open health streams, of open reflection streams, and of health checks at once."""
+"""Maximum number of open health streams and open reflection streams, and of simultaneous health checks."""
 
 _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
@@ -42,7 +42,7 @@ _TURNS = 2
 """Number of calls that may wait for each thread of a pool while further calls are refused."""
 
 _MOST_IDLE = 10_000
-"""Maximum number of idle clients whose rate is kept; bounds memory when a caller has many addresses."""
+"""Maximum number of idle clients whose rate is kept, which bounds memory when a caller has many addresses."""
 
 
 class Gate:
@@ -154,7 +154,7 @@ class Rates:
     def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
         self._per_second, self._clock = limits.requests_per_second, clock
         self.limited = self._per_second > 0
-        """Whether the rate of clients is limited."""
+        """Whether clients' rates are limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
         self._left: OrderedDict[str, tuple[float, float]] = (
             OrderedDict()
@@ -205,7 +205,7 @@ class Admission:
     arrivals: int = 0
     """Calls and streams that have arrived so far."""
     last_arrival: float = -math.inf
-    """Time of the last arrival, by the monotonic clock."""
+    """Time of the last arrival on the monotonic clock."""
     announced: bool = False
     """Whether health checks report NOT_SERVING because the server is about to stop."""
     ending: bool = False

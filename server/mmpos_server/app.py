@@ -38,7 +38,7 @@ _SPARE_THREADS = 64
 """Number of threads for calls that are about to be refused."""
 
 _TICK, _REFRESH = 0.25, 1.0
-"""Seconds between two checks of messages in transit and of the files of tokens and certificates."""
+"""Seconds between checks of messages in transit, and between checks of the token and certificate files."""
 
 _DEAD_SECONDS = 5.0
 """Seconds without a check after which the server no longer counts as live."""
@@ -48,7 +48,7 @@ _DEAD_SECONDS = 5.0
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _HANG_UP_SECONDS = 1.0
-"""Seconds after the last message for clients to close their connections."""
+"""Seconds after the last message within which clients should close their connections."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 

@@ -22,7 +22,7 @@ __all__ = ["Call", "GoneError", "Recipient"]
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
-"""Seconds between two checks of whether the client still waits for the work of a pool."""
+"""Seconds between checks of whether the client is still waiting for work in a pool."""
 
 
 class GoneError(BaseException):

@@ -44,10 +44,10 @@ REQUEST_ID = "x-request-id"
 _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _SURELY_FEW = 2**15
-"""Size in bytes below which the elements of a message are not counted: each takes two bytes or is a packed number."""
+"""Size in bytes below which a message's elements are not counted: each takes two bytes or is a packed number."""
 
 _PREFIX = secrets.token_hex(5)
-"""Prefix of the request ids of this process."""
+"""Prefix of this process's request ids."""
 
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -72,10 +72,10 @@ class Caller(Protocol):
     """The client of a call."""
 
     def invocation_metadata(self) -> Any:
-        """Return the metadata of the client as pairs."""
+        """Return the client's metadata as pairs."""
 
     def peer(self) -> str:
-        """Return the address of the client, as gRPC writes it."""
+        """Return the client's address as gRPC writes it."""
 
     def auth_context(self) -> Any:
         """Return the names from the client's certificate."""

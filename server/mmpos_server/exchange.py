@@ -160,7 +160,7 @@ class Views:
 
 
 NO_MEMORY = Exchange()
-"""Empty exchange of a call before its request is read and after its end, while its work may still be running."""
+"""Empty exchange for a call whose request has not been read, or which has ended while its work may still be running."""
 
 
 @lru_cache(maxsize=256)

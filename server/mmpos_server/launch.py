@@ -39,10 +39,10 @@ LAST_SECONDS = 3.0
 """Seconds after the drain in which the process must exit; less than the supervisor waits."""
 
 _LOOK_SECONDS = 0.5
-"""Maximum seconds between two checks for signals by the main thread."""
+"""Maximum seconds between the main thread's checks for signals."""
 
 _SWITCH_SECONDS = 0.001
-"""Maximum seconds for which a computing thread keeps the others waiting."""
+"""Maximum seconds for which a computing thread keeps other threads waiting."""
 
 
 def serve(options: Flags) -> None:
@@ -258,7 +258,7 @@ _FROM_NEXT_START = {
     "connections": ("max_connections", "age_seconds"),
     "clients": ("max_share",),
 }
-"""Settings that apply from the next start on; None stands for a whole table."""
+"""Settings that take effect only at the next start; None means a whole table."""
 
 
 def _later(first: ServerConfig, config: ServerConfig) -> list[str]:

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 MAX_VIEWS = 16
-"""Maximum number of views of a query."""
+"""Maximum number of views in a query."""
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
 """Maximum number of fields and numbers per part or segment, rounded up, and in the rest of a message."""
@@ -106,8 +106,8 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
     check("images", images, limits)
-    # A scheme may split a grid at every frame, a clip at every audio token as well, thumbnails and tiles at their
-    # markers and the tokens after them, and a thumbnail with tiles at every patch.
+    # A scheme may split a grid at every frame, a clip at every audio token too, thumbnails and tiles at their markers
+    # and the tokens after them, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
     detailed = counts[THUMBNAIL] + counts[TILE]
     if detailed:
@@ -155,7 +155,7 @@ def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
 
     Args:
         sizes: size of each tensor in bytes.
-        limits: limits of the server.
+        limits: the server's limits.
         call: the call to answer.
     """
     if call.memory.answers:

@@ -125,10 +125,10 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
-"""Seconds for which an idle connection stays open, and for which calls may last on a closing connection."""
+"""Seconds for which an idle connection stays open, and seconds that calls may last on a closing connection."""
 
 MAX_METADATA_BYTES = 16 * 1024
-"""Maximum bytes of the headers of a call."""
+"""Maximum size in bytes of a call's headers."""
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:

@@ -17,7 +17,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES, _TRIM_BYTES, _ARENAS = 32 * 2**20, 256 * 2**20, 4
 
 _IDLE_SECONDS, _IDLE_SHARE = 5.0, 0.05
-"""A process is idle when it has used at most this share of a processor for this many seconds."""
+"""A process is idle if it has used at most this share of a processor for this many seconds."""
 _GROWN_BYTES = 32 * 2**20
 """Growth of resident memory, in bytes, above which free memory is returned."""
 

@@ -47,14 +47,14 @@ __all__ = [
 
 
 Run = Callable[[Any, Any, "Call"], None]
-"""Function that reads the request and fills the response; an exception becomes the status."""
+"""Function that reads the request and fills the response; an exception determines the status."""
 
 
 Plain = tuple[bytes, int, int, int]
 """Answer to a plain request, with its numbers of documents, tokens and images."""
 
 Answering = Callable[[bytes], Plain | None]
-"""Function from the bytes of a request to its answer; it returns None if the request must be parsed."""
+"""Function that answers a serialized request; it returns None if the request must be parsed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Twin:
     """The streaming form of a method.
 
     Args:
-        name: name of the stream method.
+        name: name of the streaming method.
         request: message type of an item.
         response: message type of the answer to an item.
         run: function that writes the answer to an item.

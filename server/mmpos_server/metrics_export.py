@@ -46,7 +46,7 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By"}
 
 _LAST_SECONDS = 2.0
-"""Seconds for the last export, so that a collector that does not answer cannot delay the exit for longer."""
+"""Maximum seconds for the last export, so that a collector that does not answer cannot delay the exit any longer."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ MOST_CONNECTIONS = 64
 """Maximum number of connections; a new one closes the oldest, so that idle clients cannot block a probe."""
 
 SECONDS = 5.0
-"""Seconds after which a connection of the page is closed."""
+"""Seconds after which a connection to the page is closed."""
 
 
 @contextmanager

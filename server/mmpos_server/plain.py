@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_ANSWER", "SMALL_BYTES", "SMALL_SEGMENTS", "PlainQueries"]
 
 SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
-"""Bounds of small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The thread of
-the call does small work itself; larger work waits for a thread of a pool."""
+"""Bounds for small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The call's
+own thread does small work; larger work waits for a thread of a pool.
+"""
 
 _MOST_SETTINGS = 64
 """Maximum number of cached settings, one for each combination of scheme and profile in requests."""
 
 _Settings = tuple[Plan, bool, bool, bytes]
-"""Settings read by csrc/served.c: plan, whether grids must not touch, whether ids may be fractions, and label."""
+"""Settings that csrc/served.c reads: plan, whether grids must not touch, whether ids may be fractions, and label."""
 
 
 class PlainQueries:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RotaryService", "check_head_dim", "device", "has_torch", "preload", "require_torch"]
 
 MAX_HEAD_DIM = 1024
-"""Largest head_dim, since frequencies are computed pair by pair in exact arithmetic."""
+"""Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
 
 _TABLES: dict[int, TableLayout | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",

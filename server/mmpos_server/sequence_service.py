@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["PendingDocument", "SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
-"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, to bound memory."""
+"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, which bounds
+memory.
+"""
 
 
 @dataclass

@@ -27,10 +27,10 @@ __all__ = ["Data", "Region", "Regions", "SharedMemory"]
 Data = npt.NDArray[np.uint8]
 
 MAX_REGIONS = 256
-"""Maximum number of registered regions, since each keeps a file open."""
+"""Maximum number of registered regions, which is limited because each keeps a file open."""
 
 MAX_NAME = 256
-"""Maximum number of characters in the name of a region."""
+"""Maximum number of characters in a region's name."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")

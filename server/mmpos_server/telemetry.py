@@ -46,7 +46,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_Settling(self))  # register this first, so that it is collected first
         self.recorded: deque[_End | None] = deque()
-        """Ended calls that are not counted yet; None stands for a call that begins."""
+        """Ended calls that have not been counted yet; None stands for the beginning of a call."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
             "mmpos_requests", "Calls and items of streams, by status.", ["method", "status"], registry=registry
@@ -228,7 +228,7 @@ _MOST_LINES = 10_000
 """Maximum number of lines that wait for a slow file; further lines are dropped and counted."""
 
 _GATHERING_SECONDS = 0.02
-"""Seconds for which a line waits to be written together with others: waking a thread costs more than a line."""
+"""Seconds for which a line waits to be written together with others: waking a thread costs more than writing a line."""
 
 
 class Logs:
@@ -259,7 +259,7 @@ class Logs:
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._counting = threading.RLock()
         self.dropped = 0
-        """Number of dropped lines that no line has reported yet."""
+        """Number of dropped lines that have not been reported yet."""
         self._torn = b""
         self._seldom: dict[str, tuple[float, int]] = {}
         self._thread = threading.Thread(target=self._keep_writing, name="mmpos-log", daemon=True)

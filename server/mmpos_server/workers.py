@@ -40,10 +40,10 @@ _YOUNG_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 1.0
 """Bounds in seconds of the pause before a crashed worker is restarted; the pause doubles with each early crash."""
 
 _WORKER_SECONDS = 5.0
-"""Seconds that workers have to exit after the notice and the drain."""
+"""Seconds within which workers must exit after the notice and the drain."""
 
 _BEAT_SECONDS, _MOST_SILENCE = 1.0, 10
-"""Seconds between two beats of a worker, and the number of missing beats after which it is replaced."""
+"""Seconds between a worker's heartbeats, and the number of missed heartbeats after which the worker is replaced."""
 
 _STOP = "stop"
 
@@ -96,10 +96,10 @@ class _Worker:
     pipe: Connection | None = None
     began: float = 0.0
     silent: int = 0
-    """Number of missing beats."""
+    """Number of missed heartbeats."""
     ready: bool = False
     serving: bool = False
-    """Whether the process has accepted calls, and therefore drains before it stops."""
+    """Whether the process has accepted calls and must therefore drain before it stops."""
     served: bool = False
     """Whether any process of this slot has accepted calls."""
     failure: str | None = None
@@ -294,7 +294,7 @@ def _catch_signals() -> int:
 
 
 def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
-    """Serve as a worker until the supervisor stops this process or ends itself."""
+    """Serve as a worker until the supervisor stops this process or ends."""
     used = _use(folder)
     gc.freeze()  # the garbage collector then does not touch memory that is shared with the parent process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends SIGINT to the supervisor

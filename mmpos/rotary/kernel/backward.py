@@ -1,7 +1,7 @@
 """Compute the gradients of a rotation and norm, including those of the weights: kernel and launch."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Load, normalise, rotate and store the heads of a block of tokens in a kernel."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 import triton
 import triton.language as tl

@@ -172,7 +172,7 @@ def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.co
 
 @triton.jit
 def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the words of the frequencies; to be called before the segment search, whose loads depend on each other."""
+    """Load the words of the frequencies; call this before the segment search, whose loads depend on each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
     if ANGLES.own_frequencies:

@@ -1,7 +1,7 @@
 """Rotate keys in a paged cache from old positions to new ones: kernel and launch."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 import triton
 import triton.language as tl

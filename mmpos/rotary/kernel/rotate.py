@@ -1,7 +1,7 @@
 """Rotate q and k and optionally store k and v in a paged cache: kernels and launches."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 from collections.abc import Callable
 from typing import Any

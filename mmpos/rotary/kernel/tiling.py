@@ -190,7 +190,9 @@ LEAST_PIECE = 4
 """Minimum number of pairs per piece: 8 bytes of each half of a bfloat16 head."""
 
 MOST_HEADS = 16
-"""Maximum number of heads that a program processes in sequence: with more, the last programs run alone for long."""
+"""Maximum number of heads that a program processes in sequence; with more, the last programs would run alone for
+long.
+"""
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:

@@ -121,7 +121,7 @@ def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Reg
 
 
 _MAX_AXES = 64
-"""Maximum number of axes of a shape that an error quotes; every tensor has fewer."""
+"""Maximum number of axes in a shape that an error quotes; every tensor has fewer."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class _Named(Protocol):
 
 
 def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list[Spec]:
-    """Return the specification of each tensor of a message; refuse unknown and repeated names."""
+    """Return the specification of each tensor in a message; refuse unknown and repeated names."""
     if len(tensors) > len(specs):
         raise InvalidInputError(f"{where}: got {len(tensors)} tensors, want at most {len(specs)}")
     unused = {spec.name: spec for spec in specs}
@@ -323,7 +323,7 @@ def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list
 
 
 Outputs = Mapping[str, Callable[[], Array]]
-"""Functions that compute the outputs of a model; arrays of uint16 hold the bits of BF16."""
+"""Functions that compute the outputs of a model; uint16 arrays contain the bits of BF16."""
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:

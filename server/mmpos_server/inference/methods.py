@@ -202,7 +202,7 @@ def _cuda_memory_status(message: pb.CudaSharedMemoryStatusRequest, answer: objec
 
 
 def _register_cuda_memory(message: object, answer: object, call: Call) -> None:
-    raise UnsupportedError("region: memory of a GPU is not supported, want system shared memory")
+    raise UnsupportedError("region: GPU memory is not supported, want system shared memory")
 
 
 def _unregister_cuda_memory(message: object, answer: object, call: Call) -> None:

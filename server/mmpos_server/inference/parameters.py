@@ -23,18 +23,18 @@ __all__ = ["Kind", "get_values", "loaded", "scheme_of", "views_of"]
 M = TypeVar("M", bound=Message)
 
 MAX_TEXT = 2**20
-"""Maximum number of characters of a JSON text, since parsing it blocks the process."""
+"""Maximum number of characters in a JSON text, which is limited because parsing it blocks the process."""
 
 MAX_DEPTH = 16
-"""Maximum nesting of lists and objects, since parsing and quoting them is recursive."""
+"""Maximum nesting depth of lists and objects, which is limited because parsing and quoting them is recursive."""
 
 MAX_SCHEME = 2**12
-"""Maximum number of characters of a scheme."""
+"""Maximum number of characters in a scheme."""
 
 Kind = Literal["bool", "int64", "string"]
 
 IGNORED = ("triton_enable_empty_final_response",)
-"""Parameters without effect: they ask to mark the last answer to a request, which is always marked."""
+"""Parameters without effect: they request that the last answer to a request be marked, which it always is."""
 
 
 def get_values(where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]) -> dict[str, Any]:

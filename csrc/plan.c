@@ -22,9 +22,7 @@ enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW,
 enum { TEXTS, SLOTS };                                                                                    /* rows */
 enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether any grid keeps ids free, and whether any counts the text */
 
-/* What ids are computed from: the cursor, the document's first id, and the numbers of its previous grids and of its
- * text tokens.
- */
+/* What ids depend on: the cursor, the document's first id, and its numbers of previous grids and text tokens. */
 typedef struct {
     int64_t cursor, start, number, text;
 } Place;

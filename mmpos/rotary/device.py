@@ -81,7 +81,7 @@ class DevicePositions:
         """Write another table with as many tokens to the same memory; this is allowed between CUDA graph replays.
 
         Raises:
-            InvalidInputError: the axes, fractional, the token count or the document length differs.
+            InvalidInputError: the axes, the value of fractional, the token count or the document length differ.
             LimitExceededError: the table has more segments than the capacity.
         """
         fresh = DevicePositions.from_table(positions, capacity=self.table.shape[1])

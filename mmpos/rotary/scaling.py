@@ -256,7 +256,7 @@ class YaRN(Scaling):
         original_max_position: L0.
         beta_fast: number of turns over L0 above which a pair is kept.
         beta_slow: number of turns over L0 below which a pair's frequency is divided by the factor.
-        attention_factor: attention factor; None means the formula above.
+        attention_factor: factor by which cos and sin are multiplied; None means the formula above.
         mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) / (0.1·mscale_all_dim·ln factor
             + 1).
         mscale_all_dim: see mscale.
@@ -323,7 +323,7 @@ class LongRoPE(Scaling):
         long_factor: (dim/2,) divisors for longer lengths.
         original_max_position: L0.
         factor: ratio of the model's maximum length to L0; it affects only the attention factor. None means 1.
-        attention_factor: attention factor; None means √(1 + ln factor / ln L0).
+        attention_factor: factor by which cos and sin are multiplied; None means √(1 + ln factor / ln L0).
     """
 
     short_factor: Sequence[float]

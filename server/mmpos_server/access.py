@@ -92,7 +92,7 @@ def _digest(token: str) -> bytes:
 
 
 def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
-    """Read a token file and return its version and the client names, by the digests of their tokens."""
+    """Read a token file and return its version and the client name for each token digest."""
     try:
         with path.open("rb") as file:
             version = file_version(os.fstat(file.fileno()))

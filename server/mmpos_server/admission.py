@@ -146,8 +146,8 @@ class Rates:
     """Token buckets that allow each client a number of requests per second on average, and a burst after a pause.
 
     Args:
-        limits: rate and burst of each client; a rate of 0 means no limit, and a burst of 0 means the requests of one
-            second.
+        limits: rate and burst of each client; a rate of 0 means no limit, and a burst of 0 means one second's worth of
+            requests.
         clock: function that returns the current time in seconds.
     """
 

@@ -135,7 +135,7 @@ class Server:
         return monotonic() - self._last_round < _DEAD_SECONDS
 
     def start(self) -> list[str]:
-        """Start to listen and to serve calls.
+        """Start listening and serving calls.
 
         Returns:
             the addresses to which clients connect: the port and the unix socket.

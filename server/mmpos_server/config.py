@@ -98,7 +98,7 @@ class ClientLimits(_Settings):
         max_share: largest share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams, but at
             least one call.
         requests_per_second: average number of calls and items of streams per second; 0 means no limit.
-        burst: maximum number of calls and items at once after a pause; 0 means the number for one second.
+        burst: maximum number of calls and items at once after a pause; 0 means one second's worth.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)

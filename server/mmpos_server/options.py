@@ -27,8 +27,8 @@ app = typer.Typer(
 def serve(**flags: Any) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health reports NOT_SERVING, and the server answers the calls that have arrived and exits.
-    A second signal ends the server at once. SIGHUP reloads the settings.
+    SIGTERM and SIGINT drain the server: health reports NOT_SERVING, and the server answers the calls that have arrived
+    and exits. A second signal ends the server at once. SIGHUP reloads the settings.
     """
     options = Flags(**flags)
     if options.otel:

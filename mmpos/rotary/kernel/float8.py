@@ -55,7 +55,7 @@ def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -
 
 
 def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | None:
-    """Return scales that are inputs, (heads,), or computed, as ``Heads`` with their block, token and head strides."""
+    """Return (heads,) input scales or computed scales as ``Heads`` with their block, token and head strides."""
     if computed is not None:
         return Heads(computed, *computed.stride(), 0)
     return None if scale is None else Heads(scale, 0, 0, scale.stride(0), 0)

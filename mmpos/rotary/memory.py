@@ -184,7 +184,7 @@ def _nested(steps: _Steps) -> bool:
 
 
 def _disjoint(x: _Memory, y: _Memory) -> bool:
-    """Return whether two views share no byte: either entirely or within equal outer strides, one follows the other."""
+    """Return whether two views share no byte: one lies after the other, entirely or within equal outer strides."""
     low, high = (x, y) if x.begin <= y.begin else (y, x)
     gap = high.begin - low.begin
     return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)

@@ -118,7 +118,7 @@ PAGES = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)
 INLINE, INSIDE = PAGES[..., 12:].view(torch.float32)[..., 0], PAGES[..., 8:12].view(torch.float32)[..., 0]
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
-WANT_V = "want torch.float32 on cpu with 3 as k"
+WANT_V = "want torch.float32 on cpu with 3 as for k"
 WANT_SCALE = "want () or (1,), (2,) with one scale per head, or (4, 16, 2) for output scales per slot and head"
 WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
 WANT_LADDER = "cos_sin requires a rotary whose pair j has the j-th frequency"
@@ -127,19 +127,19 @@ WANT_Q = "want a tensor of float32, bfloat16 or float16"
 # Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
-    "k: got shape (16, 2, 32), want (16, 2, 16) as q, except for the heads": [calls(packed(), packed(head_dim=32))],
+    "k: got shape (16, 2, 32), want (16, 2, 16) as for q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
-    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
         calls(packed(), packed(dtype=torch.bfloat16))
     ],
-    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
         calls(packed(), packed(device="meta"))
     ],
-    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as q": [
+    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as for q": [
         calls(zeros(1, 16, 2, 16), packed())
     ],
-    "k: got shape (15, 2, 16), want (16, 2, 16) as q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
+    "k: got shape (15, 2, 16), want (16, 2, 16) as for q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
     "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
     "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
@@ -163,7 +163,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
     "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
     (
-        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as q, except for the heads; "
+        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as for q, except for the heads; "
         'if heads come before seq, pass layout="bhsd"'
     ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
     "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
@@ -182,7 +182,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         calls(zeros(2, 8, 2, 16), positions=FOUR),
         calls(zeros(2, 2, 8, 16), positions=IDS.reshape(2, 4, 4), layout="bhsd"),
     ],
-    "positions: got a tensor on meta, want cpu as q": [calls(packed(), positions=DEVICE.to("meta"))],
+    "positions: got a tensor on meta, want cpu as for q": [calls(packed(), positions=DEVICE.to("meta"))],
     "positions: got ids from 0 to 2147483648, want finite ids within int32": [
         calls(packed(), positions=ids(2**31, dtype=torch.int64))
     ],
@@ -222,7 +222,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
     f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
     f"norm.q_weight: got float, {WANT_Q}": [normed(q_weight=1.0)],
-    "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
+    "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=ones(16).to("meta"))],
     "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
     "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
@@ -240,7 +240,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"cos_sin: got shape (0, 12), {WANT_ROWS}": [by_cache(zeros(0, 12))],
     f"cos_sin: got torch.float64, {WANT_Q}": [by_cache(zeros(9, 12).double())],
     f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
-    "cos_sin: got a tensor on meta, want cpu as q": [by_cache(zeros(9, 12, device="meta"))],
+    "cos_sin: got a tensor on meta, want cpu as for q": [by_cache(zeros(9, 12, device="meta"))],
     "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
     f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))
@@ -248,27 +248,27 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
-    "k: got None, want a tensor: apply_rotary rotates q alone": [stores(k=None)],
+    "k: got None, want a tensor: use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
-    "v: got NoneType, want a tensor of torch.float32 as k": [stores(v=None)],
+    "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
-    "v: got shape (13, 3, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(13, 3, 12))],
-    "v: got shape (12, 2, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(12, 2, 12))],
+    "v: got shape (13, 3, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(13, 3, 12))],
+    "v: got shape (12, 2, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
-    "key_cache: got NoneType, want a tensor of torch.float32 as k": [stores(key_cache=None)],
-    "value_cache: got torch.bfloat16, want torch.float32 as v": [
+    "key_cache: got NoneType, want a tensor of torch.float32 as for k": [stores(key_cache=None)],
+    "value_cache: got torch.bfloat16, want torch.float32 as for v": [
         stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))
     ],
-    "key_cache: got a tensor on meta, want cpu as k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
+    "key_cache: got a tensor on meta, want cpu as for k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
     f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],
     "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND": [
         stores(cache_layout="HND")
     ],
     f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}": [stores(value_cache=zeros(4, 16, 2, 8))],
     f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}": [stores(key_cache=zeros(4, 0, 2, 12))],
-    "value_cache: got 8 blocks of 8 slots, want 4 of 16 as key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
+    "value_cache: got 8 blocks of 8 slots, want 4 of 16 as for key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
     "slot_mapping: got list, want a tensor of int32 or int64": [stores(slot_mapping=[1])],
-    "slot_mapping: got a tensor on meta, want cpu as q": [
+    "slot_mapping: got a tensor on meta, want cpu as for q": [
         stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
     "slot_mapping: got shape (14,), want at most (13,), the token count of q": [stores(slot_mapping=torch.arange(14))],
@@ -304,7 +304,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
     "k_scale: got float, want a tensor of float32": [eights(k_scale=0.5)],
     "v_scale: got torch.float16, want a tensor of float32": [eights(v_scale=torch.ones(2).half())],
-    "k_scale: got a tensor on meta, want cpu as the cache": [eights(k_scale=torch.ones((), device="meta"))],
+    "k_scale: got a tensor on meta, want cpu as for the cache": [eights(k_scale=torch.ones((), device="meta"))],
     f"v_scale: got shape (3,), {WANT_SCALE}": [eights(v_scale=torch.ones(3))],
     "k_scale[0]: got 0.0, want a finite number > 0": [eights(k_scale=torch.zeros(1))],
     "v_scale[1]: got -1.0, want a finite number > 0": [eights(v_scale=torch.tensor([1.0, -1.0]))],
@@ -333,7 +333,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k_cache: got a tensor whose elements share memory, want separate elements": [
         moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
     ],
-    "to_positions: got a tensor on meta, want cpu as k_cache": [
+    "to_positions: got a tensor on meta, want cpu as for k_cache": [
         moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta"))
     ],
     "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
@@ -341,7 +341,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "to_positions: got 12 tokens, want 13 as in from_positions": [moves(to_positions=THIRTEEN.slice(0, 12))],
     "from_positions: got 2 axes, want 3 as in rotary": [moves(from_positions=EQUAL.slice(0, 13))],
-    "slots: got a tensor on meta, want cpu as from_positions": [
+    "slots: got a tensor on meta, want cpu as for from_positions": [
         moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
@@ -540,7 +540,7 @@ def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_stride
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
-    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as k"
+    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as for k"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         stores(key_cache=zeros(4, 16, 2, 12).to(dtype))()
 
@@ -549,7 +549,7 @@ def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
 def test_caches_of_other_8_bit_dtypes_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
     message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as v')}$"):
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as for v')}$"):
         stores(value_cache=zeros(4, 16, 2, 12).to(dtype), **scale)()
 
 

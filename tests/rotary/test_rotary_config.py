@@ -176,7 +176,7 @@ def test_arrays_are_read_only_and_have_the_documented_dtypes() -> None:
         ({"head_axes": [0, 1]}, "head_axes: got [0, 1], want None for allocation 'interleaved'"),
         (
             {"allocation": "heads", "head_axes": [0, 1], "theta": [1e4, 1e5]},
-            "theta: got (10000.0, 100000.0), want one base for allocation 'heads', the same for all",
+            "theta: got (10000.0, 100000.0), want a single base for allocation 'heads'",
         ),
         (
             {"allocation": "heads", "head_axes": [0, 1], "mrope_section": [4, 4]},
@@ -810,7 +810,7 @@ def test_model_types_with_unsupported_rotations_are_refused() -> None:
         refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it rotates in the opposite direction"
     )
     assert refused(text_of("gemma4_vision", num_attention_heads=24)) == (
-        "num_key_value_heads: got 12, want 24 as num_attention_heads"
+        "num_key_value_heads: got 12, want 24 as for num_attention_heads"
     )
 
 

@@ -220,6 +220,6 @@ def test_memory_of_a_gpu_is_refused(client: TritonClient) -> None:
     )
     assert refusal(lambda: client.register_cuda_shared_memory("a", b"aGFuZGxl", 0, 64)) == (
         "UNIMPLEMENTED",
-        "region: memory of a GPU is not supported, want system shared memory",
+        "region: GPU memory is not supported, want system shared memory",
     )
     assert "cuda_shared_memory" not in client.get_server_metadata().extensions

@@ -37,7 +37,7 @@ from mmpos_bench.results import Rows, json_with_rows, markdown
 from mmpos_bench.timing import one_thread
 
 PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
-NONE, GUESS = "none", "(a guess among the other patches)"  # the row without rotations, and the last row of the table
+NONE, GUESS = "none", "(guessing among the other patches)"  # the row without rotations, and the last row of the table
 PLACED = (  # schemes that differ on text and single images, in the order of the table
     *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
     *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),

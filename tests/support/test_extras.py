@@ -89,7 +89,7 @@ def test_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
 
 
 def test_the_install_page_lists_every_extra() -> None:
-    table = (ROOT / "docs/install.md").read_text().partition("| extra | gives |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs/install.md").read_text().partition("| extra | installs |")[2].partition("\n\n")[0]
     listed = [extra for row in table.splitlines()[2:] for extra in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
 

@@ -123,7 +123,7 @@ def test_the_tree_in_contributing_lists_exactly_the_packages() -> None:
     rooms = {path.parent.name for path in (ROOT / "mmpos").glob("*/__init__.py")}
     assert set(re.findall(r"(\w+)(?:/|\.py)", left)) == rooms | {path.stem for path in (ROOT / "mmpos").glob("*.py")}
     assert len(re.findall(r"^  \S", picture, re.MULTILINE)) <= 16
-    assert f"the {WORDS[len(rooms)]} rooms of the package" in PAGES["README.md"]
+    assert f"the {WORDS[len(rooms)]} subpackages" in PAGES["README.md"]
 
 
 def test_the_layers_in_contributing_equal_the_checked_ones() -> None:

@@ -38,7 +38,7 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: int, server: str) -> None:
+def test_a_stream_yields_the_same_results_as_the_calls_in_order(kind: str, window: int, server: str) -> None:
     with open_client(kind, server, window=window) as client:
         assert_equal(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
@@ -75,7 +75,7 @@ def test_errors_are_yielded_in_order_or_end_the_stream(kind: str, server: str) -
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, server: str) -> None:
+def test_a_source_is_read_no_further_ahead_than_the_window(kind: str, window: int, server: str) -> None:
     consumed = 0
 
     def source() -> Iterator[PositionsQuery]:
@@ -93,7 +93,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list to which each stream that a client opens is added."""
+    """Return a list that receives each stream that a client opens."""
     links: list[Any] = []
     original: Any = streams._opened
 
@@ -169,14 +169,14 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def test_a_stream_that_breaks_without_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
+def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
     def broken() -> bool:
         return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
 
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(3):
             yield query
-            assert eventually(broken)  # and its reader has noticed
+            assert eventually(broken)  # the stream is broken and its reader has noticed
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(3):
@@ -195,7 +195,7 @@ def test_a_stream_that_breaks_without_unanswered_items_loses_nothing(kind: str, 
 
 
 def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
-    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the counts of answers."""
+    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the answer counts."""
     answered: list[int] = []
 
     def stream(

@@ -267,7 +267,7 @@ def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPla
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
-def test_the_timeout_of_a_stream_limits_the_wait_for_each_answer(kind: str) -> None:
+def test_a_streams_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
@@ -282,7 +282,7 @@ def test_the_timeout_of_a_stream_limits_the_wait_for_each_answer(kind: str) -> N
 
 @contextmanager
 def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Start servers that share a port, as workers do."""
+    """Start servers that share a port, like the workers of one server."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -300,8 +300,8 @@ def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
                 process.communicate()
 
 
-def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
-    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than the retry buffer of gRPC
+def test_a_killed_worker_loses_no_call_and_no_stream_item() -> None:
+    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than gRPC's retry buffer
     queries = numbered(60)
     with workers(2) as (address, processes), ThreadPoolExecutor(32) as pool, ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Masks: equal to a dense mask made by loops; FlexAttention with them equals dense attention."""
+"""Masks: each equals a dense mask made by loops, and FlexAttention with it equals dense attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
 
 
 def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
-    """Return the mask (tokens, tokens): whether each query attends to each key, both numbered across the batch."""
+    """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
     document: list[int | None] = []
     for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
         padding: list[int | None] = [None] * (size - length)
@@ -43,7 +43,7 @@ few_documents = documents.filter(lambda drawn: 0 < len(drawn) <= 4)
 
 @settings(max_examples=20)
 @given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
-def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
+def test_masks_equal_the_result_of_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     if kind == "packed":
         batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
@@ -88,7 +88,7 @@ def test_flex_attention_returns_zeros_for_padding() -> None:
     assert (out[0, :, 3:] == 0).all()
 
 
-def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
+def test_a_shard_uses_the_whole_batchs_mask_through_its_indices() -> None:
     whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
     mod = whole.mask_mod(bidirectional_images=True)
     mask = dense(mod, whole)[0]

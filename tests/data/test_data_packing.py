@@ -1,4 +1,4 @@
-"""Packing: nothing is lost or duplicated, images are not cut, packs are full, and memory is bounded."""
+"""Packing: nothing is lost or duplicated, images are not cut, packs are well filled, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parts = list[int | tuple[int, int]]
 
 
 def example(key: str, *parts: int | tuple[int, int]) -> Example:
-    """Make an example whose text tokens are all different."""
+    """Make an example whose text tokens all differ."""
     start, content = 1000, []
     for part in parts:
         content.append(Grid(*part) if isinstance(part, tuple) else list(range(start, start := start + part)))
@@ -42,7 +42,7 @@ def sizes_of(packs: Sequence[Pack]) -> list[list[tuple[str, int]]]:
 
 
 def content(pieces: Sequence[Example]) -> list[Any]:
-    """Return the content of a document, independent of how it is cut into pieces."""
+    """Return the content of a document, regardless of how the document is cut into pieces."""
     sequences = [piece.sequence for piece in pieces]
     return [
         np.concatenate([sequence.input_ids for sequence in sequences]).tolist(),

@@ -245,7 +245,7 @@ def test_the_ingress_has_every_method_of_the_server_and_the_health_check() -> No
     assert len(set(names)) == len(names)
 
 
-def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()

@@ -85,7 +85,7 @@ def test_a_pack_starts_with_the_oldest_example_and_continues_with_the_longest_th
     assert PackCounts().fill == 0
 
 
-def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_turn() -> None:
+def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_place_in_line() -> None:
     document = example("a", 6, (2, 4), 8)
     packer = Packer(10, buffer=1, split_text=True)
     packs = packs_of(packer, [example("x", 7), document, example("y", 3)])
@@ -94,7 +94,7 @@ def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_turn() -> None:
     assert packer.counts == PackCounts(packs=4, tokens=34, capacity=40, splits=3)
 
 
-def test_no_cut_leaves_a_piece_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cut_leaves_a_piece_shorter_than_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     before_an_image = [example("x", 5), example("a", 2, (2, 2), 1)]
     cases: list[tuple[int, list[Example], list[list[tuple[str, int]]]]] = [
         (3, [example("x", 7), example("a", 8)], [[("x", 7), ("a", 3)], [("a", 5)]]),
@@ -108,7 +108,7 @@ def test_no_cut_leaves_a_piece_below_the_minimum(monkeypatch: pytest.MonkeyPatch
         assert sizes_of(packs_of(Packer(10, split_text=True), examples)) == want
 
 
-def test_documents_count_as_padded_to_multiple_of() -> None:
+def test_documents_count_with_their_padding_to_multiple_of() -> None:
     packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
     assert sizes_of(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
     assert packs[1].fill == 0.5
@@ -198,7 +198,7 @@ packers = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(documents, packers)
-def test_packs_hold_every_token_once_and_do_not_cut_images(documents: list[Parts], options: dict[str, Any]) -> None:
+def test_packs_contain_every_token_once_and_do_not_cut_images(documents: list[Parts], options: dict[str, Any]) -> None:
     examples, packer = examples_of(documents), Packer(**options)
     packs = packs_of(packer, examples)
     most, multiple = options["max_tokens"], options["multiple_of"]
@@ -244,8 +244,8 @@ def test_a_new_packer_continues_from_pending_examples(
 
 
 @pytest.mark.parametrize(("split_text", "fill"), [(False, 0.99), (True, 0.998)])
-def test_packs_of_a_realistic_mix_are_full(split_text: bool, fill: float) -> None:
-    """Pack the mix of mmpos_bench.data: log-normal texts, 0 to 8 images of 64 to 1024 tokens; 8,192 tokens a pack."""
+def test_packs_of_a_realistic_mix_are_nearly_full(split_text: bool, fill: float) -> None:
+    """Pack the mix of mmpos_bench.data to 8,192 tokens: log-normal texts, 0 to 8 images of 64 to 1024 tokens."""
     counts, held = packed_counts(list(mix(1000)), 8192, split_text)
     assert counts.packs > 160
     assert counts.fill >= fill

@@ -1,4 +1,4 @@
-"""Collation in C: equal to the reference, without access outside its arrays."""
+"""Collation in C: it equals the reference, and never reads or writes outside its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(native.core is None, reason="the extension was n
 
 
 class Watched:
-    """Wrapper of the extension that counts the calls it answered."""
+    """Wrapper around the extension that counts the calls which the extension answered."""
 
     core, answered = native.core, 0
 
@@ -38,7 +38,7 @@ class Watched:
 
 
 def pools() -> list[list[Example]]:
-    """Return pools of examples with an equal number of axes, covering all kinds of segments and arrays."""
+    """Return pools of examples with the same number of axes, covering all kinds of segments and arrays."""
     rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
     audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM, where it is not installed, with exactly what mmpos.integrations.vllm uses."""
+"""A stand-in for vLLM where it is not installed, with exactly what mmpos.integrations.vllm uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Registry:
-    """ModelRegistry, as far as plugins use it."""
+    """The part of ModelRegistry that plugins use."""
 
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
@@ -23,7 +23,7 @@ class Registry:
 
 
 class MRotaryEmbedding(nn.Module):
-    """The cache and the sizes of vLLM's class."""
+    """The cache and sizes of vLLM's class."""
 
     cos_sin_cache: Tensor
 
@@ -46,7 +46,7 @@ class MRotaryEmbedding(nn.Module):
 
 
 class Model(nn.Module):
-    """A model whose layers share a rotation, and which returns the weights it loads."""
+    """A model whose layers share one rotation, and which returns the weights it loads."""
 
     shared = MRotaryEmbedding(16, 16, 64, 1e4, True, torch.float32, [0, 4, 4])
 

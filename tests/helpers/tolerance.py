@@ -83,7 +83,7 @@ def rounded(x: Tensor, bound: Any) -> Any:
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Bound the error of (byte / 255 − mean) / std in float32 with and without folded constants: four roundings."""
+    """Bound the difference that folded constants make to (byte / 255 − mean) / std in float32: four roundings."""
     return max(2 * gamma(4) * (1 + m) / s for m, s in zip(mean, std, strict=True))
 
 

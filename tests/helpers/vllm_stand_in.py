@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Info:
-    """Processing info that knows only its config."""
+    """Processing info that contains only a config."""
 
     def __init__(self, config: object = None) -> None:
         self.config = config
@@ -93,7 +93,7 @@ def register_processor(processor: type, *, info: type, dummy_inputs: type) -> Ca
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """Put vLLM's names into sys.modules, so that mmpos.integrations.vllm.models is imported anew."""
+    """Put vLLM's names into sys.modules, and make sure that mmpos.integrations.vllm.models is imported again."""
     registry, rooms = Registry(), {}
     for room, name in {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}.items():
         classes = {

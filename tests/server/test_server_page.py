@@ -132,7 +132,7 @@ def test_a_socket_from_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
+def test_a_server_that_is_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
     port, host, before = free_port(), "127.0.0.2", time.time()
     flags = ["--metrics-host", host, "--metrics-port", str(port), "--notice-seconds", "600", "--workers", workers]
     server = start(*flags)

@@ -31,6 +31,7 @@ UV = Path(sys.executable).with_name("uv")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
+# Triton 3.6 raises this warning in its interpreter.
 FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}
 PYTHONS = ("3.12", "3.13", "3.14")
 

@@ -85,6 +85,7 @@ def test_valid_and_broken_messages_are_parsed_like_protobuf(message: Message, mo
 def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
     q = tensor(np.zeros(2**16, np.uint8), "uint8")
     for fields, result in ((10, 1), (100, 0)):
+        # Begin with unknown numeric fields.
         raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
         message = parsed(rotary_pb2.RotateRequest, raw)
         assert (len(message.q.data) < 100) == result

@@ -308,7 +308,7 @@ def test_an_unread_stream_holds_few_answers_and_frees_its_thread_when_cancelled(
         call = server.stream(items(*["large"] * 20))
         assert eventually(lambda: len(server.fake.names) >= 2)
         time.sleep(0.3)
-        assert 2 <= len(server.fake.names) <= 8  # and not the sixteen of the window
+        assert 2 <= len(server.fake.names) <= 8  # and not sixteen, the size of the window
         if cancelled:
             call.cancel()
             assert eventually(lambda: not server.taken())
@@ -329,7 +329,7 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_slot(serve: Serve) -
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
     more = threading.Event()
 
@@ -345,13 +345,13 @@ def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> N
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 
 
-def test_a_client_waits_for_a_free_slot_of_a_stream(serve: Serve) -> None:
+def test_a_client_waits_for_a_free_stream_slot(serve: Serve) -> None:
     server = serve(concurrency={"max_streams": 1})
     first = server.stream(items("wait"))
     assert server.fake.begun.wait(60)
     threading.Timer(0.2, server.fake.go.set).start()
     with Client(server.address) as client, pytest.raises(ServiceError, match="got neither table nor dense"):
-        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error shows that the server answered
+        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error proves that the server answered
     assert len(list(first)) == 1
 
 
@@ -377,7 +377,7 @@ def test_a_failed_background_task_stops_no_other_task(serve: Serve, monkeypatch:
     assert not server.live
 
 
-def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
+def test_log_lines_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
     logs, named = KeptLogs(), [("x-request-id", "me")]
     server = serve(options={"logs": logs})
     server.place(query("echo 1"), metadata=named)

@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the millions of module and test objects from garbage collection: they live until the end."""
+    """Exclude the millions of module and test objects from garbage collection, since they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -47,7 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# A plugin for separate runs, and modules whose imports of other projects take seconds and may fail.
+# Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
 collect_ignore = [
     "tests/helpers/native_choice.py",
     "benchmarks/mmpos_bench/peers",

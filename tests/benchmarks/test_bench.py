@@ -309,7 +309,7 @@ def test_a_table_shows_multiples_of_the_limit_and_of_our_first_contestant() -> N
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_tables_on_pages_equal_the_recorded_figures(page: Path) -> None:
+def test_tables_on_pages_match_the_recorded_figures(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled_in(text) == text
 

@@ -49,7 +49,7 @@ def test_rotations_are_checked_at_every_token_and_channel(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("group", ALL_GROUPS)
-def test_every_way_is_proved_and_is_refused_with_wrong_positions(group: str) -> None:
+def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: str) -> None:
     shape, pair = SMALL["interleaved"], ([interleaved(16)], workload(1, 16, 1, 3))
     if group in GENERATION_SIZES:
         shape = SHAPES[GENERATION_SIZES[group][0].shape].toy

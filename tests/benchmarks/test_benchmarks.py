@@ -1,4 +1,4 @@
-"""Suites run with the recorded contestants; recorded figures support the statements on pages."""
+"""Suites run with the recorded contestants, and recorded figures support the statements on the pages."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def tick(done: int, rounds: int) -> None:
     pass
 
 
-def test_calls_of_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that without CUDA a replay runs each call once and is timed by the host's clock."""
     called: list[str] = []
     moments = iter(range(100))

@@ -169,7 +169,7 @@ def test_a_program_and_its_children_are_killed_when_time_is_up(part: Callable[[i
     assert (status, output) == (None, "begun\n")
 
 
-def test_a_crashed_measurement_is_restarted_until_it_makes_no_progress(
+def test_a_crashed_measurement_is_restarted_as_long_as_it_makes_progress(
     part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part_2 = part(2)

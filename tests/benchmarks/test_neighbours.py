@@ -52,7 +52,7 @@ def test_answers_are_the_colours_of_the_neighbours_to_the_right_and_below(sizes:
             assert step > 1 or (at + 1) % len(rows[0])
 
 
-def test_sizes_questions_and_filler_take_every_value() -> None:
+def test_sizes_questions_and_filler_cover_all_values() -> None:
     quiz = drawn(((2, 3), (4, 5)), 200)
     shapes = {(len(rows), len(rows[0])) for _, rows in images(quiz)}
     assert shapes == {(h, w) for a, b in ((2, 4), (2, 5), (3, 4), (3, 5)) for h, w in ((a, b), (b, a))}
@@ -147,7 +147,7 @@ def test_the_guess_chooses_among_the_other_patches(monkeypatch: pytest.MonkeyPat
     assert neighbours.guess() == {"squares": 33.33, "strips": 20.0}
 
 
-def test_recorded_figures_support_the_statements_of_the_page() -> None:
+def test_recorded_figures_support_the_statements_on_the_page() -> None:
     kept = kept_figures("neighbours-*.json")[0]  # the figures that the page plots and discusses
     columns = list(kept["outcomes"][0]["accuracy"])
     accuracy = {scheme: dict(zip(columns, p.T, strict=True)) for scheme, p in neighbours.percents(kept).items()}

@@ -102,7 +102,7 @@ def test_json_contains_documents_and_positions() -> None:
     }
 
 
-def test_json_of_fractional_schemes_contains_exact_ids() -> None:
+def test_json_for_fractional_schemes_contains_exact_ids() -> None:
     printed = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
     assert printed["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
     assert printed["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
@@ -277,7 +277,7 @@ def test_help_describes_every_command(command: str) -> None:
         assert "rope-tie-lcm" in words
 
 
-def test_info_prints_the_values_of_info() -> None:
+def test_info_prints_the_values_that_mmpos_info_returns() -> None:
     lines = [line.split(maxsplit=1) for line in run("info").splitlines()]
     assert dict(lines) == info()
     assert len({line.index(value) for line, (_, value) in zip(run("info").splitlines(), lines, strict=True)}) == 1

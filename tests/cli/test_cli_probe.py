@@ -54,7 +54,7 @@ UNJUDGED = "The attention factor was not judged"
 def rotated(
     ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS, theta: float = 5e6
 ) -> npt.NDArray[np.float32]:
-    """Rotate one key as Qwen3-VL does; return (tokens, 2, 128) keys."""
+    """Rotate one key as Qwen3-VL does, and return (tokens, 2, 128) keys."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(2, 64, 2)).view(np.complex128)[..., 0]
     angle = ids[axis].T * theta ** -(np.arange(64) / 64)
@@ -292,7 +292,7 @@ def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
     Path("config.json").write_text(json.dumps(config))
 
 
-def test_placement_mistakes_are_named_as_by_mmpos_check(run: Run) -> None:
+def test_placement_mistakes_have_the_same_names_as_in_mmpos_check(run: Run) -> None:
     save_qwen25(head_dim=128, sections=[24, 20, 20], theta=5e6)
     video = Grid(1, 2, frames=4, seconds_per_frame=1)
     applied = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
@@ -363,7 +363,7 @@ def test_the_reference_is_recognized_although_heads_are_rotated_differently(run:
 @pytest.mark.parametrize(
     ("empty", "reference", "since"), [(0, False, 12), (0, True, 12), (np.nan, False, 12), (np.nan, True, 5)]
 )
-def test_unwritten_keys_are_wrong_from_the_first_such_token(
+def test_tokens_are_wrong_from_the_first_unwritten_key(
     empty: float, reference: bool, since: int, judge_layers: Layers
 ) -> None:
     if reference:
@@ -529,7 +529,7 @@ def test_a_report_draws_the_tokens_of_each_layer(judge_layers: Layers, folder: P
     assert re.findall("<title>(.*?)</title>", right_layer) == ["tokens 0 to 15: ids read"]
 
 
-def test_unreadable_tokens_differ_and_uncertain_tokens_are_counted(judge_layers: Layers) -> None:
+def test_unreadable_tokens_are_reported_as_different_and_uncertain_tokens_are_counted(judge_layers: Layers) -> None:
     ids = np.tile(np.arange(200), (3, 1))
     keys = rotated(ids)
     keys[150] = np.nan

@@ -94,7 +94,7 @@ def test_a_profile_keeps_its_scheme_unless_another_is_requested(
     assert make_scheme(there["scheme"]) == make_scheme(scheme)
 
 
-def test_a_server_uses_the_scheme_in_the_file_of_documents(profiles: str, run: Run, tmp_path: Path) -> None:
+def test_a_server_uses_the_scheme_in_the_document_file(profiles: str, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
     assert run("remote", "positions", str(file), "--server", profiles) == run("positions", str(file))

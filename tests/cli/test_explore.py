@@ -41,7 +41,7 @@ DOCUMENTS = [  # spec, schemes
 
 
 @pytest.mark.parametrize(("spec", "schemes"), DOCUMENTS)
-def test_the_answer_contains_each_schemes_ids_and_the_python_code_that_computes_them(
+def test_the_answer_contains_the_ids_of_each_scheme_and_python_code_that_computes_them(
     spec: str, schemes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer: Any = Explorer().answer({"spec": spec, "schemes": schemes}, every_token=True)

@@ -140,7 +140,7 @@ def test_a_full_disk_is_a_one_line_error(arguments: str) -> None:
         ("positions 3 --bogus 2>&-", 2, ""),
     ],
 )
-def test_streams_may_be_closed(arguments: str, code: int, message: str) -> None:
+def test_standard_streams_may_be_closed(arguments: str, code: int, message: str) -> None:
     command = ["sh", "-c", f'"$0" -m mmpos {arguments}', sys.executable]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.decode()) == (code, b"", message)
@@ -227,7 +227,7 @@ COMPLETIONS = [
 
 
 def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the completions that the shell gets for a line."""
+    """Return the completions that a shell receives for a line."""
     words = line.split(" ")
     monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", line)
@@ -254,7 +254,7 @@ def test_command_lines_are_completed(
     assert zsh == values
 
 
-def test_the_help_of_a_completion_is_one_line() -> None:
+def test_the_help_for_a_completion_is_one_line() -> None:
     line = {"_MMPOS_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "mmpos positions 3 --sch"}
     done = start(env={**line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
     assert re.fullmatch(rb"--scheme\t[^\n]{200,}\n", done.stdout)

@@ -200,7 +200,7 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
     assert str(inspect.signature(Client("localhost:1").healthy)) == "(service: 'str' = '') -> 'bool'"
 
 
-# Retries, deadlines, and the statuses of gRPC
+# Retries, deadlines and gRPC statuses
 
 
 def test_an_unavailable_server_is_retried_and_then_reported(kind: str) -> None:
@@ -293,7 +293,7 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 
 
-def test_host_names_in_a_list_are_resolved_to_one_family_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_in_a_list_are_resolved_to_one_address_family(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"four": ["10.0.0.1", "10.0.0.2"], "both": ["::2", "10.0.0.3"], "six": ["::6"]}
 
     def resolve(host: str, port: int, **_: Any) -> Any:
@@ -339,7 +339,7 @@ def test_a_large_answer_is_received() -> None:
     assert_equal(table, place(many))
 
 
-def test_a_server_accepts_only_clients_with_its_certificate(kind: str, tmp_path: Path) -> None:
+def test_a_server_accepts_only_clients_with_the_right_certificate(kind: str, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server.test")
     client_cert, client_key = make_certificate(tmp_path, "client.test")
     credentials = grpc.ssl_server_credentials(

@@ -141,7 +141,7 @@ def test_a_server_without_shared_memory_is_refused_at_the_first_call(kind: str) 
             client.place(SEGMENTS)
 
 
-def test_memory_beyond_the_clients_limit_is_refused(server: str) -> None:
+def test_memory_beyond_the_client_limit_is_refused(server: str) -> None:
     with Client(server, shared_memory=2 * MIB, timeout=60) as client:
         with pytest.raises(
             LimitExceededError, match=r"^shared_memory: got \d+ bytes besides \d+ in use, want at most 2097"

@@ -127,7 +127,7 @@ def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str,
     assert counts[0] < 4
 
 
-def test_an_error_of_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
+def test_an_error_in_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
     def broken() -> Iterator[PositionsQuery]:
         yield from numbered(1)
         raise KeyError("mine")
@@ -144,7 +144,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     ) -> Iterator[pb.StreamPlaceResponse]:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
-        ended.wait(60)  # only the end of the call sets it
+        ended.wait(60)  # set only when the call ends
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         results = client.stream(numbered(10))
@@ -267,7 +267,7 @@ def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPla
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
-def test_a_streams_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
+def test_the_stream_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:

@@ -101,7 +101,7 @@ def busy(servers: list[Replica], calls: int) -> bool:
     return eventually(lambda: all(server.answered >= calls for server in servers))
 
 
-def test_killing_a_replica_loses_and_repeats_no_call_and_no_item(start: Start) -> None:
+def test_killing_a_replica_neither_loses_nor_repeats_a_call_or_an_item(start: Start) -> None:
     KILLED.clear()
     servers = replicas(start)
     addresses = [server.program.address for server in servers]

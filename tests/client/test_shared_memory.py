@@ -59,7 +59,7 @@ def test_a_prefix_with_invalid_characters_or_length_is_refused(prefix: str) -> N
         SharedMemory(prefix)
 
 
-def test_without_a_prefix_shared_memory_is_refused(key: str) -> None:
+def test_shared_memory_is_refused_without_a_prefix(key: str) -> None:
     with pytest.raises(UnsupportedError, match=r"^q: shared memory requires a server started with --shared-memory$"):
         SharedMemory().open("q", key, 0, 1)
 
@@ -84,7 +84,7 @@ def test_a_name_without_the_prefix_or_with_invalid_characters_is_refused(name: s
 
 
 @pytest.mark.parametrize("prefix", [".", ".."])
-def test_the_name_of_a_folder_is_refused(prefix: str) -> None:
+def test_a_folder_name_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidInputError, match=r"want '/"):
         SharedMemory(prefix).open("q", f"/{prefix}", 0, 1)
 
@@ -270,7 +270,7 @@ def test_a_sealed_memfd_is_read_written_and_mapped() -> None:
 
 
 def make_hole(descriptor: int) -> None:
-    """Give an object its size without allocating memory."""
+    """Set an object's size without allocating memory."""
     os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, 2**16)
 

@@ -110,7 +110,7 @@ def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
 
 
 def spans(exporter: InMemorySpanExporter, count: int) -> list[Any]:
-    """Wait until this many spans finish, which they do after their answers, and return them by start time."""
+    """Wait until this many spans have finished (after their answers), and return them in order of their start."""
     eventually(lambda: len(exporter.get_finished_spans()) >= count)
     result = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
     assert len(result) == count, [span.name for span in result]
@@ -240,7 +240,7 @@ def test_both_clients_propagate_the_current_span(start: Start, exporter: InMemor
                 list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:
         client.query(query)
-    # A plain call produces its own span and one stage; a stream its own span, the span of its item, and five stages.
+    # A plain call produces a span and one stage; a stream produces a span, the span of its item, and five stages.
     finished = [span for span in spans(exporter, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
     context = caller.get_span_context()
     assert [span.name for span in finished] == [NAME, STREAM, NAME, STREAM, NAME]

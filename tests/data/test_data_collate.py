@@ -109,7 +109,7 @@ collators = st.sampled_from([1, 3, 8])
 
 
 @given(some_documents, collators)
-def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> None:
+def test_packed_batches_match_plain_loops(documents: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
     batch = PackedCollator(multiple_of=multiple_of, pad_token_id=3)(examples)
@@ -122,7 +122,7 @@ def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> N
 
 
 @given(some_documents, collators, st.sampled_from(["left", "right"]))
-def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
+def test_padded_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
     seq = -(-max(one.num_tokens for one in examples) // multiple_of) * multiple_of
     batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
@@ -318,7 +318,7 @@ def test_all_tensors_are_moved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
-def test_collators_and_batches_pickle() -> None:
+def test_collators_and_batches_can_be_pickled() -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     padded, packed = PaddedCollator("left", multiple_of=8), PackedCollator(multiple_of=4, length=64)
@@ -357,7 +357,7 @@ def test_invalid_values_are_named(collate: Any, examples: Any, message: str) -> 
     assert str(refused.value) == message
 
 
-def test_a_batch_checks_shapes() -> None:
+def test_batches_check_their_shapes() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     changed: tuple[tuple[dict[str, Any], str], ...] = (
         ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),

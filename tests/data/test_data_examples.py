@@ -32,7 +32,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Format whose records contain lists of (part, train)."""
+    """Format for records that contain a list of (part, train)."""
 
     def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
@@ -105,7 +105,7 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
     assert str(refused.value).startswith(message)
 
 
-def test_preprocess_pickles_and_checks_its_arguments() -> None:
+def test_preprocess_can_be_pickled_and_checks_its_arguments() -> None:
     again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
     assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
     with pytest.raises(InvalidInputError, match="format: got int, want a callable of record and location"):

@@ -51,7 +51,7 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", min_pixels=28 * 28, ma
 
 
 def pieces(document: Document) -> list[Any]:
-    """Return the parts in order, wrapping parts that are not trained on in a tuple."""
+    """Return the parts in order; parts that are not trained on are wrapped in a tuple."""
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
@@ -299,7 +299,7 @@ def test_unresolvable_references_are_dropped_like_broken_images(name: str, recor
         ({"id": "a7", "__key__": "000017"}, "a7"),
     ],
 )
-def test_the_key_is_the_records_id_or_else_its_location(ids: dict[str, object], key: str) -> None:
+def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, object], key: str) -> None:
     assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
 
 
@@ -379,7 +379,7 @@ CHAT_RECORD = {
 }
 
 
-def test_chat_trains_on_the_assistants_turns_and_their_ends() -> None:
+def test_chat_trains_on_assistant_turns_and_their_ends() -> None:
     document = Chat()(CHAT_RECORD, HERE)
     assert document.key == "c1"
     assert pieces(document) == [
@@ -744,7 +744,7 @@ def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> 
 
 
 def sample(*rows: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with unsorted image, text and metadata rows, the first of which the arguments change."""
+    """Return a sample with unsorted image, text and metadata rows; the arguments change its first rows."""
     base = [
         {"position": 1, "modality": "image", "binary_content": CAT, "source_ref": None},
         {"position": 0, "modality": "text", "text_content": "A cat:", "train": False},
@@ -826,7 +826,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_pickle(name: str) -> None:
+def test_formats_can_be_pickled(name: str) -> None:
     other = FORMATS[name](images=Images(PHOTOS, resolver=RECORDS.get))
     again = pickle.loads(pickle.dumps(FORMATS[name](images=LOCAL)))
     assert again == FORMATS[name](images=LOCAL) != other
@@ -855,7 +855,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 @settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("name", FORMATS)
-def test_json_either_is_read_or_raises_a_record_error(name: str, data: st.DataObject) -> None:
+def test_json_is_either_read_or_refused_with_a_record_error(name: str, data: st.DataObject) -> None:
     record = deepcopy(RECORDS[name])
     for _ in range(data.draw(st.integers(1, 2))):
         record = changed(record, data.draw(st.sampled_from(places(record))), data.draw(VALUES))

@@ -1,4 +1,4 @@
-"""Loaders: every record is read once, runs are reproducible and resume exactly at any batch, and no drop is silent."""
+"""Loaders: every record is read once, runs are reproducible and resume exactly at any batch, and no loss is silent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Numbers(NumberedShard):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
-    """Write five shards in two formats with 53 records, of which two records and the end of one shard are broken."""
+    """Write five shards with 53 records in two formats; two records and the end of one shard are broken."""
     folder = tmp_path_factory.mktemp("corpus")
     broken = write_jsonl(folder / "b.jsonl", records(11, 24))
     lines = broken.read_bytes().split(b"\n")
@@ -116,7 +116,7 @@ def test_all_consumers_together_read_every_record_once(
         assert max(loads) - min(loads) <= len(sizes)
 
 
-def test_many_shards_are_read_by_one_consumer_each_and_few_shards_by_all() -> None:
+def test_each_of_many_shards_is_read_by_one_consumer_and_a_few_shards_by_all() -> None:
     assert Split(1, 2, 1, 2).portions(9) == [Portion(3), Portion(7)]
     assert Split(1, 2, 1, 2).portions(3) == [Portion(0, 3, 4), Portion(1, 2, 4), Portion(2, 1, 4)]
     # The two leftover shards go to different ranks.
@@ -267,7 +267,7 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
     chosen = new()
-    chosen.set_epoch(4)  # before a StatefulDataLoader loads its state
+    chosen.set_epoch(4)  # called before a StatefulDataLoader loads its state
     chosen.load_state_dict(json.loads(states[0]))
     assert chosen.epoch == 4
     for i, state in list(enumerate(states))[:: 3 if kind == "bursts" else 1]:

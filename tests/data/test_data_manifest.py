@@ -119,7 +119,7 @@ def test_slices_of_different_files_can_share_a_name(tmp_path: Path) -> None:
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [1, 2]
 
 
-def test_the_summary_does_not_reread_what_its_run_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_does_not_reread_the_outputs_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = shards(corpus(tmp_path, 2, 5))
     read: list[str] = []
     lengths: Any = SequenceShard.__dict__["lengths"]
@@ -149,7 +149,7 @@ def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path
     assert [Path(shard.path).name for shard in sequence_shards(tmp_path / "out")] == ["s0.parquet", "s1.parquet"]
 
 
-def test_the_first_of_several_outputs_with_other_settings_is_named(
+def test_errors_name_the_first_of_several_outputs_with_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers = shards(corpus(tmp_path, 2, 1))
@@ -168,7 +168,7 @@ def test_the_first_of_several_outputs_with_other_settings_is_named(
         write_sequences(readers, tmp_path / "out", replace(PAGES, train_markers=True))
 
 
-def test_a_shard_whose_name_is_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
+def test_a_shard_named_like_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 2, 1)
     other = tmp_path / "s0.part00001.jsonl"
     Path(paths[1]).rename(other)
@@ -362,7 +362,7 @@ def test_two_simultaneous_claims_are_never_both_held(tmp_path: Path, monkeypatch
     def interleaved(where: StorePath) -> Any:
         dead = dead_claims(where)
         monkeypatch.setattr(claim, "_dead_claims", dead_claims)
-        path.unlink()  # as another run does, which then gets a smaller number
+        path.unlink()  # as another run would, which then gets a smaller number
         held.enter_context(claim.claimed(where))
         return dead
 

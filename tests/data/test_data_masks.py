@@ -1,4 +1,4 @@
-"""Masks: each equals a dense mask made by loops, and FlexAttention with it equals dense attention."""
+"""Masks: each matches a dense mask made by loops, and FlexAttention with the mask matches dense attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmpos.data.collate import PackedCollator, PaddedCollator
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
-    """Evaluate the mask for all pairs of tokens, (batch, seq, seq)."""
+    """Evaluate the mask for all pairs of tokens as (batch, seq, seq)."""
     rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
     return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
 
@@ -43,7 +43,7 @@ few_documents = documents.filter(lambda drawn: 0 < len(drawn) <= 4)
 
 @settings(max_examples=20)
 @given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
-def test_masks_equal_the_result_of_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
+def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     if kind == "packed":
         batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
@@ -59,7 +59,7 @@ def test_masks_equal_the_result_of_loops(documents: Any, bidirectional: bool, ki
 
 @uncompiled
 @pytest.mark.parametrize(("packed", "bidirectional"), [(True, True), (False, False)])
-def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidirectional: bool) -> None:
+def test_flex_attention_with_the_mask_matches_dense_attention(packed: bool, bidirectional: bool) -> None:
     examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
     batch = (PackedCollator if packed else PaddedCollator)(multiple_of=8)(examples)
     mod = batch.mask_mod(bidirectional_images=bidirectional)
@@ -88,7 +88,7 @@ def test_flex_attention_returns_zeros_for_padding() -> None:
     assert (out[0, :, 3:] == 0).all()
 
 
-def test_a_shard_uses_the_whole_batchs_mask_through_its_indices() -> None:
+def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
     whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
     mod = whole.mask_mod(bidirectional_images=True)
     mask = dense(mod, whole)[0]

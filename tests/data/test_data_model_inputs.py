@@ -262,7 +262,7 @@ def test_a_pack_for_ernie_has_expert_types() -> None:
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
 
 
-def test_a_packs_images_and_videos_are_separate_arguments() -> None:
+def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     make = ProcessedInputs(SETTINGS)
     arguments = ModelCollator(SETTINGS)([make(RECORD, HERE), SECOND, make({**RECORD, "labels": [1] * 13}, HERE)])
     assert arguments["pixel_values"][:, 0].tolist() == [*range(12)] * 2
@@ -313,7 +313,7 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
         ),
     ],
 )
-def test_inputs_that_a_models_packs_do_not_support_are_refused(settings: Any, record: Any, message: str) -> None:
+def test_inputs_not_supported_in_packs_for_a_model_are_refused(settings: Any, record: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         ProcessedInputs(settings)(record, HERE)
 

@@ -65,7 +65,7 @@ def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
-def test_first_fit_decreasing_equals_plain_loops(lengths: list[int], max_tokens: int) -> None:
+def test_first_fit_decreasing_matches_plain_loops(lengths: list[int], max_tokens: int) -> None:
     assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
 
 
@@ -108,7 +108,7 @@ def test_no_cut_leaves_a_piece_shorter_than_the_minimum(monkeypatch: pytest.Monk
         assert sizes_of(packs_of(Packer(10, split_text=True), examples)) == want
 
 
-def test_documents_count_with_their_padding_to_multiple_of() -> None:
+def test_documents_are_counted_with_padding_to_multiple_of() -> None:
     packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
     assert sizes_of(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
     assert packs[1].fill == 0.5
@@ -116,7 +116,7 @@ def test_documents_count_with_their_padding_to_multiple_of() -> None:
     assert sizes_of(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
 
 
-def test_the_buffer_is_bounded_in_examples_and_in_tokens() -> None:
+def test_the_buffer_is_bounded_in_examples_and_tokens() -> None:
     for packer, held in ((Packer(100, buffer=3), 3), (Packer(10), 16)):
         for i in range(held):
             assert packer.add(example(f"r{i}", 10)) == []

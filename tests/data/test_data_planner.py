@@ -107,7 +107,7 @@ def test_a_stream_is_planned_window_by_window() -> None:
     assert whole.members[:250].tolist() == first.members.tolist()
 
 
-def test_planned_ranks_finish_together_unlike_those_with_packs_built_by_tokens() -> None:
+def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count() -> None:
     headers = mixed_corpus(40_000)
     costs = Cost().of(headers)
     for ranks, planned_bound, token_bound in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
@@ -136,7 +136,7 @@ def test_small_plans_are_near_optimal(seed: int) -> None:
     result = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
     best = min(np.bincount(hands, tokens, 3).max() for hands in itertools.product(range(3), repeat=8))
     assert result.num_steps == 1
-    assert result.rank_costs().max() <= best * 4 / 3  # the bound for assigning the longest processing time first
+    assert result.rank_costs().max() <= best * 4 / 3  # the bound for scheduling the longest processing time first
 
 
 def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
@@ -198,7 +198,7 @@ def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
 
 
 @pytest.mark.slow
-def test_weighted_loss_and_gradient_of_four_ranks_equal_those_of_the_documents(tmp_path: Path) -> None:
+def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documents(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
     headers, shard_of, row = read_headers([one])
@@ -232,7 +232,7 @@ def test_a_million_headers_are_planned_within_twenty_seconds_of_cpu_time() -> No
     assert result.straggling() < 1.03
 
 
-def test_costs_from_a_config_equal_those_counted_by_hand() -> None:
+def test_costs_from_a_config_match_those_counted_by_hand() -> None:
     text = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     text |= {"intermediate_size": 18944, "vocab_size": 152064}
     vision = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "hidden_act": "silu"}

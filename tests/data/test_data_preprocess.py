@@ -1,4 +1,4 @@
-"""The job and its command: files are complete or absent, equal for all engines, and completed by the next run."""
+"""The job and its command: files are complete or absent, all engines write the same files, and the next run resumes."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ print(json.dumps(describe({"preprocess": pages})))
 """
 
 
-def test_descriptions_of_settings_are_equal_in_every_process() -> None:
+def test_settings_have_the_same_description_in_every_process() -> None:
     settings = [
         PAGES,
         replace(PAGES, train_markers=True),
@@ -632,7 +632,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )
-def test_errors_from_the_command_are_a_single_line(
+def test_command_errors_are_a_single_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
 ) -> None:
     corpus(tmp_path, 1, 1)
@@ -739,7 +739,7 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
 
 
 def everything(terminal: int) -> Iterator[str]:
-    """Yield the output on a terminal until the last writer exits, which raises an OSError on Linux."""
+    """Yield a terminal's output until its last writer exits, at which point Linux raises an OSError."""
     with suppress(OSError):
         while data := os.read(terminal, 2**16):
             yield data.decode(errors="replace")

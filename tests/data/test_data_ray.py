@@ -47,7 +47,7 @@ def cluster() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_files_equal_those_written_by_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 3, 4, frozenset({(1, 1)}))
     readers, reports = shards("s*.jsonl"), list[Progress]()
@@ -61,7 +61,7 @@ def test_files_equal_those_written_by_the_local_engine(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("cluster")
-def test_errors_equal_those_raised_by_the_local_engine(tmp_path: Path) -> None:
+def test_errors_match_those_raised_by_the_local_engine(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
     with pytest.raises(RecordError) as here:
         write_sequences(shards(paths), tmp_path / "out", PAGES)
@@ -84,7 +84,7 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_several_actors_write_a_shard_in_the_same_parts_as_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three pages fill a part; local, since cloudpickle pickles local classes by value
+    class LargePages:  # three pages fill a part; the class is local because cloudpickle pickles such classes by value
         source: str
         size: int
 

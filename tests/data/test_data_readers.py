@@ -1,4 +1,4 @@
-"""Readers: the same records from every format and any start, with errors in place of broken records."""
+"""Readers: every format and any start yield the same records, with errors in place of broken records."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_empty_shard_is_not_an_error(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "lance", "dataset", "iterable"])
-def test_images_stay_undecoded(kind: str, tmp_path: Path) -> None:
+def test_images_are_left_undecoded(kind: str, tmp_path: Path) -> None:
     assert [raw for _, raw in make(kind, tmp_path).records()] == ROWS
 
 
@@ -125,7 +125,7 @@ def test_rows_in_a_damaged_fragment_are_errors(tmp_path: Path) -> None:
     assert message.endswith("all later records are lost")
 
 
-def test_tar_records_equal_those_read_by_webdataset(tmp_path: Path) -> None:
+def test_tar_records_match_those_read_by_webdataset(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     names = ["b/x.y.JPG", "b/x.json", "__skip__/z.txt", "no_extension", "b/z.txt", "c.txt", "b/x.txt"]
     with tarfile.open(path, "w") as tar:
@@ -149,7 +149,7 @@ SPLIT = ["jsonl", "parquet", "tar"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 100, 2000, 10**6])
-def test_slices_together_yield_the_files_records_in_order(kind: str, size: int, tmp_path: Path) -> None:
+def test_slices_together_yield_the_records_of_the_file_in_order(kind: str, size: int, tmp_path: Path) -> None:
     reader = make(kind, tmp_path)
     if kind == "parquet":
         pq.write_table(pq.read_table(reader.source), reader.source, row_group_size=4)
@@ -168,7 +168,7 @@ def test_slices_together_yield_the_files_records_in_order(kind: str, size: int, 
     assert sum(filter(None, counts)) == next(iter(slices[-1].records()))[0].index
 
 
-def test_slices_of_json_lines_end_after_lines_and_keep_line_numbers(tmp_path: Path) -> None:
+def test_json_lines_slices_end_at_line_ends_and_keep_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 0}\n\n{"id": 2}\r\n\n\n[]\n' + b'{"id": "' + b"x" * 3000 + b'"}\n{"id": 7}\n\n{"id": 9}')
     want = list(map(repr, JsonlReader(str(path)).records()))

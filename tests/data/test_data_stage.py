@@ -112,7 +112,7 @@ def test_invalid_utf8_is_an_error_only_for_its_record() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
-def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
+def test_errors_name_the_index_of_an_invalid_row(name: str, value: object) -> None:
     output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
     i = output.schema.get_field_index(name)
     column = [output[name][0].as_py(), value]

@@ -130,7 +130,7 @@ def test_equal_examples_produce_equal_files_and_facts_are_kept(tmp_path: Path) -
     assert SequenceShard(tmp_path / "a").facts == {"source": "shard.tar"}
 
 
-def test_a_file_can_contain_no_examples(tmp_path: Path) -> None:
+def test_a_file_without_examples_is_valid(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [])
     assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
 

@@ -64,7 +64,7 @@ CHAT = [
 ]
 
 
-def test_labels_are_answers_and_the_text_that_ends_them() -> None:
+def test_labels_cover_answers_and_the_text_that_ends_them() -> None:
     own = builder()
     example = Preprocess(Chat(), own)({"messages": CHAT}, HERE)
     inner = tokenizer()
@@ -77,7 +77,7 @@ def test_labels_are_answers_and_the_text_that_ends_them() -> None:
     assert example.sequence.grid_thw.tolist() == [[1, 2, 3]]
 
 
-def test_tokens_equal_those_from_the_processor() -> None:
+def test_tokens_match_those_from_the_processor() -> None:
     draw = random.Random(0)
     own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=MARKERS, add_markers=False)
     preprocess = Preprocess(Chat(), own)
@@ -159,7 +159,7 @@ def test_llava_also_uses_the_template() -> None:
     assert answers(example, tokenizer()) == ["it</s>\n"]
 
 
-def test_templates_of_text_models_receive_strings() -> None:
+def test_templates_for_text_models_receive_strings() -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
     own = builder(template)
     example = Preprocess(Chat(), own)({"messages": [turn("user", " A", " cat "), turn("assistant", "it")]}, HERE)

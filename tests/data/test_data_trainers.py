@@ -1,4 +1,4 @@
-"""Batches under accelerate, which Trainer uses for loading: kept whole or refused, and even across ranks."""
+"""Batches under accelerate, which Trainer uses for loading: kept whole or refused, and equally many on each rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batche
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerates_error_for_a_batch_in_a_dispatcher_names_the_remedy(ranks: int) -> None:
+def test_accelerate_names_the_remedy_for_a_batch_in_a_dispatcher(ranks: int) -> None:
     verb = "find the batch size of" if ranks == 1 else "concatenate"
     remedy = r"which stays whole: load it through mmpos\.data\.RankLoader\(DataLoader\(dataset, batch_size=None\)\)"
     with pytest.raises(
@@ -154,7 +154,7 @@ def packs_of_forty() -> RankLoader[Any]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_one_rank_resumes_after_its_state(steps: int) -> None:
+def test_one_rank_resumes_from_its_state(steps: int) -> None:
     rest, resumed = interrupted(packs_of_forty, steps)
     assert resumed == rest == list(packs_of_forty())[steps:]
 
@@ -292,7 +292,7 @@ def test_ranks_receive_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> 
 
 
 @two_ranks
-def test_ranks_resume_while_repeating(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> None:
     for rank in (rank["resumed"] for rank in ranks):
         assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
         for even, whole in rank["whole"].items():

@@ -1,4 +1,4 @@
-"""Collation in C: it equals the reference, and never reads or writes outside its arrays."""
+"""Collation in C: it matches the reference, and never reads or writes outside its arrays."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pools() -> list[list[Example]]:
     ]
 
 
-def test_the_extension_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extension_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, watched, all_pools = np.random.default_rng(0), Watched(), pools()
     for _ in range(400):
         pool = all_pools[rng.integers(len(all_pools))]
@@ -79,7 +79,7 @@ def test_the_extension_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched.answered > 400
 
 
-def test_each_scheme_is_named_once_in_order() -> None:
+def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
     one, _, other, _ = pools()[1]
     names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
     assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]

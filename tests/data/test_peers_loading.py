@@ -137,7 +137,7 @@ def random_members(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes
 
 @pytest.mark.parametrize("compression", ["", "gz", "bz2", "xz"])
 @pytest.mark.parametrize("format_", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_records_of_random_archives_equal_those_read_by_webdataset(
+def test_records_of_random_archives_match_those_read_by_webdataset(
     format_: int, compression: str, tmp_path: Path
 ) -> None:
     draw = random.Random(f"{format_} {compression}")

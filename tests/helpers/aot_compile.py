@@ -181,5 +181,5 @@ def main(names: list[str]) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
+    os.environ["TRITON_INTERPRET"] = "1"  # checked only on entry to the kernels, which are no longer interpreted
     print(json.dumps(main(sys.argv[1:])))

@@ -180,5 +180,5 @@ if __name__ == "__main__":
     usual = JITFunction.run
     JITFunction.run = lambda self, *args, **options: BOUND.update([self.__name__]) or usual(self, *args, **options)
     driver.set_active(StandIn("sm_90"))
-    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
+    os.environ["TRITON_INTERPRET"] = "1"  # checked only on entry to the kernels, which are no longer interpreted
     print(json.dumps(main()))

@@ -242,7 +242,7 @@ def test_sizes_and_grids_survive_the_round_trip() -> None:
     ],
     ids=repr,
 )
-def test_parts_that_cannot_be_sent_raise_the_builders_errors(parts: Any) -> None:
+def test_parts_that_cannot_be_sent_raise_the_same_errors_as_in_the_builder(parts: Any) -> None:
     with pytest.raises(MmposError) as want:
         BUILDER.build(parts)
     message = sequences_pb2.Document()

@@ -138,7 +138,7 @@ def test_a_refusal_shortens_the_queue_until_a_second_passes_without_one(clock: C
     assert {message(pool.enter, "a") for _ in range(14)} == {""}
 
 
-def test_a_client_that_exceeds_its_share_does_not_shorten_other_clients_queue() -> None:
+def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_for_others() -> None:
     pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
     for _ in range(10):
         pool.enter("a")
@@ -378,7 +378,7 @@ def test_a_call_takes_one_slot_of_each_pool_and_returns_all(admission: Admission
     assert taken(admission) == [0] * 6
 
 
-def test_work_runs_in_parallel_in_its_pools_threads(admission: Admission) -> None:
+def test_work_runs_in_parallel_in_the_threads_of_its_pool(admission: Admission) -> None:
     call, together = Call("id", "a", admission, Transport()), threading.Barrier(2, timeout=60)
 
     def work(number: int) -> tuple[int, str]:

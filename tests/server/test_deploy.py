@@ -113,7 +113,7 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
 
 
-def test_the_manifests_settings_are_valid_and_fit_its_memory() -> None:
+def test_the_settings_in_the_manifest_are_valid_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
     reserved = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
     assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
@@ -192,7 +192,7 @@ def test_systemd_waits_longer_than_the_notice_and_the_drain() -> None:
     assert stop_timeout > options["notice_seconds"] + options["drain_seconds"]
 
 
-def test_the_image_exposes_its_servers_ports() -> None:
+def test_the_image_exposes_the_server_ports() -> None:
     text, options = (DEPLOY / "Dockerfile").read_text(), options_of(image_arguments())
     assert (options["host"], options["port"]) == ("0.0.0.0", None)
     assert f"EXPOSE 50051 {options['metrics_port']}\n" in text

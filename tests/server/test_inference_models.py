@@ -201,7 +201,7 @@ TABLE = place(SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)]]), "ro
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
 @pytest.mark.parametrize("by", ["table", "ids"])
-def test_rotations_equal_the_librarys_results(infer: Infer, datatype: str, by: str) -> None:
+def test_rotations_equal_the_library_results(infer: Infer, datatype: str, by: str) -> None:
     dtype = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[datatype]
     torch.manual_seed(3)
     tensors = {"q": torch.randn(7, 4, 16).to(dtype), "k": torch.randn(7, 2, 16).to(dtype)}
@@ -228,7 +228,7 @@ def test_rotations_equal_the_librarys_results(infer: Infer, datatype: str, by: s
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_batch_is_rotated_with_the_requests_rotary_settings(client: TritonClient, layout: str) -> None:
+def test_a_batch_is_rotated_with_the_rotary_settings_in_the_request(client: TritonClient, layout: str) -> None:
     rotary = Rotary(head_dim=8, theta=500.0, pairing="adjacent")
     positions = place(SegmentTable.from_documents([[Text(1), Grid(1, 2)], [Text(3)]]))
     q = np.random.default_rng(3).standard_normal((2, 3, 5, 8) if layout == "bshd" else (2, 5, 3, 8)).astype(np.float32)

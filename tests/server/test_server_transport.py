@@ -132,7 +132,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 @pytest.mark.parametrize(
     ("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32), (READY, "max_checks", 32)]
 )
-def test_half_requests_hold_at_most_their_clients_share(
+def test_half_requests_hold_at_most_the_share_of_their_client(
     serve: Serve, half: bytes, path: str, gate: str, share: int
 ) -> None:
     server = serve(concurrency={"max_in_flight": 4})
@@ -233,7 +233,7 @@ def silent(connection: Connection, chance: Iterator[bool]) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, trailed, doubled, silent])
-def test_a_flood_from_one_client_fails_no_other_clients_call_and_leaves_no_slot_taken(
+def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
     serve: Serve, attack: Callable[[Connection, Iterator[bool]], None]
 ) -> None:
     server, done = serve(), threading.Event()

@@ -106,7 +106,7 @@ def test_pip_commands_on_a_page_name_the_distribution_and_its_extras(path: Path)
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
 
 
-def test_all_files_that_state_a_version_state_the_projects_version() -> None:
+def test_all_files_that_state_a_version_state_the_project_version() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)

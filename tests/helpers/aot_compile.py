@@ -72,7 +72,7 @@ def words_of(case: str) -> set[str]:
 
 
 def compiled(case: str, arch: str) -> Any:
-    """Return the last kernel that a bfloat16 call with 32 heads of q and 8 of k launches."""
+    """Return the last kernel launched by a bfloat16 call with 32 heads of q and 8 of k."""
     words, kernels = words_of(case), []
 
     def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:

@@ -274,7 +274,7 @@ def scheme_groups() -> dict[str, list[Json]]:
 
 
 def layout_groups() -> dict[str, list[Json]]:
-    """Build layouts for generating models, whose ids are written by hand."""
+    """Build layouts for generation models, with ids written by hand."""
     files: dict[str, list[Json]] = {}
     for case, (layout, parts, axes) in LAYOUTS.items():
         scheme = get_scheme(layout)
@@ -652,7 +652,7 @@ def minicpm(model: str) -> list[Batch]:
 
 
 def one_axis(model: str) -> list[Batch]:
-    """Assign consecutive ids to all tokens, placeholders included; test_models_logits.py compares the logits."""
+    """Assign consecutive ids to all tokens, including placeholders; test_models_logits.py compares the logits."""
     image, first = settings_of(model).placeholders.image, FIRST.get(model, 0)
     patch = TEXT if image is None else image
     rows = [[TEXT, TEXT, *[patch] * 6, TEXT, TEXT, *[patch] * 2, TEXT], [TEXT, *[patch] * 4, TEXT]]
@@ -734,7 +734,7 @@ def whole_fractions(value: Any) -> Any:
 
 
 def files() -> dict[str, bytes]:
-    """Encode every vector file except the schema, by path."""
+    """Encode all vector files except the schema, and return them by path."""
     logging.disable(logging.CRITICAL)
     folders = {"schemes": scheme_groups(), "models": model_groups()}
     written = {

@@ -50,7 +50,7 @@ class Peer:
         text: whether text has positions.
         images: the maximum number of images in a document; −2 requires exactly two.
         frames: whether images have frames.
-        even: divisor of the number of text tokens.
+        even: number by which the number of text tokens must be divisible.
         pairing: how the attention processors pair the channels that they rotate.
     """
 
@@ -78,7 +78,7 @@ def _grid(*starts: int, frames: int, height: int, width: int) -> Tensor:
 
 
 def _repeated(pair: CosSin) -> CosSin:
-    """Keep one channel of each two adjacent, equal channels of (tokens, channels)."""
+    """Keep one of every two adjacent channels of (tokens, channels), which must be equal."""
     cos, sin = (x.reshape(-1, x.shape[-1]) for x in pair)
     assert torch.equal(cos[:, ::2], cos[:, 1::2])
     return cos[:, ::2], sin[:, ::2]

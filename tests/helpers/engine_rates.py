@@ -39,7 +39,7 @@ def write_corpus(folder: Path, records: int, files: int) -> None:
 
 @contextmanager
 def peak_memory(name: bytes) -> Iterator[list[int]]:
-    """Watch this process's descendants whose command line contains ``name``; yield the largest private memory in MiB."""
+    """Watch descendants of this process with ``name`` in their command line; yield their peak private memory in MiB."""
     peak, ended = [0], threading.Event()
 
     def watch() -> None:

@@ -184,7 +184,7 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """Collect the defaults that a class fills into a nested config."""
+    """Collect the defaults that a class fills into its nested configs."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
     if not defaults or config.model_type == "fun_asr_nano":  # its class refuses a part that does not fit the others

@@ -104,7 +104,7 @@ _small = st.integers(1, 6)
 
 
 def _one_of(*numbers: int) -> st.SearchStrategy[Any]:
-    """Draw one of these numbers of an enum; the result is Any because each enum has its own type."""
+    """Draw one of these enum numbers; the result is Any because each enum has its own type."""
     return st.sampled_from(numbers)
 
 
@@ -115,7 +115,7 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
 
 
 def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
-    """Write numbers as a message."""
+    """Encode numbers as a tensor message."""
     array = np.asarray(values, dtype)
     number = tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
     return tensor_pb2.Tensor(dtype=number, shape=array.shape, data=array.tobytes())
@@ -123,7 +123,7 @@ def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
 
 @st.composite
 def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
-    """Draw documents of text with grids in between."""
+    """Draw documents of text with grids between the texts."""
     table = table_pb2.SegmentTable()
     for _ in range(draw(st.integers(0, 3))):
         grids = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2]), _small, _small), max_size=3))

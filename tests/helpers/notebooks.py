@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/ and save their outputs: python tests/helpers/notebooks.py."""
+"""Run the notebooks in docs/ and save their outputs: python tests/helpers/notebooks.py."""
 
 from __future__ import annotations
 

@@ -29,8 +29,9 @@ class Tolerance(NamedTuple):
 def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return a few cases that contain every pair of values of any two factors, as pytest.param with an id.
 
-    Each case begins with a pair that no case contains yet, and uses for every other factor the value that adds most new
-    pairs. Such a design finds bugs that depend on one setting or on a combination of two. It is the same in every run.
+    Each case begins with a pair that no case contains yet, and uses for every other factor the value that adds the most
+    new pairs. Such a design finds bugs that depend on one setting or on a combination of two. It is the same in every
+    run.
 
     >>> [case.values for case in pairwise_cases({"a": "xy", "b": (1, 2), "c": (True, False)})]
     [('x', 1, True), ('x', 2, False), ('y', 1, False), ('y', 2, True)]

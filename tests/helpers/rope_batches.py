@@ -165,7 +165,7 @@ def like_qwen(random: Random, model: str) -> Request:
         arguments["attention_mask"], _ = mask_of(random, layout.real, layout.kinds)
     elif random.random() < 0.3:  # the method accepts int32 only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
-    if random.random() < 0.2:  # an image without tokens, of a grid with or without area
+    if random.random() < 0.2:  # an image without tokens, whose grid may or may not have an area
         more = torch.tensor([random.choice([[1, 6, 6], [1, 0, 6]])])
         images = more if images is None else torch.cat([images, more])
     if videos is not None and random.random() < 0.2:  # a video whose last frames, or all of whose frames, are cut off

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def counting(call: Any) -> Any:
-    """Wrap a method so that its calls are counted."""
+    """Wrap a method to count its calls."""
 
     @wraps(call)
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,7 @@ def tiny_config(model_type: str, **text: Any) -> Any:
 
 
 def tiny_model(config: Any) -> Any:
-    """Build a model with random weights in training mode, the same for the same config."""
+    """Build a model in training mode with random weights that are the same for the same config."""
     torch.manual_seed(0)
     kind: Any = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
     return kind.from_config(config).train()

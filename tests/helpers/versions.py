@@ -3,7 +3,7 @@
 python tests/helpers/versions.py                 everything
 python tests/helpers/versions.py oldest 3.13     only these
 
-oldest           all tests, torch included, with the lower bound of every requirement
+oldest           all tests, including those with torch, with the lower bound of every requirement
 newest           all tests with the newest version of everything in the index
 grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
@@ -137,7 +137,7 @@ def run_grpc() -> bool:
 
 
 def untrue_bounds(versions: Path) -> list[str]:
-    """List the bounds in pyproject.toml that the resolver cannot choose, and which therefore no test has seen."""
+    """List the bounds in pyproject.toml that the resolver cannot choose, so that no test has used them."""
     resolved = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
     wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
     bounds = {

@@ -51,6 +51,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process is still running; a zombie is not."""
+    """Return whether a process is still running; a zombie does not count."""
     _, _, state = read_proc(pid, "stat").rpartition(b") ")
     return state[:1] not in (b"", b"Z")

@@ -1,4 +1,4 @@
-"""Large tensors read from beside their messages: parsing equals protobuf's, including refusals."""
+"""Large tensors kept beside their messages: parsing gives the same results as protobuf, including refusals."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_tensors_are_read_in_place() -> None:
     assert get_tensor("k", message.k, memory=memory).tolist() == [1]
 
 
-def test_errors_name_a_refused_field_of_shared_memory() -> None:
+def test_errors_name_the_field_whose_shared_memory_is_refused() -> None:
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1])
     message.shared.byte_size = 1
     with pytest.raises(UnsupportedError, match=r"^q\.shared: got shared memory, want data$"):
         get_tensor("q", message, memory=Beside())
 
 
-def test_with_many_documents_tensors_stay_in_their_messages() -> None:
+def test_tensors_stay_in_their_messages_if_there_are_many_documents() -> None:
     document: Any = {"parts": [{"token_ids": tensor(np.arange(2**16, dtype=np.int32), "int32")}]}
     raw = sequences_pb2.BuildRequest(query={"documents": [document] * 2}).SerializeToString()  # type: ignore[arg-type]
     assert parsed(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)

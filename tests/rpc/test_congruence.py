@@ -108,7 +108,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by a sync client, an async client, and a client with all tensors in shared memory, with equal outcomes."""
+    """Calls by a sync client, an async client and a client with all tensors in shared memory; outcomes must be equal."""
 
     sync: Client
     others: tuple[Any, ...]
@@ -251,7 +251,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_equal_local_calls(ask: Both, query: PositionsQuery) -> None:
+def test_queries_match_local_calls(ask: Both, query: PositionsQuery) -> None:
     assert_equal(ask("query", query), query.run())
 
 
@@ -266,7 +266,7 @@ def test_one_client_keeps_its_tensors_in_shared_memory(ask: Both) -> None:
     assert names() != set()
 
 
-def test_random_queries_equal_local_calls(ask: Both) -> None:
+def test_random_queries_match_local_calls(ask: Both) -> None:
     def check(request: positions_pb2.PlaceRequest) -> None:
         query = get_query("query", request.query)
         assert_equal(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
@@ -342,7 +342,7 @@ WRONG_PARTS: list[Any] = [
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_sequences_equal_local_builds(ask: Both, parts: list[object]) -> None:
+def test_sequences_match_local_builds(ask: Both, parts: list[object]) -> None:
     assert_equal(ask("build", parts), LOCAL[None].build(parts))
 
 
@@ -405,19 +405,19 @@ def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
-def test_sequences_with_row_separators_equal_local_builds(ask: Both, scheme: str) -> None:
+def test_sequences_with_row_separators_match_local_builds(ask: Both, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)
     for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
         want, remote = (partial(call, parts) for call in (local.build, partial(ask, "build")))
         assert_equal(_outcome(partial(remote, profile="breaks", scheme=scheme)), _outcome(want))
 
 
-def test_sequences_with_videos_whose_grids_are_known_equal_local_builds(ask: Both) -> None:
+def test_sequences_with_videos_of_known_grids_match_local_builds(ask: Both) -> None:
     parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
     assert_equal(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
 
 
-def test_pixtral_images_equal_local_builds(ask: Both) -> None:
+def test_pixtral_images_match_local_builds(ask: Both) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)
         assert_equal(ask("build", parts, profile="pixtral"), want)
@@ -431,7 +431,7 @@ def test_pixtral_images_equal_local_builds(ask: Both) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
-def test_sequences_with_audio_and_clips_equal_local_builds(ask: Both, scheme: str) -> None:
+def test_sequences_with_audio_and_clips_match_local_builds(ask: Both, scheme: str) -> None:
     clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
     parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
     want = replace(LOCAL["omni"], scheme=scheme).build(parts)
@@ -503,7 +503,7 @@ ROTARIES = [
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
-def test_cos_sin_tables_and_angles_equal_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
+def test_cos_sin_tables_and_angles_match_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
     layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
     for layout in layouts:
         call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
@@ -514,7 +514,7 @@ def test_cos_sin_tables_and_angles_equal_local_calls(ask: Both, rotary: Rotary, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rotations_equal_local_calls(ask: Both, dtype: torch.dtype) -> None:
+def test_rotations_match_local_calls(ask: Both, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(TABLE.num_tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 1))
     for options in ({}, {"conjugate": True}, {"layout": "thd"}):

@@ -252,7 +252,7 @@ def test_too_many_fields_are_declined() -> None:
 
 
 def test_broken_bytes_are_read_or_declined() -> None:
-    """Give sanitizers broken bytes, in which they must find no errors."""
+    """Read broken bytes, in which sanitizers must find no errors."""
     valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):
@@ -272,7 +272,7 @@ def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("least", [0, 128])
-def test_an_answer_has_the_same_bytes_as_written_by_protobuf(
+def test_answers_have_the_same_bytes_as_those_written_by_protobuf(
     way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
 ) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", least)

@@ -69,7 +69,7 @@ def test_a_gate_refuses_every_client_when_full_and_a_client_that_uses_its_full_s
 
 
 @pytest.mark.parametrize(("limit", "share", "most"), [(1, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (4, 0.0, 4), (4, 1.0, 4)])
-def test_a_client_may_take_its_share_or_at_least_one_slot_and_all_slots_if_there_is_no_share(
+def test_a_client_may_take_its_share_or_one_slot_if_that_is_more_and_all_slots_if_no_share_is_set(
     limit: int, share: float, most: int
 ) -> None:
     gate = Gate("slots", limit, share)
@@ -166,7 +166,7 @@ def test_a_rate_allows_a_burst_and_then_one_request_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_is_the_setting_or_else_one_second_of_requests_and_at_least_one(
+def test_the_burst_defaults_to_one_second_of_requests_and_at_least_one_request(
     per_second: float, burst: int, at_once: int
 ) -> None:
     rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())

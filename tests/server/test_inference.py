@@ -55,7 +55,7 @@ KSERVE = {"properties": 6, "PropertiesEntry.key": 1, "PropertiesEntry.value": 2}
 """Field numbers of a map from strings to strings in KServe's ModelMetadataResponse, which Triton lacks."""
 
 
-def test_every_field_and_enum_value_equals_its_counterpart_in_triton() -> None:
+def test_every_field_and_enum_value_matches_its_counterpart_in_triton() -> None:
     theirs: dict[str, Any] = {}
     enums: dict[str, int] = {}
     for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
@@ -74,7 +74,7 @@ def test_every_field_and_enum_value_equals_its_counterpart_in_triton() -> None:
     assert values == {name: number for name, number in enums.items() if name.startswith("inference.DataType.")}
 
 
-def test_every_method_equals_its_counterpart_in_triton() -> None:
+def test_every_method_matches_its_counterpart_in_triton() -> None:
     def methods(file: Any) -> dict[str, Any]:
         return {
             method.name: (

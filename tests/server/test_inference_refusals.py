@@ -58,7 +58,7 @@ def one_input(
 
 
 def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
-    """Repeat a request's first input and first raw bytes in the request, and return it."""
+    """Duplicate the first input and first raw bytes of a request, and return the request."""
     request.inputs.append(request.inputs[0])
     request.raw_input_contents.append(request.raw_input_contents[0])
     return request

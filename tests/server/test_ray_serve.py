@@ -1,4 +1,4 @@
-"""Compare the services behind Ray Serve's ingress, on a local Ray, with the server."""
+"""Compare the services behind Ray Serve's ingress, on a local Ray cluster, with the server."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def stream(channel: grpc.Channel) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Place", "Build", "CosSin", "Rotate", "GetInfo"])
-def test_answers_and_refusals_equal_the_server_byte_for_byte(kind: str, pair: Pair) -> None:
+def test_answers_and_refusals_match_those_of_the_server_byte_for_byte(kind: str, pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as ingress, grpc.insecure_channel(pair.server) as server:
         rng = random.Random(kind)
         for _ in range(20):

@@ -175,7 +175,7 @@ def test_an_error_in_a_file_is_reported_in_one_line(file: Path, text: str, messa
     assert mistake(file, text) == message
 
 
-def test_an_unknown_scheme_lists_the_known_ones(file: Path) -> None:
+def test_an_error_about_an_unknown_scheme_lists_the_known_schemes(file: Path) -> None:
     message = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
     assert message.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
 

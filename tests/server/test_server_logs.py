@@ -88,7 +88,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
 
 
-def test_lines_in_the_console_format_are_text() -> None:
+def test_lines_in_the_console_format_are_plain_text() -> None:
     *lines, last = lines_of("console")
     assert last == "after"
     (bad,) = [line for line in lines if "a.cc:1" in line]

@@ -1,4 +1,4 @@
-"""cached_property: one value per instance, even if it is frozen, and no lock that can block a forked child."""
+"""cached_property: one value per instance, even of a frozen dataclass, and no lock that can block a forked child."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_the_wheel_runs_and_names_the_pip_command_for_a_missing_package(release:
     bare.run(*checker, "--ignore-missing-imports", "typed.py")
 
 
-def test_the_wheel_for_another_processor_runs_on_it(release: Path, here: Path) -> None:
+def test_the_wheel_for_another_processor_runs_on_that_processor(release: Path, here: Path) -> None:
     wheel = next(release.glob("*_aarch64.whl"), None)
     if wheel is None or platform.machine() == "aarch64":
         pytest.skip("the release has no wheel for another processor")

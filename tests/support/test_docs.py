@@ -168,7 +168,7 @@ def test_the_readme_is_short_and_links_to_every_page_outside_the_site() -> None:
     assert (outside | {ROOT / "docs/index.md"}) - linked == set()
 
 
-def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_inside() -> None:
+def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_within_the_site() -> None:
     folder = ROOT / "docs"
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")}
@@ -180,7 +180,7 @@ def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_inside(
 
 
 def _leaves(nav: Any) -> Iterator[str]:
-    """Yield the pages of a navigation."""
+    """Yield the pages in a navigation tree."""
     if isinstance(nav, str):
         yield nav
     else:

@@ -165,7 +165,7 @@ def test_pipes_and_devices_are_written_directly(tmp_path: Path) -> None:
             write_text("/dev/full", "a")
 
 
-def test_libraries_receive_no_file_descriptor_with_which_to_bypass_the_file_object(tmp_path: Path) -> None:
+def test_libraries_cannot_bypass_the_file_object_through_a_file_descriptor(tmp_path: Path) -> None:
     with whole_file(tmp_path / "a.npy") as file:
         np.save(file, np.arange(5))
         with pytest.raises(OSError, match="fileno"):

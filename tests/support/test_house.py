@@ -20,7 +20,7 @@ WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Parse every hand-written file, by module name."""
+    """Parse every hand-written file, and return the trees by module name."""
     trees = {}
     for home, package in ((".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")):
         for path in sorted((ROOT / home / package).rglob("*.py")):
@@ -84,7 +84,7 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from filter(private, named)
 
 
-def test_only_documented_private_names_of_other_projects_are_used() -> None:
+def test_private_names_of_other_projects_are_used_only_where_allowed() -> None:
     own = {name.rpartition(".")[2] for name, _ in functions()}
     for module, tree in modules().items():
         own.add(module.rpartition(".")[2])
@@ -126,7 +126,7 @@ def test_the_tree_in_contributing_lists_exactly_the_packages() -> None:
     assert f"the {WORDS[len(rooms)]} rooms of the package" in PAGES["README.md"]
 
 
-def test_the_layers_in_contributing_equal_those_checked_here() -> None:
+def test_the_layers_in_contributing_match_those_checked_by_the_linter() -> None:
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert contract["type"] == "layers"
     assert "```text\n" + "\n".join(contract["layers"]) + "\n```" in PAGES["CONTRIBUTING.md"]

@@ -34,7 +34,7 @@ class Document:
 
     @property
     def latents(self) -> Tensor:
-        """Zero latents of the generated image, with one channel and 2 × 2 latents per token."""
+        """Zero latents for the generated image, with one channel and 2 × 2 latents per token."""
         frames, height, width = self.images[0]
         return torch.zeros(1, 1, frames, 2 * height, 2 * width)
 

@@ -41,7 +41,7 @@ def echo_stream(
 
 @dataclass
 class Fake(grpc.GenericRpcHandler):
-    """Handlers of Place and StreamPlace that record the metadata of every call."""
+    """Handlers for Place and StreamPlace that record the metadata of every call."""
 
     place: Place = echo
     stream: Stream = echo_stream

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from triton.runtime import JITFunction, driver
 
-import mmpos.rotary.kernel  # noqa: F401  # before the environment selects the interpreter
+import mmpos.rotary.kernel  # noqa: F401  # imported before the environment selects the interpreter
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, launches, rotate_and_store
 
@@ -102,7 +102,7 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
 
 
 def launched(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
-    """Return the launch, the form of the results, which version counters changed, and whether Triton bound it."""
+    """Return the launch, the form of the results, which version counters changed, and whether Triton bound a kernel."""
     LAUNCHES.clear()
     before, versions = BOUND.total(), [x._version for x in written]
     q_out, k_out = rotate()

@@ -16,7 +16,7 @@ from mmpos.segments.table import SegmentTable
 
 
 def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
-    """Place the documents of these specs under a scheme."""
+    """Place the documents described by these specs with a scheme."""
     return place(SegmentTable.from_documents(read_specs(specs).documents), scheme)
 
 

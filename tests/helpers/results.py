@@ -1,4 +1,4 @@
-"""Whether the results of calls are equal."""
+"""Equality of call results."""
 
 from __future__ import annotations
 

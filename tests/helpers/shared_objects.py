@@ -23,7 +23,7 @@ PREFIX = f"mmpos-test-{os.getpid()}-"
 
 @contextmanager
 def shared(data: bytes, name: str = "object") -> Iterator[str]:
-    """Create an object that holds these bytes, and yield its key; nothing else may remove the object until the end."""
+    """Create an object that holds these bytes, and yield its key; only this function may remove the object."""
     key = f"/{PREFIX}{name}"
     descriptor = os.open(f"{FOLDER}{key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:

@@ -65,7 +65,7 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_valid_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_and_broken_messages_are_parsed_as_by_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert parse_beside(kind, raw) == message

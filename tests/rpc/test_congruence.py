@@ -108,7 +108,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by a sync client, an async client and a client with all tensors in shared memory; outcomes must be equal."""
+    """Calls by a sync client, an async client and a client with all tensors in shared memory, with equal outcomes."""
 
     sync: Client
     others: tuple[Any, ...]

@@ -169,7 +169,9 @@ def test_invalid_inputs_are_refused(client: TritonClient, region: MakeRegion, te
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_incomplete_references_and_contents_next_to_them_are_refused(client: TritonClient, region: MakeRegion) -> None:
+def test_incomplete_references_and_references_with_contents_are_refused(
+    client: TritonClient, region: MakeRegion
+) -> None:
     region("in", 64)
     incomplete, both = (shared_input("lengths", "INT64", [1], "in", 8) for _ in range(2))
     del incomplete._get_tensor().parameters["shared_memory_byte_size"]

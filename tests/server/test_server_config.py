@@ -103,7 +103,7 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
     vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.enable_truncation(1)  # truncates every text, as many tokenizer files would
+    model.enable_truncation(1)  # truncates every text, as many tokenizer files do
     model.enable_padding(length=6)
     model.save(str(file.parent / "words.json"))
     file.write_text('[profiles.words]\ntokenizer = "words.json"\n')

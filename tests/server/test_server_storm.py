@@ -45,7 +45,7 @@ def infer_request(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.
 
 
 def requests(key: str) -> list[tuple[str, bytes]]:
-    """Return methods and requests of every kind: run in the loop or in each pool, in shared memory, and refused."""
+    """Return methods with requests of every kind: handled in the loop, in each pool or in shared memory, or refused."""
     lengths = np.full(4000, 500, np.int64).tobytes()
     picture = infer_request("sequences", ("parts", "BYTES", [1], len(PHOTO).to_bytes(4, "little") + PHOTO))
     picture.inputs.add(name="kinds", datatype="BYTES", shape=[1])

@@ -173,9 +173,7 @@ def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
 
 
 @pytest.mark.slow  # the worker processes import torch
-def test_user_defined_schemes_work_in_the_workers_of_preprocess(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_user_defined_schemes_work_in_preprocess_workers(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')

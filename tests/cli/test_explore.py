@@ -68,7 +68,7 @@ def test_a_picture_becomes_patches_between_markers() -> None:
     assert answer["spec"] == "2,1,2x3,1"
 
 
-def test_input_ids_are_read_with_the_config_of_the_model() -> None:
+def test_input_ids_are_read_with_the_model_config() -> None:
     config = {
         "model_type": "qwen2_vl", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "image_token_id": 9,
         "video_token_id": 8, "vision_start_token_id": 6, "vision_end_token_id": 7,

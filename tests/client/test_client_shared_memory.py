@@ -59,7 +59,7 @@ TABLE, ROTARY = place(SEGMENTS), Rotary(64)
 
 
 def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q of about one megabyte, and k of a quarter of that size."""
+    """Return a q of about one megabyte, and a k a quarter of that size."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(TABLE.num_tokens, heads, 64, generator=generator).bfloat16() for heads in (8, 2))
     return q, k
@@ -79,7 +79,7 @@ def client(server: str) -> Iterator[Client]:
 
 
 def idle_sizes(client: Client) -> list[int]:
-    """Return the sizes of the idle regions of a client."""
+    """Return the sizes of a client's idle regions."""
     pool = client._pools.get()
     return [] if pool is None else sorted(region.size for region in pool.regions._idle)
 

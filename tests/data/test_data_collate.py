@@ -34,7 +34,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
 
 
 def tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return all tensors of a batch by name."""
+    """Return all tensors in a batch by name."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     values["device_positions"] = batch.device_positions.table
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}

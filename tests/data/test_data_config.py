@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return capsys.readouterr().err
 
 
-def test_preprocessing_with_a_model_folder_matches_the_processor_of_the_model(
+def test_preprocessing_with_a_model_folder_matches_the_model_processor(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")

@@ -29,7 +29,7 @@ Seen = list[tuple[int, Any]]
 
 
 def see(reader: Reader, readers: int = 1) -> Seen:
-    """Return the records of a shard in order, read by several readers with different strides."""
+    """Return the records of a shard in order, read by this number of interleaved readers."""
     seen: Seen = []
     for first in range(readers):
         for location, raw in reader.records(first, readers):

@@ -446,7 +446,7 @@ def test_chat_accepts_videos_as_lists_of_frames() -> None:
         ({"video": [PNG], "fps": 0}, "fps: got 0, want frames per second above 0"),
     ],
 )
-def test_an_invalid_list_of_frames_is_refused(part: dict[str, Any], message: str) -> None:
+def test_an_invalid_frame_list_is_refused(part: dict[str, Any], message: str) -> None:
     assert refusal(Chat(), user_turn({"type": "video", **part})).startswith(
         f"shard-3.jsonl[17]: messages[0].content[0].{message}"
     )

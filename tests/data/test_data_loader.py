@@ -80,7 +80,7 @@ def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> Batc
     return BatchDataset(shards, batching=batching, **defaults | options)
 
 
-def test_type_checkers_infer_the_type_of_batches() -> None:
+def test_type_checkers_infer_the_batch_type() -> None:
     for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
         assert_type(batch, Batch)
         assert isinstance(batch, Batch)

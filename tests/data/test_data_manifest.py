@@ -329,7 +329,7 @@ def test_errors_name_an_invalid_claim_file(tmp_path: Path) -> None:
             write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
 
 
-def test_a_store_that_fails_at_the_end_does_not_hide_the_error_of_the_run(
+def test_a_store_that_fails_at_the_end_does_not_hide_an_error_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> None:

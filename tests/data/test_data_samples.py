@@ -145,7 +145,7 @@ def test_an_invalid_document_leaves_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_of_a_table_are_joined_in_any_order(tmp_path: Path) -> None:
+def test_table_rows_are_joined_in_any_order(tmp_path: Path) -> None:
     write_samples(DOCUMENTS, tmp_path / "a.parquet")
     rows = pq.read_table(tmp_path / "a.parquet")
     joined = join_samples(rows.take([3, 2, 5, 0, 4, 1])).to_pylist()

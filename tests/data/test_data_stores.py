@@ -236,9 +236,7 @@ def test_errors_name_unknown_schemes_missing_packages_and_missing_conditional_wr
         ("ftp://host/in/a", "/in/a"),
     ],
 )
-def test_keys_are_paths_inside_the_filesystem_of_the_library(
-    url: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_paths_inside_the_library_filesystem(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", lambda self: None)
     assert store_path("url", url)._key == key
 

@@ -301,7 +301,7 @@ def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> No
 
 
 @two_ranks
-def test_training_ends_on_ranks_with_different_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
+def test_training_ends_on_ranks_with_different_batch_counts(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["trained"] for rank in ranks)
     assert first["packs"] != second["packs"], "the corpus is uneven"
     for even, longest in (("drop", min), ("repeat", max)):

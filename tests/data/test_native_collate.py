@@ -85,7 +85,7 @@ def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
     assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]
 
 
-def test_invalid_examples_cause_no_access_out_of_bounds() -> None:
+def test_invalid_examples_cause_no_out_of_bounds_access() -> None:
     rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
 
     def array(*shape: int) -> np.ndarray[Any, Any]:

@@ -40,7 +40,7 @@ def document(record: Any, location: Location) -> Document:
 
 
 def listed(group: Any) -> list[tuple[str, int]]:
-    """Return the key and number of tokens of each example in a group."""
+    """Return the key and token count of each example in a group."""
     examples = group.examples if isinstance(group, Pack) else group
     return [(example.key, len(example.labels)) for example in examples]
 

@@ -29,7 +29,7 @@ class Model(ABC):
 
     Attributes:
         name: name of its class.
-        config: config of a small transformer.
+        config: config for a small transformer.
     """
 
     name: ClassVar[str]
@@ -294,7 +294,7 @@ class Latents(Model):
     """Transformers that split latents into patches.
 
     Attributes:
-        text_name: name of the argument for texts.
+        text_name: name of the argument that receives the texts.
     """
 
     text_name: ClassVar[str] = "encoder_hidden_states"

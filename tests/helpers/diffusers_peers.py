@@ -44,7 +44,7 @@ class Peer:
     """A diffusers transformer class.
 
     Args:
-        config: config of a small transformer.
+        config: config for a small transformer.
         rotation: function of a transformer and a document that returns (tokens, pairs) cos and sin, text first.
         dtype: dtype of the angles.
         text: whether text has positions.

@@ -257,8 +257,8 @@ async def fuzz(
 
     Args:
         seconds: duration of the attacks.
-        seed: seed of the attacks.
-        names: names of the attacks.
+        seed: seed for the attacks.
+        names: names of the attacks to run.
         processes: number of attacker processes; 0 attacks from this process, which starts faster but delays the
             witnesses.
         settle: seconds that the server is given to come to rest afterwards.

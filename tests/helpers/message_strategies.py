@@ -236,7 +236,7 @@ _parts_of_objects = st.builds(
 
 
 def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
-    """Yield all tensors of a message."""
+    """Yield all tensors in a message."""
     if isinstance(message, tensor_pb2.Tensor):
         yield message
         return

@@ -1,4 +1,4 @@
-"""Configs of every known model type, and the settings that must be read from them.
+"""Configs for every known model type, and the settings that must be read from them.
 
 ``python tests/helpers/model_configs.py`` rewrites the settings in tests/golden/model_settings.json for review.
 """
@@ -99,7 +99,7 @@ def describe(value: Any) -> Any:
 
 
 def encoder_settings(encoder: str, config: object) -> Any:
-    """Return the position scheme and the rotation of an encoder."""
+    """Return an encoder's position scheme and rotation."""
     return [vision_scheme(Fields("vision_config", config, encoder)), Rotary.from_hf_config(config)]
 
 

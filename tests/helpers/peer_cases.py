@@ -27,7 +27,7 @@ class Tolerance(NamedTuple):
 
 
 def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return a few cases that contain every pair of values of any two factors, as pytest.param with an id.
+    """Return a few cases that together contain every pair of values of any two factors, as pytest.param with an id.
 
     Each case begins with a pair that no case contains yet, and uses for every other factor the value that adds the most
     new pairs. Such a design finds bugs that depend on one setting or on a combination of two. It is the same in every
@@ -116,7 +116,7 @@ def assert_rotations_agree(
         x: the rotated heads, in the same layout.
         pairs: number of rotated pairs, which come first.
         adjacent: as for ``rotate_pairs``.
-        peer: tolerance of the peer.
+        peer: the peer's tolerance.
     """
     assert ours is not None
     assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)

@@ -19,7 +19,7 @@ def model() -> nn.Sequential:
 
 
 def losses(model: nn.Sequential, batch: Batch) -> torch.Tensor:
-    """Return the loss of each label of a batch."""
+    """Return the loss for each label in a batch."""
     labels = batch.shift_labels().labels
     kept = labels != IGNORE_INDEX
     return cross_entropy(model(batch.input_ids)[kept], labels[kept], reduction="none")

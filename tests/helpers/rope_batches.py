@@ -195,9 +195,7 @@ def hunyuan(axes: int) -> tuple[Any, ModelSettings]:
 
 
 def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
-    """Draw text and marked images whose rows end with a token, mostly with one more token before and after the
-    image.
-    """
+    """Draw text and marked images whose rows end with a token, mostly with one more token before and after them."""
     (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     for _ in range(random.choice([0, 1, 1, 2, 3])):

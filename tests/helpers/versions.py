@@ -5,7 +5,7 @@ python tests/helpers/versions.py oldest 3.13     only these
 
 oldest           all tests, including those with torch, with the lower bound of every requirement
 newest           all tests with the newest version of everything in the index
-grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
+grpc             the service and client tests with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
 3.12 and so on   all tests with the newest versions in that Python, if it is installed
 

@@ -378,7 +378,7 @@ def test_a_call_takes_one_slot_of_each_pool_and_returns_all(admission: Admission
     assert taken(admission) == [0] * 6
 
 
-def test_work_runs_in_parallel_in_the_threads_of_its_pool(admission: Admission) -> None:
+def test_work_runs_in_parallel_in_pool_threads(admission: Admission) -> None:
     call, together = Call("id", "a", admission, Transport()), threading.Barrier(2, timeout=60)
 
     def work(number: int) -> tuple[int, str]:

@@ -140,7 +140,7 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
 
 
 @pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
-def test_small_work_runs_in_the_thread_of_the_call_and_large_work_in_a_pool(
+def test_small_work_runs_in_the_call_thread_and_large_work_in_a_pool(
     call: Call, query: PositionsQuery, stages: list[str]
 ) -> None:
     answer, result = placed(call, query)
@@ -177,7 +177,7 @@ def test_images_are_decoded_and_large_sequences_are_built_in_pools(
 
 
 @pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
-def test_few_tokens_are_rotated_in_the_thread_of_the_call(call: Call, tokens: int, stages: list[str]) -> None:
+def test_few_tokens_are_rotated_in_the_call_thread(call: Call, tokens: int, stages: list[str]) -> None:
     request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
     request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
     request.rotary.rotary.head_dim = 8

@@ -99,7 +99,7 @@ def test_during_the_notice_health_is_not_serving_but_calls_are_still_answered(st
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
 
 
-def test_a_health_watcher_does_not_delay_the_end_of_a_server(start: Start) -> None:
+def test_a_health_watcher_does_not_delay_server_exit(start: Start) -> None:
     server = start("--notice-seconds", "0.5", "--drain-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -51,7 +51,7 @@ def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
         assert answer(port, "/metrics", "POST")[0] == 501
 
 
-def test_the_documented_metrics_match_those_of_the_server(tmp_path: Path) -> None:
+def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
     metrics = Metrics()
     method = MethodMetrics(metrics, "Place")
     method.begin()

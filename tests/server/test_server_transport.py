@@ -132,7 +132,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 @pytest.mark.parametrize(
     ("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32), (READY, "max_checks", 32)]
 )
-def test_half_requests_hold_at_most_the_share_of_their_client(
+def test_half_requests_hold_at_most_the_client_share(
     serve: Serve, half: bytes, path: str, gate: str, share: int
 ) -> None:
     server = serve(concurrency={"max_in_flight": 4})

@@ -322,7 +322,7 @@ def test_large_tensors_in_shared_memory_are_read_in_a_pool_thread(tokens: int, t
     pools.close()
 
 
-def test_each_item_of_a_stream_has_its_own_shared_memory(server: Victim) -> None:
+def test_each_stream_item_has_its_own_shared_memory(server: Victim) -> None:
     array = np.array(IDS)
     plain = place(tensor(IDS), dense={}).query
     want = positions_pb2.PlaceResponse.FromString(

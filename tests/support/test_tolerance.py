@@ -15,7 +15,7 @@ from mmpos.rotary import Rotary, apply_rotary
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_one_wrong_id_of_one_token_exceeds_the_rounding_bound_of_a_model_a_hundred_times(name: str) -> None:
+def test_one_wrong_id_exceeds_the_rounding_bound_of_a_model_a_hundredfold(name: str) -> None:
     model, input_ids, ids = patched(model_of(name)), tokens(2, 24), as_ids(two_rows())
     wrong = ids.clone()
     wrong[0, 1, 5] += 1

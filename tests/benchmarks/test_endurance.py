@@ -67,7 +67,7 @@ def test_a_flood_records_answers_and_refusals_at_reproducible_scheduled_times() 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_the_quick_script_runs_every_path(capsys: pytest.CaptureFixture[str]) -> None:
-    with suppress(SystemExit):  # memory may grow within two seconds
+    with suppress(SystemExit):  # memory may grow during the two seconds
         endurance.main(["--quick", "--soak", "1"])
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]

@@ -274,7 +274,7 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
         again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
-        again.set_epoch(4)  # applies to the next iteration
+        again.set_epoch(4)  # takes effect at the next iteration
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
         assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])

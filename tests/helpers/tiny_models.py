@@ -178,7 +178,7 @@ def _small(full: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _small(value)
         elif name == "initializer_range":
-            small[name] = 0.2  # large, so that the logits depend on each token
+            small[name] = 0.2  # large, so that the logits depend on every token
         elif name == "per_layer_config":
             own = {int(at): fields for at, fields in (value or {}).items()}
             small[name] = {new: _doubled(own[old]) for new, old in enumerate(kept) if old in own}

@@ -36,7 +36,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attention_dropout": 0.0,
-    "initializer_range": 0.3,  # large, so that the logits depend on each token
+    "initializer_range": 0.3,  # large, so that the logits depend on every token
 }
 
 ENCODER = {

@@ -400,7 +400,7 @@ def test_the_first_error_ends_a_call_and_cancels_its_queued_work(admission: Admi
 
     with pytest.raises(KeyError):
         Call("id", "a", admission, Transport()).map("image", fail, [(number,) for number in range(50)])
-    admission.pools["image"].executor.submit(int).result(60)  # the queue now holds no more work of the call
+    admission.pools["image"].executor.submit(int).result(60)  # the queue now holds none of the call's work
     assert len(begun) < 50
 
 

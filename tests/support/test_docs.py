@@ -140,7 +140,7 @@ def test_links_lead_to_existing_files_and_headings(path: Path) -> None:
         target, _, heading = link.partition("#")
         page = path.parent / target if target else path
         assert page.exists(), link
-        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the build of the site checks its anchors
+        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the site build checks its anchors
         assert not heading or generated or heading in headings(page), link
 
 

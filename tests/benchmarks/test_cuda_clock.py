@@ -83,7 +83,7 @@ def test_host_time_is_excluded(device: Device, host: int) -> None:
     assert took == pytest.approx(777e-6)
 
 
-def test_the_sleep_grows_until_the_host_is_ahead_and_then_stays_as_long(device: Device) -> None:
+def test_the_sleep_grows_until_the_host_is_ahead_and_then_stays_the_same(device: Device) -> None:
     clock = cuda.Clock()
     for _ in range(2):
         clock.seconds(lambda: device.queue(3 << 20, 777))

@@ -142,7 +142,7 @@ def test_id_padding_is_ignored_if_row_lengths_are_given(run: Run) -> None:
         (4, "positions: got shape (3, 16), want (3, 4), as in rotary and keys; 3 tokens (first: 1) have "),
     ],
 )
-def test_swapped_key_axes_are_named_with_the_number_of_tokens(count: int, message: str, run: Run) -> None:
+def test_swapped_key_axes_are_reported_with_the_number_of_tokens(count: int, message: str, run: Run) -> None:
     keys = np.concatenate([rotated(IDS), rotated(IDS, seed=1)], axis=1)[:, :count]
     np.savez("keys.npz", keys=keys.swapaxes(0, 1))
     code, out, err = run("keys.npz", "--spec", SPEC)

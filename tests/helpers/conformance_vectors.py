@@ -310,7 +310,7 @@ def rotation(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any 
 
 
 def formula_frequencies(text: Any, layer_type: str | None, pairs: int) -> tuple[list[Any], Any]:
-    """Return the pairs' frequencies by the formula of the config's rope type, and the factor applied to cos and sin."""
+    """Return the pairs' frequencies for the config's rope type, and the factor applied to cos and sin."""
     parameters = text.rope_parameters[layer_type] if layer_type else text.rope_parameters
     dim, theta = 2 * pairs, mp.mpf(parameters["rope_theta"])
     if "alpha" in parameters:  # NTK, for a length that is never exceeded

@@ -1,4 +1,4 @@
-"""Small diffusers transformers with random weights, and calls to them as released and with positions."""
+"""Small diffusers transformers with random weights, and calls to them with and without ``positions``."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Model(ABC):
 
     @abstractmethod
     def alone(self, transformer: Any, i: int) -> Tensor:
-        """Run image i as diffusers released the model."""
+        """Run image i with only the arguments that diffusers defines."""
 
     @abstractmethod
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
-        """Run images with positions, packed or as rows of a batch."""
+        """Run images with ``positions``, either packed or as rows of a batch."""
 
     def rows(self, x: Tensor, which: Sequence[int], batch: bool) -> Tensor:
         return x.expand(len(which), *x.shape[1:]) if batch else x

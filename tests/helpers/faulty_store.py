@@ -26,7 +26,7 @@ class FaultyStore:
         self._faults: list[list[object]] = []
 
     def fail(self, fault: Fault, method: str, part: str = "", times: int = 1000) -> None:
-        """Answer the next requests of a method with a fault, if their target contains ``part``."""
+        """Inject a fault into the next requests with this method whose target contains ``part``."""
         self._faults.append([fault, method, part, times, times])
 
     @property

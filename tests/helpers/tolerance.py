@@ -129,7 +129,7 @@ def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def printed(text: str) -> object:
-    """Compare with a number as printed in a source, within half a unit of its last digit."""
+    """Compare with a number printed in a source, within half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     assert isinstance(exponent, int)
     return pytest.approx(float(text), rel=0, abs=(0.5 + 1e-9) * 10.0**exponent)

@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a call: processor seconds of all server threads, and the MiB by which the call raised peak memory."""
+    """The cost of a call: CPU seconds of all server threads, and the MiB by which the call raised peak memory."""
 
     seconds: float
     memory: float
@@ -114,7 +114,7 @@ class Victim:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
     def seconds(self) -> float:
-        """Return the server's processor time so far."""
+        """Return the CPU seconds that the server has used so far."""
         values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 

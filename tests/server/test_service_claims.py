@@ -22,7 +22,7 @@ from mmpos_server.rotary_service import RotaryService
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the test reads the cost from /proc")
 
 SECONDS, MEMORY = 0.2, 64.0
-"""Largest processor time and MiB of a refusal."""
+"""Limits on the CPU seconds and MiB of a refusal."""
 
 DECODE_SECONDS, DECODE_MEMORY = 0.1, 48.0
 """The same per MiB of the request: a number of one byte takes eight once parsed, and lists grow by doubling."""

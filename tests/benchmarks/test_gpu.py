@@ -1,4 +1,4 @@
-"""`make gpu`: it writes results after every step, continues after failures, and writes a report."""
+"""`make gpu` writes results after every step, continues after failures, and writes a report."""
 
 from __future__ import annotations
 

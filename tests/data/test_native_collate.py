@@ -1,4 +1,4 @@
-"""Collation in C: it matches the reference, and never reads or writes outside its arrays."""
+"""Collation in C matches the reference, and never reads or writes outside its arrays."""
 
 from __future__ import annotations
 

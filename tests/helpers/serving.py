@@ -146,7 +146,7 @@ def serving(
         side_by_side: whether the items of a stream run concurrently.
         grace: seconds that calls in progress may still take when the server stops.
         options: further arguments for the server.
-        tables: tables of the server's settings.
+        tables: tables that replace those in the server's default settings.
     """
     fake = Fake()
     method = place_method(fake.run)

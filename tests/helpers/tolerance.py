@@ -3,8 +3,8 @@
 Where one code path computes both sides, tests compare bits. Elsewhere, each side has rounding errors: one operation
 changes a result by a factor 1 + δ with |δ| ≤ u, the unit roundoff, and n in a row change it by a factor 1 + θ with |θ|
 ≤ γₙ = n·u / (1 − n·u). A sum of n products is off by at most γₙ·Σ|a||b|, in any order, with vectors of any width and
-with fused operations [1, 3.1]. The bounds here apply to the difference of two computed sides, so they are twice the
-bound of one side.
+with fused operations [1, 3.1]. The bounds here apply to the difference between two computed sides, so they are twice
+the bound of one side.
 
 [1] Higham, Accuracy and Stability of Numerical Algorithms, second edition, 2002.
 [2] Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41, 2019.
@@ -78,7 +78,7 @@ def rotations(x: Any, off: float = 0.0) -> Any:
 
 
 def rounded(x: Tensor, bound: Any) -> Any:
-    """Bound the difference of two results, within ``bound`` before rounding to the dtype of x, which is one of them."""
+    """Bound how far x and another result differ, given that they differed by ``bound`` before rounding to x's dtype."""
     return bound + 2 * unit(x.dtype) * (x.detach().double().abs() + bound)
 
 
@@ -90,7 +90,7 @@ def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
 def rounding(
     run: Callable[[], Tensor | Iterable[Tensor]], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None
 ) -> list[float]:
-    """Bound the difference of results from those of kernels that sum in another order or fuse operations.
+    """Bound how far results differ from those of kernels that sum in another order or fuse operations.
 
     A rounded sum of n products is the exact sum of perturbed numbers, each with a relative error of at most γₙ [1,
     3.1], and of about √n·u in practice, since errors of both signs cancel [2]. This function therefore perturbs each

@@ -42,7 +42,7 @@ class Answer:
     Args:
         status: name of the gRPC status.
         message: status message.
-        data: bytes of the response; empty after an error.
+        data: the serialized response; empty after an error.
     """
 
     status: str

@@ -126,11 +126,11 @@ def test_counting_stops_at_the_limit(way: str) -> None:
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
         count_elements(BUILD, raw, 12)
-    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid varints, at least 100 judging by their length
+    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid varints, at least 100 given their total length
     assert count_elements(PLACE, long, 50) == 51
 
 
-def test_the_elements_of_a_serialised_table_are_counted() -> None:
+def test_the_elements_of_a_serialized_table_are_counted() -> None:
     table = table_pb2.SegmentTable(kind=[table_pb2.SEGMENT_KIND_TEXT] * 300, height=[1] * 300, width=[2**40] * 300)
     table.seconds_per_frame.add(numerator=1, denominator=2)
     assert count_both_ways(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3

@@ -69,7 +69,7 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
 
 def round_trip(message: M) -> M:
-    """Serialise and parse a message."""
+    """Serialize and parse a message."""
     return type(message).FromString(message.SerializeToString())
 
 

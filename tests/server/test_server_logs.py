@@ -66,7 +66,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     *lines, last = lines_of("json")
     assert last == "after"
     records = [json.loads(line) for line in lines]
-    # A thread logs the lines that bypass Python, perhaps in between other lines.
+    # A thread logs the lines that bypass Python, perhaps between other lines.
     stray = [line for line in records if line.get("logger") in ("grpc", "stderr")]
     assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
         ("info", "Handshake failed", "grpc"),

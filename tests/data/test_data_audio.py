@@ -52,7 +52,7 @@ def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_tra
         (22, 23, ["e"]),
     ],
 )
-def test_a_slice_equals_a_sequence_of_its_parts_except_for_positions(
+def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
     start: int, stop: int, parts: list[object]
 ) -> None:
     part = SPOKEN.slice(start, stop).sequence

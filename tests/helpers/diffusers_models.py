@@ -132,7 +132,7 @@ class Tokens(Model):
         return {}
 
     def planes(self, i: int) -> list[tuple[int, int, int]]:
-        """Return the number, rows and columns of every image."""
+        """Return the index, rows and columns of every image."""
         sizes = [self.sizes[i][1:], *self.references_of[i]]
         return [(k, height, width) for k, (height, width) in enumerate(sizes)]
 

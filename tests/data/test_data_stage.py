@@ -53,7 +53,7 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
         assert_equal(got, want)
 
 
-def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
+def test_examples_from_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
     output = STAGE(pa.Table.from_pylist(RECORDS))
     for _ in range(2):
         lance.write_dataset(output, tmp_path / "ready.lance", mode="append")
@@ -102,7 +102,7 @@ def test_invalid_input_is_refused(call: Any, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
+def test_invalid_utf8_is_an_error_only_for_its_record() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
     output = STAGE(table.set_column(1, "txt", texts))
@@ -112,7 +112,7 @@ def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
-def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
+def test_errors_name_the_index_of_an_invalid_row(name: str, value: object) -> None:
     output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
     i = output.schema.get_field_index(name)
     column = [output[name][0].as_py(), value]
@@ -126,7 +126,7 @@ def test_a_configuration_error_is_not_a_record_error() -> None:
         stage(pa.Table.from_pylist(RECORDS))
 
 
-def test_an_error_of_the_callable_names_the_record() -> None:
+def test_an_error_raised_by_the_callable_names_the_record() -> None:
     def third_fails(record: Any, here: Location) -> Any:
         if here.index == 2:
             raise KeyError("width")

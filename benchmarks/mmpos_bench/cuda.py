@@ -95,9 +95,7 @@ class Replays:
 
 
 def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-    """Measure the GPU time of contestants with a cold cache before every call; for replays, return the time of one
-    call.
-    """
+    """Measure the GPU time of contestants with a cold cache before every call; for replays, time a single call."""
     clock = Clock()
 
     def seconds(call: Call) -> float:

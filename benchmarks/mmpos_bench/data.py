@@ -186,9 +186,7 @@ def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: 
 
 
 def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> None:
-    """Check that no pack is too long and that each document's pieces join to the document, except for truncated
-    tokens.
-    """
+    """Check that no pack is too long and that each document equals its joined pieces, except for truncated tokens."""
     packer = _packer(max_tokens, split_text)
     packs = [pack for example in examples for pack in packer.add(example)] + packer.flush()
     longest = max(pack.num_tokens for pack in packs)

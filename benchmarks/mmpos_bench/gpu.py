@@ -225,9 +225,7 @@ def sanitize(part: Part, tools: Sequence[str]) -> None:
         launch = sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *sizes
         if part.left <= 20:
             break
-        if (
-            tool == SANITIZERS[0]
-        ):  # compile the kernels for all tools beforehand, because compiling under a tool is slow
+        if tool == SANITIZERS[0]:  # compile the kernels for all tools beforehand; compiling under a tool is slow
             part.run(*launch, seconds=60)
         command = f"{program}", "--tool", tool, "--print-limit", "5", *launch
         status, output = part.run(*command, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")

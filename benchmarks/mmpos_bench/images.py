@@ -86,9 +86,7 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
 
 
 def to_fewer(photos: list[bytes], most: int) -> Lineup:
-    """Line up contestants that compute patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of
-    it.
-    """
+    """Line up contestants for patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of it."""
     full = replace(UINT8, max_tokens=most)
     scaled = replace(full, scaled_decoding=True)
     want = [cast(Patches, full.process(data).patches) for data in photos]

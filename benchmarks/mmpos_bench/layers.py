@@ -45,9 +45,7 @@ def prompted_image(tokens: int) -> Document:
 
 
 def video(tokens: int) -> Document:
-    """Build a document with one video of 21 frames of 30 rows, or the largest divisors of these that divide the token
-    count.
-    """
+    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that divide the tokens."""
     frames = gcd(tokens, 21)
     height = gcd(tokens // frames, 30)
     return [Grid(height, tokens // frames // height, frames=frames)]

@@ -56,9 +56,7 @@ def load_rope_index() -> RopeIndexes:
         input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray
     ) -> Mapping[str, Callable[[], IntArray]]:
         ids, grids = torch.from_numpy(input_ids), torch.from_numpy(image_grid_thw)
-        kinds = (
-            ids == image_token_id
-        ).int()  # computed before timing, since Transformers' processor provides the kinds
+        kinds = (ids == image_token_id).int()  # not timed, since Transformers' processor provides the kinds
         functions = {"rope_index": RopeIndex(spatial_merge_size=2), "Transformers": method}
         return {name: partial(_rows, function, ids, kinds, grids) for name, function in functions.items()}
 

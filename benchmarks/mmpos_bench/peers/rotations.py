@@ -140,8 +140,7 @@ def compiled_norm(layer: Layer) -> Rotate:
 
 
 def by_diffusers(layer: Layer) -> Rotate:
-    """Normalise with diffusers' attention modules for FLUX.1 or Wan, and rotate with its function and float32 cos and
-    sin.
+    """Normalise with diffusers' attention modules for FLUX.1 or Wan, then rotate with its function and float32 phases.
 
     Wan's own rotation is inside its attention processor and consists of the same number of steps.
     """
@@ -196,7 +195,7 @@ def _need_compiler() -> None:
 
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ImportError("its kernel requires a GPU")  # checked before an import that takes seconds
+        raise ImportError("its kernel requires a GPU")  # checked first, because the import takes seconds
 
 
 ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {

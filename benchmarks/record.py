@@ -1,8 +1,9 @@
 """Run suites on this machine, write the figures to results/, and update the tables in pages.
 
-python benchmarks/record.py                          every suite with every peer and both malloc settings python
-benchmarks/record.py images service:tuned     only these suites; other figures are kept python benchmarks/record.py
---tables                 only update tables from existing figures; properties are measured again, which is fast
+python benchmarks/record.py                          every suite with every peer and both malloc settings
+python benchmarks/record.py images service:tuned     only these suites; other figures are kept
+python benchmarks/record.py --tables                 only update tables from existing figures; properties are measured
+                                                     again, which is fast
 """
 
 from __future__ import annotations

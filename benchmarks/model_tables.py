@@ -14,7 +14,7 @@ from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPO
 from mmpos.schemes import get_scheme
 
 NAMES = Path(__file__).parents[1] / "tests/golden/model_names.json"
-"""The class and an example checkpoint of each model type, which tests/helpers/model_names.py reads in Transformers."""
+"""The class and an example checkpoint of each model type, read from Transformers by tests/helpers/model_names.py."""
 
 
 def supported() -> str:
@@ -58,7 +58,7 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "refused": lambda: refused(UNSUPPORTED_TYPES),
     "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
 }
-"""Texts of pages by name."""
+"""Page texts by name."""
 
 
 def rotation(model: str) -> str:

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         return logits
 
 
-@one_thread()  # one thread per training, so that sums have a fixed order and trainings can run in parallel
+@one_thread()  # one thread per training run, so that sums have a fixed order and several runs fit side by side
 def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[str, Any]:
     """Train from scratch and test; equal arguments produce equal results, except for the CPU seconds."""
     began = time.process_time()

@@ -64,7 +64,7 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "counterexamples of schemes": lambda: counterexamples(schemes()),
     "counterexamples of encodings": lambda: counterexamples(encodings()),
 }
-"""Texts of pages by name."""
+"""Page texts by name."""
 
 
 def run_suites(runs: Sequence[tuple[str, str]]) -> list[SuiteReport]:
@@ -120,7 +120,7 @@ MARKS: Mapping[str, Callable[[str], str]] = {
     "endurance": lambda _: quoted("*.endurance.json", endurance.tables),
     "neighbours": lambda _: quoted("neighbours-*.json", lambda kept: [neighbours.table(kept)]),
 }
-"""Marks of pages, and functions that write the text between them."""
+"""Marks on pages, and functions that write the text between the marks."""
 
 
 def filled_in(page: str) -> str:

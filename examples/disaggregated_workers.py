@@ -162,7 +162,7 @@ def processor(prefill: Connection, other_prefill: Connection) -> None:
 def prefill(
     witness: Witness, processor: Connection, decode: Connection, requests: Sequence[int], retracted: bool
 ) -> None:
-    """Rotate uncached tokens chunk by chunk; send the message without pixels, and k, to the decode worker.
+    """Rotate uncached tokens chunk by chunk; send k, and the message without its pixels, to the decode worker.
 
     Args:
         witness: reports results to the judge.

@@ -34,7 +34,7 @@ class Photo:
     caption: str
 
     def crop(self, random: np.random.Generator) -> Photo:
-        """Cut a random part with at least 60 % of each side, mirrored with probability one half."""
+        """Cut out a random part that spans at least 60 % of each side, and mirror it with probability one half."""
         height, width, _ = self.pixels.shape
         h, w = (int(side * random.uniform(0.6, 1)) for side in (height, width))
         top, left = random.integers(height - h + 1), random.integers(width - w + 1)

@@ -39,7 +39,7 @@ TESTS: Mapping[str, tuple[float, str]] = {
     "tests/gpu": (300.0, "dense"),
     "tests/rotary": (230.0, "any_number_of_tokens"),
 }
-"""Test folders with their time limits in seconds and the ``-k`` expressions of a dry run."""
+"""Test folders with their time limits in seconds and the ``-k`` expressions for a dry run."""
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ((300, 3), (2100, 1))
@@ -94,7 +94,7 @@ class Kept:
         self.write()
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do some work unless that work failed before; record any error and return whether the work succeeded."""
+        """Do a piece of work unless it failed before; record any error and return whether the work succeeded."""
         if name in self.failed:
             return False
         self.failed[name] = _ENDED

@@ -25,7 +25,7 @@ UINT8 = ImageProcessor(order="merged")
 """Processor with the patch order of Qwen-VL."""
 
 LEVEL = 1 / (255 * min(UINT8.std))
-"""The largest normalised difference of one uint8 level."""
+"""The largest difference that one uint8 level makes after normalising."""
 
 PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name in ("chelsea", "coffee"))
 """Photographs of a cat and of a cup."""

@@ -17,7 +17,9 @@ from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
 MALLOCS = ("default", "tuned")
-"""The settings of the C library, or those of the server, which keep large blocks instead of returning them."""
+"""The settings of the C library, or those of the server, which make malloc keep large blocks instead of returning
+them.
+"""
 
 _PACKAGES = (
     *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),

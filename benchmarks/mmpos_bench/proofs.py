@@ -11,7 +11,7 @@ from mmpos.errors import MmposError
 
 
 class NotEqualError(MmposError):
-    """A contestant returns a wrong result; its case is not timed."""
+    """A contestant returned a wrong result, so its case is not timed."""
 
 
 def equal(got: object, want: object, at_most: float = 0.0) -> None:

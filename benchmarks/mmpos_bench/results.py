@@ -71,7 +71,7 @@ class SuiteReport:
     quick: bool  # whether toy sizes were used, which makes the figures meaningless
     machine: Machine
     measurements: tuple[Measurement, ...]  # in order of measurement
-    missing: dict[str, str] = field(default_factory=dict)  # reasons by missing peer
+    missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
     interrupted: bool = False  # whether Ctrl-C ended the run before the last comparison
     failed: dict[str, str] = field(default_factory=dict)  # errors after which the run continued, by name
 

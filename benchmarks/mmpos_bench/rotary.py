@@ -33,7 +33,7 @@ _COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, a
 _SCALE = 0.25  # scale of 8-bit caches
 
 Call = Callable[[int], Any]
-"""Function that does the work on the set with an index and returns the result."""
+"""Function that does the work on the set with the given index and returns the result."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Size:
 
 
 SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")), Size("7B layer", 256))
-"""Sizes on a CPU."""
+"""Sizes for a CPU."""
 
 SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
-"""Small sizes on a CPU: a decoding step and a few tokens."""
+"""Small sizes for a CPU: a decoding step and a few tokens."""
 
 FUSED, JOINT = "generation, norm and rotation", "generation, one norm over all heads"
 

@@ -207,7 +207,7 @@ def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: Servic
 
 def _new_pages(call: Call) -> int:
     """Return the size, in bytes, of the memory pages that this process first touches during a call."""
-    import resource  # which Windows lacks
+    import resource  # not available on Windows
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()

@@ -64,7 +64,7 @@ _UNTUNED = (
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """Server process that listens at HOST:PORT."""
+    """Server process that listens on HOST:PORT."""
 
     pid: int
     address: str
@@ -328,7 +328,7 @@ by_rate = _by(lambda turn: 1 / turn.per_second)
 
 @dataclass(frozen=True)
 class FloodCall:
-    """Call of a flood."""
+    """One call in a flood."""
 
     due: float  # scheduled time in seconds after the start of the flood
     status: str

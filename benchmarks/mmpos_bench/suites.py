@@ -33,10 +33,12 @@ FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 T = TypeVar("T")
 
 Watch = Callable[[str, int, int], None]
-"""Callback with the title of the current comparison, the number of completed rounds and of all rounds."""
+"""Callback that receives the current comparison's title, its number of completed rounds and its total number of
+rounds.
+"""
 
 Attempt = Callable[[str, Callable[[], object]], bool]
-"""Function that does named work and returns whether it succeeded."""
+"""Function that does a named piece of work and returns whether it succeeded."""
 
 
 class Role(StrEnum):
@@ -134,7 +136,7 @@ class SuiteOptions:
     quick: bool = False  # whether to run every path once with toy sizes, which makes the figures meaningless
     peers: bool = False  # whether installed peers take part
     malloc: str = "default"  # setting of this process, which suites pass to the processes that they start
-    missing: dict[str, str] = field(default_factory=dict)  # reasons by missing peer
+    missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
 
     def peer(self, name: str, load: Callable[[], T]) -> T | None:
         """Return the peer that ``load`` imports, or None if peers are disabled or this one is missing."""

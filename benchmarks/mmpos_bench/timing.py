@@ -12,7 +12,7 @@ from itertools import repeat
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
-"""Callback with the number of completed rounds and of all rounds, called after every round."""
+"""Callback that receives the number of completed rounds and the total number of rounds after every round."""
 
 _SHORTEST = 2e-4  # minimum seconds of a turn that estimates the time of a call
 _FEWEST = 3  # minimum turns of a contestant, even if it exceeds its time budget

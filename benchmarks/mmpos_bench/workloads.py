@@ -122,8 +122,8 @@ def _latent(grid: Grid) -> tuple[Ids, int]:
     return np.indices((grid.frames, grid.height, grid.width), dtype=np.float64).reshape(3, -1) + 1, 0
 
 
-# Number of axes; function that returns an image's ids relative to the last text id, and the image's advance; whether
-# text ids advance rather than stay 0.
+# By scheme: the number of axes, a function that returns an image's ids relative to the last text id and its advance,
+# and whether text ids advance rather than stay at 0.
 _LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
     "rope-tie": (2, _tie, True),
     "rope-tie-v2": (2, _tie_v2, True),

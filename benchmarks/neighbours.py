@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [NONE, *PLACED]
     parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="schemes to train")
-    parser.add_argument("--seeds", type=int, default=5, help="number of trainings per scheme")
+    parser.add_argument("--seeds", type=int, default=5, help="number of training runs per scheme")
     parser.add_argument("--json", action="store_true", help="write the figures to results/ and draw the plot")
     options = parser.parse_args(arguments)
 

@@ -84,7 +84,7 @@ class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
             inputs["position_ids"] = inputs["position_ids"][:1].repeat(4, 1, 1)
         ids = inputs["position_ids"][1:]  # the first row is the text row
         if mmpos.fingerprint(ids, cu_seqlens=inputs["cu_seq_lens_q"]) != want:
-            raise ValueError("the trainer has other positions than the rollout")
+            raise ValueError("the trainer's positions differ from the rollout's")
         return super().compute_loss(model, inputs, *arguments, **named)
 
 

@@ -46,7 +46,7 @@ def check(data: DataProto) -> None:
     fingerprints = mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])
     wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if fingerprints[row] != want]
     if wrong:
-        raise ValueError(f"rows {wrong} have other positions than their rollouts")
+        raise ValueError(f"rows {wrong} have positions that differ from their rollouts'")
 
 
 def main() -> None:

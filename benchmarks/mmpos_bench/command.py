@@ -55,7 +55,7 @@ def bench(
         str,
         typer.Option(
             metavar="|".join(MALLOCS),
-            help="The settings of the C library, or those of the server, which keep large blocks.",
+            help="The settings of the C library, or those of the server, which make malloc keep large blocks.",
             autocompletion=lambda incomplete: [name for name in MALLOCS if name.startswith(incomplete)],
         ),
     ] = "default",

@@ -109,8 +109,8 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m mmpos_bench.gpu_launches", description=__doc__)
     parser.add_argument("what", choices=["speed", "host", "launch"])
-    parser.add_argument("--kept", type=Path, help="the file of results")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start no measurement after this time")
+    parser.add_argument("--kept", type=Path, help="the results file")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="do not start a measurement after this time")
     parser.add_argument("--dry", action="store_true", help="toy sizes, for the interpreter")
     parser.add_argument("--way", action="append", default=[], help="launches to run; default all of ours")
     parser.add_argument("--tokens", type=int, default=8192)

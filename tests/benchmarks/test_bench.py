@@ -206,7 +206,7 @@ def test_a_suite_runs_only_the_selected_cases_and_reports_progress() -> None:
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
     assert (report.suite, report.quick, report.missing) == ("positions", True, {})
     assert report.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
-    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want a part of a case's name"):
+    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of a case's name"):
         run("positions", quick=True, only="nothing such")
     with pytest.raises(InvalidInputError, match="suite: got 'nonsense', want one of 'positions', "):
         run("nonsense")
@@ -277,7 +277,7 @@ def test_a_figure_is_one_column_wide_and_shows_all_times_except_parts() -> None:
     assert [text.get_text() for text in panels[0].texts] == ["a: one"]
     texts = [text for legend in figure.findobj(Legend) for text in legend.get_texts()]
     assert {text.get_fontsize() for text in texts} == {6}
-    with pytest.raises(InvalidInputError, match="report: got no measurement"):
+    with pytest.raises(InvalidInputError, match="report: got no measurements"):
         plot_report(replace(REPORT, measurements=()))
 
 

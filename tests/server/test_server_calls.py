@@ -87,7 +87,7 @@ def test_the_documentation_lists_exactly_the_statuses_that_occur(serve: Serve, t
     assert results[-1] == ("UNAVAILABLE", "the server is about to stop")
     assert server.metric("refused_total", method="Place", reason="stopping") == 1
     page = (Path(__file__).parents[2] / "docs" / "service-operation.md").read_text()
-    table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
+    table = page.partition("| status | meaning | who acts |")[2].partition("\n\n")[0]
     assert sorted({status for status, _ in results}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 

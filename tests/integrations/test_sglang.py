@@ -139,7 +139,7 @@ def test_sglangs_kernel_equals_mmpos_bit_for_bit_in_the_interpreter(kernels: Mod
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
-def test_sglangs_kernel_for_ernie_alternates_rows_and_columns_of_unsorted_channels(
+def test_sglangs_ernie_kernel_alternates_rows_and_columns_over_unsorted_channels(
     pairing: Any, kernels: ModuleType
 ) -> None:
     rotary = Rotary(head_dim=64, pairing=pairing)

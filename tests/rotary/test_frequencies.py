@@ -1,4 +1,4 @@
-"""Frequencies: literals of the specification, exact turns from an mpmath oracle, and float32 of Transformers."""
+"""Frequencies: literals from the specification, exact turns from an mpmath oracle, and float32 from Transformers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_axial_allocation_scales_the_short_ladder_of_each_axis(name: str, axes: 
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
-def test_pixtral_takes_the_even_then_the_odd_frequencies_of_the_full_scaled_ladder(name: str) -> None:
+def test_pixtral_uses_the_even_and_then_the_odd_frequencies_of_the_full_scaled_ladder(name: str) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(64, theta=[10000.0, 20000.0], allocation="pixtral", scaling=scaling)
     expected = oracle(scaling, 10000.0, 64)[0::2] + oracle(scaling, 20000.0, 64)[1::2]
@@ -137,7 +137,7 @@ def test_pixtral_takes_the_even_then_the_odd_frequencies_of_the_full_scaled_ladd
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 6, 40])
-def test_the_ladder_depends_on_rotary_dim_instead_of_head_dim(rotary_dim: int) -> None:
+def test_the_ladder_depends_on_rotary_dim_rather_than_head_dim(rotary_dim: int) -> None:
     rotary = Rotary(64, rotary_dim=rotary_dim, axes=1)
     assert rotary.turns.tolist() == fixed(plain(10000, rotary_dim))
 
@@ -156,7 +156,7 @@ def test_explicit_frequencies_are_exact_modulo_one_turn() -> None:
     assert rotary.inv_freq_float32.tolist() == np.array(values, np.float32).tolist()
 
 
-def test_the_decimal_context_of_the_caller_is_ignored() -> None:
+def test_the_callers_decimal_context_is_ignored() -> None:
     import decimal
 
     expected = Rotary(64, scaling=YaRN(4, 2048)).turns.tolist()
@@ -236,7 +236,7 @@ def test_yarn_with_one_pair_in_the_ramp_has_no_singularity() -> None:
     assert Rotary(8, scaling=scaling).turns.tolist() == fixed(yarn(scaling, mpf(10000), 8))
 
 
-# Transformers: bit-equal with torch's power function, within an ulp without it.
+# Transformers: bit-equal with torch's power function, and within one ulp without it.
 
 HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
     "linear": ({"factor": 2.5}, Linear(2.5)),

@@ -1,4 +1,4 @@
-"""Image rows in the format of Transformers' PixtralProcessor: written by the processor and the builder, and parsed."""
+"""Image rows in the format of Transformers' PixtralProcessor, written by it and by the builder, and parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary: allocations, refused arguments, serialization, and configs read as in Transformers."""
+"""Rotary: allocations, refused arguments, serialization, and configs read as Transformers reads them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_number_of_axes_follows_from_the_allocation() -> None:
 @pytest.mark.parametrize(
     "axes_dim", [[16, 56, 56], [44, 42, 42], [32, 48, 48]], ids=["FLUX, HunyuanVideo", "Wan", "CogVideoX"]
 )
-def test_axial_allocation_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[int]) -> None:
+def test_axial_allocation_gives_the_channels_of_each_axis_a_full_ladder(axes_dim: list[int]) -> None:
     rotary = Rotary(128, theta=256.0, allocation="axial", axes_dim=axes_dim)
     assert (rotary.axes, rotary.axes_dim) == (3, tuple(axes_dim))
     assert rotary.pair_axis.tolist() == [a for a, dim in enumerate(axes_dim) for _ in range(dim // 2)]
@@ -79,12 +79,12 @@ def test_axial_allocation_has_a_full_ladder_for_the_channels_of_each_axis(axes_d
     assert scaled.inv_freq_float32.tolist() == [f for part in parts for f in part.inv_freq_float32.tolist()]
 
 
-def test_axial_allocation_with_equal_axes_dim_equals_one_without() -> None:
+def test_axial_allocation_with_equal_axes_dim_is_the_same_as_without_axes_dim() -> None:
     assert Rotary(64, allocation="axial", axes_dim=[32, 32]) == Rotary(64, allocation="axial")
     assert Rotary(96, allocation="axial", axes_dim=(32, 32, 32)) == Rotary(96, axes=3, allocation="axial")
 
 
-def test_in_a_vector_the_pairs_of_each_axis_take_its_full_ladder_in_order() -> None:
+def test_in_a_vector_the_pairs_of_each_axis_use_its_full_ladder_in_order() -> None:
     rows, columns = Rotary(12, theta=100.0, axes=1), Rotary(8, theta=400.0, axes=1)
     rotary = Rotary(20, theta=[100.0, 400.0], allocation=[1, 0, 0, 1, 0, 1, 0, 0, 1, 0], axes_dim=[12, 8])
     for axis, ladder in enumerate((rows, columns)):

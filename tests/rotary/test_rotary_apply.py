@@ -196,7 +196,7 @@ LAYOUTS = {"thd": (39,), "bshd": (3, 13), "bhsd": (3, 13)}
 
 
 def as_layout(x: Tensor, layout: str) -> Tensor:
-    """View (39, heads, head_dim) in a layout without a copy."""
+    """View a (39, heads, head_dim) tensor in a layout without copying it."""
     if layout == "thd":
         return x
     four = x.view(3, 13, *x.shape[1:])

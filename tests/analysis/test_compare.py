@@ -43,7 +43,7 @@ MARKS = {"✓": True, "✗": False, "–": None}
 # prefix-stable: another frame changes the strides, or the centre, of three-axis ties.
 # Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
 #   2(h+1)(w+1)−1, hw, hw, lcm(2, h+1, w+1)−1.
-# Growth: log2 of ids of 128×128 / ids of 64×64; for lcm 127×128 / 63×64, in three axes 126×128 / 62×64.
+# Growth: log2 of the ids of 128×128 over those of 64×64; for lcm 127×128 over 63×64, on three axes 126×128 over 62×64.
 SCHEMES = f"""
     rope-tie                     2 ✓✓✓✗✓✓ 624 1153 {log2(16640 / 4224)}
     rope-tie-fractional          2 ✓✓✓✓✗✓ 576 576 2
@@ -105,7 +105,7 @@ def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> Non
     assert {name: matrix[name, "axes"].value for name in matrix.rows} == dict.fromkeys(ENCODINGS, 1) | ENCODING_AXES
 
 
-def test_separation_is_that_of_the_two_nearest_positions() -> None:
+def test_separation_is_the_distance_between_the_two_nearest_positions() -> None:
     separation = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]

@@ -74,7 +74,7 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
 
 
 def test_padding_next_to_a_clip_is_ignored() -> None:
-    # Text, two markers, video and audio, two markers; then seven tokens of padding and one of text.
+    # The first row is text, two markers, video and audio, and two markers; the second is seven padding tokens and text.
     rows = [[0, *[0] * 2, *[7, 8, 8], *[0] * 2], [*[0] * 7, 0]]
     clip = SegmentTable.from_input_ids(
         rows,
@@ -429,21 +429,22 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
     [
         # Text is the fifth token after the first thumbnail, and the ninth after the second.
         (PICTURE, "mrope-canvas", [[0, 1, 1, 1, 4, 5, 5, 5, 8], *[[0, 0, 1, 2, 4, 4, 5, 6, 8]] * 2], AHEAD),
-        # A canvas of two rows and two columns, not of one row and four columns.
+        # The canvas has two rows and two columns instead of one row and four columns.
         (
             SLICED,
             "mrope-canvas",
             [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
             EXCHANGED,
         ),
-        # Two markers, patches and audio with the same ids, and two markers; then text, the ninth token.
+        # The clip is two markers, patches and audio with the same ids, and two markers; text follows as the ninth
+        # token.
         (
             SOUND,
             "tmrope",
             [*[[0, 1, 1, 2, 2, 2, 3, 3, 8, 9, 9, 11]] * 2, [0, 1, 1, 2, 3, 2, 3, 3, 8, 9, 10, 11]],
             AHEAD,
         ),
-        # Frames half an id apart, and text after 6 ids instead of 3.
+        # Frames are half an id apart, and text follows after 6 ids instead of 3.
         (
             VIDEO,
             "tmrope-qwen3",
@@ -577,7 +578,7 @@ def test_a_constant_offset_in_several_runs_is_recognized() -> None:
     assert cause_of(ids, "30") is None
 
 
-def test_zero_documents_are_equal() -> None:
+def test_zero_documents_are_reported_as_equal() -> None:
     empty = SegmentTable.from_documents([])
     assert str(mmpos.diagnose(np.zeros((2, 0)), empty)) == "All 0 tokens of 0 documents have the ids of rope-tie."
     assert mmpos.diagnose(np.zeros((2, 0, 3)), empty).equal
@@ -614,7 +615,7 @@ def test_a_token_that_was_fitted_is_not_evidence_of_a_mistake(ids: list[int]) ->
 
 @pytest.mark.parametrize("last", [0, 10])
 def test_a_mistake_that_explains_one_of_eleven_wrong_ids_is_not_reported(last: int) -> None:
-    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 gives the first id and, if it is 10, the tenth
+    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 explains the first id, and the tenth if it is 10
     diagnosis = diagnose(ids, "11", scheme="flatten")
     assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
 
@@ -813,5 +814,5 @@ def test_token_indices_between_right_ids_are_recognized() -> None:
     ids[:, 24] += 5
     assert cause_of(ids, "2,6x9,12", scheme="mrope") is None
     decoded = ids_of("3,2x4,4", scheme="mrope")
-    decoded[:, 11:14] = [[11, 12, 13]] * 3  # only the last of four tokens has its delta
+    decoded[:, 11:14] = [[11, 12, 13]] * 3  # only the last of the four tokens has the delta
     assert cause_of(decoded, "3,2x4,4", scheme="mrope") == SLOTS

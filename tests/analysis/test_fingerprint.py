@@ -246,7 +246,7 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) 
     assert str(error.value).startswith(message)
 
 
-def test_tensors_must_be_on_the_host_and_may_require_a_gradient() -> None:
+def test_tensors_must_be_on_the_host_and_may_require_gradients() -> None:
     torch = pytest.importorskip("torch")
     ids = torch.tensor([[0.0, 0.5, 2.0]], requires_grad=True)
     assert fingerprint(ids, attention_mask=torch.tensor([1, 1, 0])) == fingerprint([[0.0, 0.5]])

@@ -38,7 +38,7 @@ def colours(path: Path) -> dict[tuple[int, int, int], int]:
     return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
 
 
-def test_columns_are_drawn_to_the_right_and_rows_downwards() -> None:
+def test_columns_are_drawn_rightwards_and_rows_downwards() -> None:
     plane = read_plane(table("3,2x3,2"), 0)
     assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
     (image,) = plane.images
@@ -67,14 +67,14 @@ def test_the_gaps_around_an_image_are_described(spec: str, scheme: str, gaps: li
     assert (plane.notes[:-1], plane.images[0].square) == (gaps, square)
 
 
-def test_one_axis_is_drawn_over_tokens() -> None:
+def test_ids_on_a_single_axis_are_plotted_against_tokens() -> None:
     plane = read_plane(table("1", "1,1x2,1", scheme="v2pe"), 1)
     assert plane.names == ("token", "position id")
     assert (plane.text.tolist(), plane.end.tolist()) == ([[0, 3], [0, 2]], [[4], [3]])
     assert [image.points.tolist() for image in plane.images] == [[[1, 2], [0.25, 0.5]]]
 
 
-def test_padding_and_cut_images_are_read() -> None:
+def test_tables_with_padding_and_cut_images_can_be_read() -> None:
     plane = read_plane(table("3,2x3,2").slice(0, 7).pad(12), 0)
     assert plane.text.shape == (2, 3)
     assert [image.points.tolist() for image in plane.images] == [[[5, 8, 11, 5], [6, 6, 6, 10]]]

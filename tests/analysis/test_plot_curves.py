@@ -64,7 +64,7 @@ def test_the_largest_errors_equal_those_of_a_loop_in_60_digit_arithmetic() -> No
         assert errors["exact"][0] == pytest.approx(float(exact), rel=0, abs=2 * np.pi * 2.0**-62)
 
 
-def test_errors_never_decrease_with_larger_ids() -> None:
+def test_errors_never_decrease_as_ids_grow() -> None:
     errors = phase_errors(Rotary(8), [1000, 1024, 1100], window=2)
     assert all((np.diff(curve) >= 0).all() for curve in errors.values())
 
@@ -102,7 +102,7 @@ def test_schemes_without_next_positions_and_invalid_sides_are_refused() -> None:
         id_growth(["mrope"], [1, 1025])
 
 
-def test_plots_of_curves_have_their_labels(tmp_path: Path) -> None:
+def test_curve_plots_are_labelled(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_growth(path=tmp_path / "a.svg")
     labels = texts(tmp_path / "a.svg")

@@ -623,7 +623,7 @@ def test_a_missing_attention_factor_is_identified() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cause", ["ids are cast to {} before the multiplication", "frequencies are stored in {}"])
-def test_casts_to_few_bits_are_identified_with_their_error(cause: str, dtype: str) -> None:
+def test_casts_to_few_bits_are_reported_with_their_error(cause: str, dtype: str) -> None:
     def cast(values: Floats) -> Floats:
         return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
 

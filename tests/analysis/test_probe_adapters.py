@@ -59,14 +59,14 @@ IDS = torch.randint(1, 64, (1, 7), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_keys_are_the_reference_at_the_positions(name: str, attention: str) -> None:
+def test_keys_equal_the_reference_rotated_to_their_positions(name: str, attention: str) -> None:
     model = model_of(name)
     model.set_attn_implementation(attention)
     assert_at(keys_of(model, {"input_ids": IDS}), [range(7)])
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_chunks_continue_where_the_previous_one_ended(static: bool) -> None:
+def test_each_chunk_continues_where_the_previous_one_ended(static: bool) -> None:
     model = model_of("llama")
     first: dict[str, Any] = {"input_ids": IDS[:, :4]}
     if static:
@@ -74,7 +74,7 @@ def test_chunks_continue_where_the_previous_one_ended(static: bool) -> None:
     assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
 
 
-def test_chunks_require_the_cache_of_the_previous_one() -> None:
+def test_a_chunk_requires_the_cache_of_the_previous_one() -> None:
     first = {"input_ids": IDS[:, :4], "use_cache": False}
     with pytest.raises(UnsupportedError, match=r"^model: got an output without a cache, want a cache for the next "):
         keys_of(model_of("llama"), first, {"input_ids": IDS[:, 4:]})

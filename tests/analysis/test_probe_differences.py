@@ -53,7 +53,7 @@ def noise(keys: Floats) -> Floats:
 
 
 def other_phases(keys: Floats) -> Floats:
-    """Rotate pairs by random angles, which keeps their lengths."""
+    """Rotate pairs by random angles, keeping their lengths."""
     x, y = np.split(keys, 2, axis=-1)
     z = (x + 1j * y) * np.exp(1j * np.random.default_rng(1).uniform(-4, 4, x.shape))
     return np.concatenate([z.real, z.imag], axis=-1)
@@ -78,7 +78,7 @@ BROKEN: dict[str, tuple[int, int, Callable[..., Floats]]] = {
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_with_broken_keys_differ(broken: str, name: str, dtype: str) -> None:
+def test_tokens_with_broken_keys_are_reported_as_different(broken: str, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     first, count, change = BROKEN[broken]
     changed, wrong = rotated(rotary, ids), slice(first, first + count)
@@ -128,7 +128,7 @@ def test_eight_wrong_tokens_among_twenty_thousand_are_found() -> None:
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("off", [0.5, 0.01])
-def test_a_few_ids_between_integers_differ(off: float, count: int) -> None:
+def test_a_few_ids_between_integers_are_reported_as_different(off: float, count: int) -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(2000)[None]
     applied = ids.astype(np.float64)
     applied[:, 700 : 700 + count] += off
@@ -154,7 +154,7 @@ def test_the_id_of_a_key_that_no_id_explains_is_unknown() -> None:
     ("name", "dtype"), [*KINDS, ("text", "float8_e4m3fn"), ("rope-tie", "float16"), ("mrope", "float8_e5m2")]
 )
 def test_noise_in_healthy_keys_is_not_reported_as_a_difference(name: str, dtype: str) -> None:
-    """Keys are stored in few bits, also with a more precise last chunk; ids are large, and angles are float32."""
+    """Keys are stored in few bits, with or without a more precise last chunk; ids are large, and angles are float32."""
     rotary, _, ids = meant(name)
     ids = ids + 120_000
     pairs = rotary.num_pairs
@@ -190,7 +190,7 @@ def test_ids_that_slow_pairs_do_not_separate_are_counted_as_unknown() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize(("at", "amount"), [(27, 1), (60, 2), (90, -3), (100, 5)])
-def test_no_rotation_is_blamed_for_a_constant_offset_of_ids(at: int, amount: int, name: str, dtype: str) -> None:
+def test_no_rotation_is_blamed_for_a_constant_offset_in_ids(at: int, amount: int, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     applied = ids + amount * (np.arange(ids.shape[1]) >= at)
     keys = torch.tensor(rotated(rotary, applied)).to(getattr(torch, dtype))

@@ -50,7 +50,7 @@ Keys = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a checkpoint and its GGUF on the first call, and returns their folder."""
+    """Return a function that writes each checkpoint and its GGUF once, and returns their folder."""
     folders: dict[str, Path] = {}
 
     def convert(model: str, head_dim: int = 32, **rope: Any) -> Path:

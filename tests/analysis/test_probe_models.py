@@ -77,7 +77,7 @@ QUICK = ("qwen3_vl", "gemma3")
 
 
 PATCHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "gemma3", "mistral3", "llava", "internvl", "phi3")
-"""The models with a language model that ``patch`` supports."""
+"""The models whose language model ``patch`` supports."""
 WAYS = [
     pytest.param(name, way, marks=() if name in QUICK and way in ("sdpa", "patched") else pytest.mark.slow)
     for name in CONFIGS

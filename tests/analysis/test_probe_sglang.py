@@ -38,7 +38,7 @@ QWEN25 = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
 QWEN3 = Rotary(128, 5e6, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
 QWEN35 = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
 WIDE = SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]])
-"""A prompt of 85 tokens and 5 generated ones; text continues at 4 + 11 after 81 tokens, so the delta is −66."""
+"""A prompt of 85 tokens, and 5 generated tokens; text continues at 4 + 11 after 81 tokens, so the delta is −66."""
 WIDE_IDS = [1, 2, 3, START] + [IMAGE] * 77 + [553, 4, 5, 6]
 
 

@@ -120,7 +120,7 @@ class Engine:
         return second
 
     def identify(self, keys: Any, documents: Documents, rotary: Rotary | None = None) -> Identification:
-        """Identify the rotation of the second layer, and check that the first has the same."""
+        """Identify the rotation of the second layer, and check that the first layer gives the same cause."""
         positions = place(SegmentTable.from_documents(documents), self.scheme)
         first, second = (identify(layer, rotary or self.rotary, positions) for layer in keys)
         assert first.cause == second.cause
@@ -165,7 +165,7 @@ def drafting(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Eng
 def test_chunks_and_prefix_hits_of_qwen25_raise_no_alarm(plain: Engine) -> None:
     for tail, hit in ((0, 0), (60, 64)):
         keys, cached = plain.serve(PROMPT + tail * "x", WIDE)
-        assert cached == hit  # the text before the image, and five rows of the image and five more patches
+        assert cached == hit  # the text before the image, five rows of patches, and five more patches
         assert plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).equal
         assert plain.identify(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).as_meant
 
@@ -288,7 +288,7 @@ def test_a_chunk_with_the_first_positions_of_its_prompt_is_identified(
 
 
 def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> None:
-    """Start counting prompt tokens after the computed ones: all computed before the step, or a fixed number."""
+    """Restart the positions of prompt tokens at token ``computed`` or, if it is None, at the start of each step."""
     own = RopeState.prepare_positions
 
     def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Compare encodings with hand-computed numbers, and check their properties; correct errors in the sources."""
+"""Compare encodings with hand-computed numbers and properties; ``corrected`` tests correct errors in the sources."""
 
 from __future__ import annotations
 

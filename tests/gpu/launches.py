@@ -36,10 +36,10 @@ def sized(full: int, toy: int) -> int:
 
 
 FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
-"""Numbers of tokens: for one warp per program, for several warps, and for a full device."""
+"""Token counts for one warp per program, for several warps, and for a full device."""
 
 BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
-"""Axis of each kv head of the layer "by head"."""
+"""The axis of each kv head in the layer "by head"."""
 
 LAYERS: Mapping[str, tuple[int, int, int]] = {
     "by head": (32, 8, 128) if GPU else (6, 3, 16),
@@ -49,12 +49,12 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
     "FLUX": (24, 24, 128) if GPU else (2, 2, 16),
     **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
 }
-"""Numbers of q heads, of k heads, and of channels per head."""
+"""The numbers of q heads, k heads, and channels per head."""
 
 
 @dataclass(frozen=True)
 class Turning:
-    """Arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
+    """The arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
 
     options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
     scheme: str = "rope-tie"
@@ -113,12 +113,12 @@ STRIDES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "odd rows": lambda x: _copied(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # not a multiple of 16 bytes
     "strided channels": lambda x: _copied(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
 }
-"""Memory layouts of heads; "fused", a view of a packed qkv, is handled by Scene."""
+"""Memory layouts of heads; Scene handles "fused", a view of a packed qkv."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Description of one launch; options that its kind does not use keep their defaults."""
+    """A description of one launch; options that its kind does not use keep their defaults."""
 
     kind: str = "rotate"
     tokens: int = SOME
@@ -650,4 +650,4 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "cached": cached,
     "store in 8 bits": store_in_8_bits,
 }
-"""Functions by kind; each launches and yields checks of everything that it writes."""
+"""The function of each kind, which launches it and yields checks of everything that it writes."""

@@ -40,7 +40,7 @@ PAGE = 16
 
 
 class Bench:
-    """Scene with caches, and copies of q and k for calls in place."""
+    """A scene with caches, and copies of q and k for in-place calls."""
 
     def __init__(self, tokens: int, capacity: int | None = None, start: int = 0) -> None:
         self.scene = Scene(Launch(tokens=tokens, norm="qk", start=start), seed=3)
@@ -90,7 +90,7 @@ class Bench:
         return q, self.eight.view(torch.uint8)
 
     def moved(self) -> Any:
-        """Rerotate stored keys to their positions in reverse order."""
+        """Rerotate stored keys to the same positions in reverse order."""
         self.keys.flatten(0, 1)[self.slots] = self.k
         reverse = self.ids.flip(1)
         rerotate(self.keys, self.slots, self.positions, reverse, self.rotary, implementation=TRITON)
@@ -124,7 +124,7 @@ CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
 
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
-"""Mark of tests that the interpreter runs only in `make slow`, since `make test` runs similar ones."""
+"""The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""
 
 FIRST = [n if n in ("rotate", "norm and store in place") else pytest.param(n, marks=later) for n in CALLS]
 

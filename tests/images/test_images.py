@@ -244,7 +244,7 @@ def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gray_sources_are_repeated_in_all_three_colours(backend: str) -> None:
+def test_gray_sources_are_repeated_in_all_colour_channels(backend: str) -> None:
     gray = GRADIENT[..., 0]
     want = np.dstack([gray] * 3)
     for image in (gray, gray[..., None], torch.tensor(gray), torch.tensor(gray)[None], Image.fromarray(gray)):
@@ -689,7 +689,7 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
         (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
     ],
 )
-def test_pixel_values_refuse_other_arrays(patches: Any, message: str) -> None:
+def test_pixel_values_of_other_arrays_are_refused(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
 

@@ -17,7 +17,7 @@ compiled = pytest.mark.skipif(native.core is None, reason="the extension was not
 
 
 def random(*shape: int) -> npt.NDArray[np.uint8]:
-    """Draw random levels."""
+    """Draw random pixel levels."""
     return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 
 
@@ -57,7 +57,7 @@ STRIDES: dict[str, npt.NDArray[np.uint8]] = {
 
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (6, 1), (32, 1), (33, 1)])
-def test_patches_equal_a_loop(way: str, patch: int, merge: int, order: str) -> None:
+def test_patches_equal_those_of_a_loop(way: str, patch: int, merge: int, order: str) -> None:
     pixels = random(2 * patch * merge, 3 * patch * merge, 3)
     want = by_loops(pixels, patch, merge, order)
     got = patchify(pixels, patch, merge, order, None)
@@ -81,7 +81,7 @@ def test_pixels_may_have_any_strides(way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats are not vector-aligned
-def test_large_outputs_equal_a_loop(way: str, side: int) -> None:
+def test_large_outputs_equal_those_of_a_loop(way: str, side: int) -> None:
     pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, larger than the caches
     want = by_loops(pixels, side, 1, "raster")
     np.testing.assert_array_equal(patchify(pixels, side, 1, "raster", (SCALE, SHIFT)), want * SCALE + SHIFT)

@@ -271,7 +271,7 @@ def test_z_image_rotates_mixed_sizes_without_a_patch() -> None:
 
 
 def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]:
-    """Return a call of Flux2 with changed arguments."""
+    """Return a call to Flux2 with changed arguments."""
 
     def call() -> None:
         model = Flux2()

@@ -31,7 +31,7 @@ from mmpos.schemes import get_scheme
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTERPOLATED = 8
-"""Number of float32 roundings in the ids of a class, relative to the largest id of the axis."""
+"""The number of float32 roundings in the ids of a class, relative to the largest id on the axis."""
 
 
 def documents(peer: Peer, name: str, count: int) -> list[Document]:
@@ -94,7 +94,7 @@ def test_rotations_for_many_sizes_equal_those_of_the_class(name: str) -> None:
     check(name, 200)
 
 
-def test_every_transformer_of_diffusers_is_supported_or_refused() -> None:
+def test_every_diffusers_transformer_is_supported_or_refused() -> None:
     classes = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

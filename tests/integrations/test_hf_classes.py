@@ -182,7 +182,7 @@ def test_the_table_of_class_defaults_is_up_to_date() -> None:
     assert TABLE.read_text(encoding="utf-8") == to_json(table())
 
 
-def test_every_config_class_of_a_rotation_is_supported_or_refused_by_name() -> None:
+def test_every_config_class_with_a_rotation_is_supported_or_refused_by_name() -> None:
     models = {config.model_type or config.__name__ for config in rotations()}
     assert {*ROTATING, *OTHER_ROTATIONS, *NAMELESS} - {*WITHOUT_MODULE} == models
 

@@ -1,4 +1,4 @@
-"""Logits and gradients of patched models equal those of the unpatched model, or those with cos and sin by hand."""
+"""Logits and gradients of patched models equal those of the unpatched model, or those with manual cos and sin."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_text_has_the_same_logits_as_in_the_unpatched_model_bit_for_bit(name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_have_the_same_logits_as_with_cos_and_sin_by_hand(name: str) -> None:
+def test_images_have_the_same_logits_as_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids = model_of(name), tokens(2, 24)
     table, rotary = two_rows("rope-tie-v2"), rotary_of(model)  # half-integers
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_cos_and_sin_have_the_dtype_of_the_hidden_states_rather_than_the_weights
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_built_like_llama_have_the_same_logits_as_with_cos_and_sin_by_hand(name: str) -> None:
+def test_other_models_built_like_llama_have_the_same_logits_as_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     with torch.no_grad():
         untouched = model(input_ids).logits
@@ -121,7 +121,7 @@ def test_heads_with_separate_axes_rotate_by_positions(implementation: Any) -> No
     assert (logits(allocation="heads", head_axes=[0, 1] * (heads // 2)) - columns).abs().max() > 0.01
 
 
-def test_axes_and_allocations_give_the_same_logits_as_cos_and_sin_by_hand() -> None:
+def test_axes_and_allocations_give_the_same_logits_as_manual_cos_and_sin() -> None:
     model, input_ids = model_of("qwen3"), tokens(2, 24)
     for scheme, changes in (
         ("flatten", {"axes": 1}),
@@ -205,7 +205,7 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_loss_and_gradients_equal_those_with_cos_and_sin_by_hand(name: str) -> None:
+def test_loss_and_gradients_equal_those_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     rotary = rotary_of(model)
     with rotated_by_hand(model, table, rotary, 2):

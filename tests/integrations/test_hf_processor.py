@@ -318,7 +318,7 @@ def test_special_tokens_spelled_out_by_users_remain_text() -> None:
     assert ids.count(BEGIN) == ids.count(END) == 1
     assert EOS not in ids
     assert processor.tokenizer.decode(ids[ids.index(END) + 1 :]) == words
-    # They become special tokens on request, and in plain text, since the caller writes that.
+    # They become special tokens on request, and in plain text, which the caller writes.
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "sanitize_control_tokens": False}
     with pytest.raises(InvalidInputError, match=r"^images\[0\]: got 1 image, want 2, the placeholders of text\[0\]$"):
         processor.apply_chat_template(chat(image_block(WIDE), text_block(words)), **options)

@@ -1,4 +1,4 @@
-"""NeoMME: ids equal those of its processor, and so do the logits."""
+"""NeoMME: ids equal those of its processor, and logits are the same with both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 import mmpos
 
 ROW, WORD = 7, 9
-"""Token ids of the end of a row, defined only by the tokenizer, and of text."""
+"""The token ids for the end of a row, which only the tokenizer defines, and for text."""
 
 
 def document_image(config: Any, height: int, width: int) -> list[int]:

@@ -24,7 +24,7 @@ def test_the_whole_model_and_its_thinker_have_the_same_settings(model: str) -> N
 
 
 @pytest.mark.parametrize("model", OMNI)
-def test_the_number_of_audio_tokens_equals_the_processors(model: str) -> None:
+def test_audio_token_counts_equal_those_of_the_processor(model: str) -> None:
     frames = [*range(420), 3000, 29999, 30000]
     assert settings_of(model).audio_tokens(frames).tolist() == [audio_tokens(model, n) for n in frames]
 

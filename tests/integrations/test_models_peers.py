@@ -27,7 +27,7 @@ LAYOUTS: list[list[list[Any]]] = [
     [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
     [[1, (6, 2, 2), 1, (2, 6, 4)], [(2, 2, 4), 2, (1, 2, 2), 1, (4, 4, 4), 3]],
 ]
-"""Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
+"""Batches of documents: text lengths, and (frames, height, width) before merging; a single frame is an image."""
 
 
 def rotation_of(module: object) -> Any:

@@ -32,7 +32,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 def trained(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Result:
-    """Return the sum of the losses of all tokens, and the gradient of each weight."""
+    """Return the loss summed over all tokens, and the gradient of each weight."""
     model.zero_grad()
     total = model(**inputs).loss * (labels[:, 1:] != IGNORE_INDEX).sum()
     total.backward()
@@ -82,8 +82,9 @@ def with_images(model_type: str) -> tuple[Any, ModelCollator, list[Example]]:
 
 IMAGE_TYPES = sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images)
 PROCESSED = ("cosmos3_edge", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-"""Types tested with packs of processed inputs; the first has no other test, since ImageProcessor cannot make its
-patches."""
+"""Types tested with packs of processed inputs; the first has no other test, since ImageProcessor cannot produce its
+patches.
+"""
 GLM_TYPES = [name for name in IMAGE_TYPES if name.startswith("glm")]
 QUICK = "qwen3_vl"
 

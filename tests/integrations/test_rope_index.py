@@ -250,7 +250,7 @@ def arguments_of(kinds: Any, **more: Any) -> dict[str, Any]:
 
 
 def tensors(**values: Any) -> dict[str, Any]:
-    """Convert lists to tensors, an empty list to no grids, and leave other values unchanged."""
+    """Convert lists to tensors and empty lists to zero grids; leave other values unchanged."""
     no_grids = torch.zeros(0, 3, dtype=torch.int64)
     return {
         name: value if not isinstance(value, list) else torch.tensor(value) if value else no_grids

@@ -153,7 +153,7 @@ def served(folder: Path, architecture: str, **mmpos_config: object) -> tuple[Vll
 
 
 def checkpoint(model: nn.Module) -> dict[str, Tensor]:
-    """Return random weights with the names used in a checkpoint, which has separate q, k and v."""
+    """Return random weights under the names of a checkpoint, in which q, k and v are separate."""
     weights = {}
     for name, parameter in model.named_parameters():
         values = 0.2 * torch.randn(parameter.shape) + (1.0 if "norm" in name and "weight" in name else 0.0)

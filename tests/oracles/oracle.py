@@ -66,7 +66,7 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
 
 
 def place_all(documents: Sequence[Document], scheme: str, starts: Sequence[int], **params: Any) -> list[Placed]:
-    """Place each document alone."""
+    """Place each document on its own."""
     return [
         place_document(document, scheme, start, **params) for document, start in zip(documents, starts, strict=True)
     ]
@@ -82,7 +82,7 @@ def exact(positions: PositionTable) -> list[Id]:
 
 
 def placed(document: Sequence[Segment], scheme: str | Scheme, start: int = 0, **options: Any) -> PositionTable:
-    """Place one document with the library."""
+    """Place one document with mmpos."""
     return place(SegmentTable.from_documents([document]), scheme, start, **options)
 
 

@@ -1,4 +1,4 @@
-"""The oracle of rotations: complex numbers times 60-digit phases, written from the formula rather than mmpos."""
+"""The oracle of rotations: complex numbers times 60-digit phases, written from the formula, not from mmpos."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def phases(ids: Ids, rotary: Rotary) -> Real:
 
 
 def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
-    """Return unreduced angles in units of 2⁻³² turn, exact except for the frequencies, rounded to 2⁻²⁰⁰ turn."""
+    """Return unreduced angles in units of 2⁻³² turn; they are exact, but frequencies are rounded to 2⁻²⁰⁰ turn."""
     with mpmath.workdps(2 * DIGITS):
         taus = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 200)) for omega in frequencies(rotary)]
     axes = pair_axes(rotary)
@@ -103,7 +103,7 @@ def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
 def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real:
     """Return (tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor.
 
-    Each kv head has the same number of adjacent heads of q.
+    Each kv head serves the same number of adjacent q heads.
     """
     if rotary.head_axes is not None:
         group, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
@@ -175,7 +175,7 @@ SCHEMES = {
 """Schemes with text and images, and their axes; v2pe, v2 and fractional have fractions, videorope negative ids."""
 
 BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
-"""The hardest scheme of each number of axes."""
+"""The hardest scheme for each number of axes."""
 
 
 def packed(scheme: str, start: int = 0) -> PositionTable:

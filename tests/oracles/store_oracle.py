@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
 FILL |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7D}
-"""Bits of a NaN that no computation returns, by dtype, in every untouched cell. (e4m3 has only this NaN.)"""
+"""By dtype, the bits in every untouched cell: a NaN that no computation returns. (e4m3 has only this NaN.)"""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by itemsize."""

@@ -194,7 +194,7 @@ def test_nearly_equal_fractions_have_different_keys() -> None:
     assert len(keys) == 5
 
 
-def test_documents_have_the_same_keys_alone_as_in_a_batch() -> None:
+def test_documents_have_the_same_keys_alone_and_in_a_batch() -> None:
     batch: list[Document] = [
         [Text(5), Grid(2, 2), Text(1)],
         [Text(1)],

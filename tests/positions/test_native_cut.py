@@ -20,7 +20,7 @@ Random = np.random.Generator
 SCHEMES = ["rope-tie", "rope-tie-v2", "rope-tie-fractional", "mrope", "flatten", "tmrope-qwen3", "v2pe"]
 BEYOND = [-(2**63), -1, 2**31 - 1, 2**31, 2**62, 2**63 - 1]
 LIMIT = 400
-"""Tokens above which the random program continues with another table."""
+"""The number of tokens above which the random program continues with another table."""
 
 
 def random_table(random: Random) -> PositionTable:

@@ -1,8 +1,8 @@
 """Ids equal those of peers, stored in golden files, for prompts from the peers' own tests and similar prompts.
 
 Multimodal-RoPEs, by the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py, for the designs
-    that mmpos has.
-vLLM 0.33: tests of get_mrope_input_positions of PaddleOCR-VL.
+    that mmpos supports.
+vLLM 0.33: the tests of PaddleOCR-VL's get_mrope_input_positions.
 SGLang 0.5.23: TestMropePositionsFastPath, which extends and decodes text.
 """
 

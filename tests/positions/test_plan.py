@@ -256,7 +256,7 @@ class Inherited(Stretched):
 
 @dataclass(frozen=True)
 class Spoken(Stretched):
-    """Text whose ids depend on more than the cursor and the first id of its document."""
+    """A scheme whose text ids depend on more than the cursor and the first id of the document."""
 
     by_shape = True
 

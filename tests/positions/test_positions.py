@@ -139,7 +139,7 @@ def test_ids_reach_both_ends_of_int32() -> None:
     ]
 
 
-def test_tables_of_more_than_int32_tokens_can_be_sliced() -> None:
+def test_tables_with_more_tokens_than_the_int32_maximum_can_be_sliced() -> None:
     documents = [[Text(INT32_MAX)] for _ in range(4)]
     positions = place(SegmentTable.from_documents(documents), "flatten")
     begin = 3 * INT32_MAX

@@ -46,7 +46,7 @@ def blocks(name: str, axes: int, last: int) -> list[Block]:
 
 @MEMBERS
 def test_t4_reversing_the_grid_mirrors_its_ids(name: str, axes: int, last: int) -> None:
-    """Therefore the gaps on both sides are equal (T2), and the mean id is in the middle (T5)."""
+    """It follows that the gaps on both sides are equal (T2), and that the mean id is in the middle (T5)."""
     for block in blocks(name, axes, last):
         mirrored = [tuple(last + block.following - value for value in position) for position in reversed(block.ids)]
         assert block.ids == mirrored, block.sides

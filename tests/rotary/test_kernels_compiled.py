@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, which requires no GPU, to wide, exact code without register spills."""
+"""Kernels compile ahead of time, without a GPU, to wide, exact code without register spills."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 def assert_exact(case: str, counts: dict[str, int]) -> None:
     """Assert that products and sums are rounded separately, that nothing uses float64, and that no register spills."""
-    # Divisions by scales are compiled to fused instructions.
+    # Divisions by scales compile to fused instructions.
     if "scales" not in case and "e4m3" not in case:
         assert counts["fma"] == 0, case
     assert counts["float64"] == 0, case

@@ -373,7 +373,7 @@ def dense(
 
 
 def capsule(*shape: int, dtype: torch.dtype = torch.int32, **options: Any) -> dict[str, Any]:
-    """Return zero ids in a capsule, whose shape determines the number of tokens."""
+    """Return a capsule of zero ids; its shape determines the number of tokens."""
     return dense(to_dlpack(torch.zeros(shape, dtype=dtype)), tokens=0, **options)
 
 

@@ -25,7 +25,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROTARY = Rotary(12, rotary_dim=8)
 OLD, NEW = packed("rope-tie-fractional", 70_000).slice(4, 17), packed("rope-tie-fractional", 11).slice(9, 22)
 SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
-"""Unordered slots of 13 tokens in a cache of 64, with the first and last slot and three tokens without a slot."""
+"""Unordered slots for 13 tokens in a 64-slot cache, including the first and last slot; three tokens have no slot."""
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 

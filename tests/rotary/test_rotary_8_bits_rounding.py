@@ -42,7 +42,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(-x.numel() % 8192)]).to(DEVICE)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN, in numpy
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_every_number_is_rounded_to_the_nearest_8_bit_number(dtype: torch.dtype) -> None:
     x = numbers(dtype)

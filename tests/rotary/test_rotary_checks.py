@@ -524,7 +524,7 @@ def test_tangents_are_detected_without_a_current_level_in_torch(monkeypatch: pyt
         assert not memory.has_tangent(x)
 
 
-def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_strides() -> None:
+def test_overlap_depends_on_the_distance_between_tensors_with_equal_shapes_and_strides() -> None:
     fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
     for start, disjoint in ((1, False), (2, True), (1, False), (4, True)):
         q, k = fused[:, :2], fused[:, start : start + 2]

@@ -132,7 +132,7 @@ def test_refreshed_positions_compile_to_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-# All calls and everything that they write.
+# All calls, and everything they write.
 
 
 class Work:

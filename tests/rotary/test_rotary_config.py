@@ -485,7 +485,7 @@ GEMMA_3_12B = {
     },
     "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
 }
-"""The fields of its config.json that affect the rotation."""
+"""The fields of Gemma 3's config.json that affect the rotation."""
 
 
 def test_gemma_3_as_released_has_one_scaling_and_one_base_per_layer_type() -> None:
@@ -497,7 +497,7 @@ def test_gemma_3_as_released_has_one_scaling_and_one_base_per_layer_type() -> No
     assert (full, sliding) == (Rotary(256, theta=5e5, scaling=Linear(8)), Rotary(256, theta=5e3))
 
 
-def test_null_is_interpreted_as_the_class_interprets_it_or_refused() -> None:
+def test_null_is_read_as_the_class_reads_it_or_is_refused() -> None:
     assert Rotary.from_hf_config({**LLAMA, "head_dim": None}) == Rotary(64)
     assert refused({**LLAMA, "num_attention_heads": None}) == (
         "head_dim: got none in the config, want head_dim, or hidden_size and num_attention_heads"
@@ -833,7 +833,7 @@ def test_vision_encoders_are_axial_except_for_pixtral() -> None:
 # Rope types in Transformers.
 
 
-def test_every_rope_type_of_transformers_is_known() -> None:
+def test_every_rope_type_in_transformers_is_known() -> None:
     pytest.importorskip("transformers")
     rope_utils = importlib.import_module("transformers.modeling_rope_utils")
     assert {*rope_utils.ROPE_INIT_FUNCTIONS} <= {*ROPE_TYPES}

@@ -61,7 +61,7 @@ def test_an_ntk_factor_per_axis_agrees_with_cosmos(scales: tuple[float, float, f
 
 
 def ltx_tables(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: Any = torch.float64) -> tuple[Any, ...]:
-    """Return the (axes, tokens) ids of a clip, and their cos and sin as computed by diffusers in a dtype."""
+    """Return the (axes, tokens) ids of a clip, and the cos and sin that diffusers computes for them in a dtype."""
     ltx = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
     size, scale = (3, 5, 7), (8 / 25, 32, 32)
     with monkeypatch.context() as patch:

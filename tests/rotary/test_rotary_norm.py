@@ -82,7 +82,7 @@ CASES = {
     "one pair": Rotary(2, axes=1),
 }
 INTERPRETED = ("partial",)
-"""Cases that run in the interpreter without the mark ``slow``."""
+"""Cases that are not marked ``slow`` in the interpreter."""
 
 
 @ORDERS
@@ -206,7 +206,7 @@ def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rota
 
 
 QUICK = {("qkab", "qk", "adjacent"), ("b", "k", "half")}
-"""Kernel cases without the mark ``slow``: wanted gradients (q, k, weights a and b), normalised heads and pairing."""
+"""Kernel cases not marked ``slow``: wanted gradients (q, k, weights a and b), normalised heads, and pairing."""
 
 
 @ORDERS

@@ -24,7 +24,7 @@ PAIRINGS = ("half", "adjacent")
 TABLE = packed("rope-tie-fractional", 70_000).slice(4, 17)
 ROTARY = Rotary(12, rotary_dim=8)
 SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
-"""Unordered slots of 13 tokens in a cache of 64, with the first and last slot and three tokens without a slot."""
+"""Unordered slots for 13 tokens in a 64-slot cache, including the first and last slot; three tokens have no slot."""
 
 
 own_tiles = tiling.tiles

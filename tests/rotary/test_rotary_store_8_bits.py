@@ -204,7 +204,7 @@ def test_q_and_k_in_place_keep_their_dtype_and_caches_may_have_different_dtypes(
     assert_same_bits(at(cache, value), v.cpu()[STORED])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # numpy in the interpreter
 @pytest.mark.parametrize("way", WAYS)
 def test_heads_with_only_zeros_and_heads_with_nan_or_infinity_are_stored(way: str) -> None:
     q, k, v = qkv()

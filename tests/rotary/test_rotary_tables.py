@@ -110,7 +110,7 @@ def test_a_table_device_positions_and_dense_ids_give_the_same_bits(positions: Po
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_the_formula_of_transformers_with_our_cos_and_sin_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
+def test_transformers_formula_with_our_cos_and_sin_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
     cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
@@ -147,7 +147,7 @@ def test_functions_in_transformers_accept_our_cos_and_sin(model: str, pairing: A
 
 
 @pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])
-def test_the_formula_of_transformers_accepts_a_packed_batch_as_one_row(positions: PositionTable) -> None:
+def test_transformers_formula_accepts_a_packed_batch_as_one_row(positions: PositionTable) -> None:
     rotary = Rotary(head_dim=16)
     q = normal(1, positions.num_tokens, 3, 16)
     cos, sin = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
@@ -171,7 +171,7 @@ def test_torchtitans_rope_cache_is_cos_then_sin_or_complex(pairing: Any) -> None
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_the_formula_of_megatron_with_our_angles_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
+def test_megatrons_formula_with_our_angles_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
     freqs, mscale = mmpos.rotary.angles(rotary, EQUAL), rotary.attention_factor
@@ -181,7 +181,7 @@ def test_the_formula_of_megatron_with_our_angles_reproduces_our_rotation(pairing
     assert_within(got.transpose(0, 1), expected, rotations(expected, OF_ANGLES))
 
 
-def test_the_formula_of_megatron_accepts_packed_tokens() -> None:
+def test_megatrons_formula_accepts_packed_tokens() -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12)
     q = normal(15, 3, 16)
     freqs = mmpos.rotary.angles(rotary, PACKED)

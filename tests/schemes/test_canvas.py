@@ -88,8 +88,8 @@ def test_thumbnail_ids_are_rounded_as_in_linspace() -> None:
 
 
 def test_a_stretched_row_is_one_run_per_constant_step() -> None:
-    # On a canvas of width 7, a 2×4 thumbnail has the columns 0, 2, 4, 6, one run per row. On one of width 8, it has
-    # 0, 2, 5, 7, three runs per row.
+    # On a canvas of width 7, a 2×4 thumbnail has the columns 0, 2, 4, 6, one run per row. On a canvas of width 8, it
+    # has 0, 2, 5, 7, three runs per row.
     even = placed(Thumbnail(2, 4), Tile(2, 7))
     odd = placed(Thumbnail(2, 4), Tile(2, 8))
     assert ids(odd)[5:9] == [(0, 1, 0), (0, 1, 2), (0, 1, 5), (0, 1, 7)]

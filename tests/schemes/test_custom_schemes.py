@@ -27,7 +27,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
 
 @dataclass(frozen=True)
 class Custom(Scheme):
-    """A scheme whose placements have the options of a test."""
+    """A scheme whose placements a test specifies by options."""
 
     name: ClassVar[str] = "custom"
     options: Any

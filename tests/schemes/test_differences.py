@@ -18,7 +18,7 @@ from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, T
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
 
 COUNT = 350
-"""Number of layouts per model, with videos and without: 2,100 in total."""
+"""The number of layouts per model, with and without videos: 2,100 in total."""
 
 
 # Ids.
@@ -81,7 +81,7 @@ def test_how_often_transformers_and_the_engines_differ(model: str, counts: tuple
     assert (len(rows), *(sum(column) for column in zip(*rows, strict=True))) == counts
 
 
-def test_an_image_of_several_frames_has_no_time_in_transformers() -> None:
+def test_an_image_with_several_frames_has_no_time_in_transformers() -> None:
     image = Layout(np.array([[1, *[IMAGE] * 3, 2]]), images=[[3, 2, 2]], rate=4)
     assert rope_index("qwen2_5_vl", image).ids[0, 0].tolist() == [0, 1, 2, 3, 2]
     assert place(image.segments(), "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 3, 2]
@@ -138,7 +138,7 @@ OTHERS: dict[str, tuple[Callable[[float, int, int], Array], int]] = {
     "newer vLLM": (newer_vllm_times, 826),
     "binary": (binary_value_times, 1929),
 }
-"""Other computations, and the number of frames, of 21,888, whose id differs from ours."""
+"""Other computations, and how many of the 21,888 frame ids differ from ours."""
 
 
 @pytest.mark.parametrize("name", OTHERS)

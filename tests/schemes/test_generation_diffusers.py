@@ -419,13 +419,13 @@ OF_MODELS: list[Callable[[random.Random], Drawn]] = [
     qwen_image, qwen_image_21, lumina2, z_image, wan, chronoedit, wan_animate, anyflow_far, hunyuan_video,
     hunyuan_image, glm_image, easyanimate, allegro, ltx2, cosmos, kandinsky, joyimage,
 ]  # fmt: skip
-"""Layouts that need modules of models only."""
+"""Layouts that require only model modules."""
 
 OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
     flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx, cosmos3,
     minimax_h3,
 ]  # fmt: skip
-"""Layouts that also need pipelines, whose imports are slow."""
+"""Layouts that also require pipelines, whose imports are slow."""
 
 
 def compare(drawn: Drawn) -> None:

@@ -34,7 +34,7 @@ STARTS = st.integers(-20, 10_000)
 @EVERY_CASE
 @settled
 @given(data=st.data())
-def test_ids_of_a_batch_equal_the_oracle(case: Case, data: st.DataObject) -> None:
+def test_ids_of_a_batch_equal_those_of_the_oracle(case: Case, data: st.DataObject) -> None:
     batch = data.draw(batches(case))
     start: int | list[int] = data.draw(STARTS)
     if case.resumable and data.draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""TMRoPE: ids of video and audio are compared with literals and a loop over tokens; next positions; refusals."""
+"""TMRoPE: ids of video and audio, compared with literals and a loop over tokens; next positions and refusals."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ BATCHES = st.lists(st.lists(parts(), min_size=1, max_size=4), min_size=1, max_si
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
-def test_ids_of_clips_equal_a_loop_over_tokens(scheme: Scheme) -> None:
+def test_ids_of_clips_equal_those_of_a_loop_over_tokens(scheme: Scheme) -> None:
     @settled
     @given(BATCHES, st.integers(-40, 40))
     def check(batch: list[list[Segment]], start: int) -> None:

@@ -47,7 +47,7 @@ CLIP_OF_3 = Clip(2, 2, frames=3, audio=5, seconds_per_frame=0.5)
 TILED = (Thumbnail(2, 3), Tile(1, 4, tokens_after=1), Tile(1, 4))
 
 
-def test_a_table_with_every_kind() -> None:
+def test_a_table_can_contain_every_kind_of_segment() -> None:
     segments = SegmentTable.from_documents([[Text(3), Audio(4), CLIP_OF_3], [*TILED, Grid(1, 1)]])
     assert fields(segments) == {
         "kind": [TEXT, AUDIO, CLIP, THUMBNAIL, TILE, TILE, GRID],

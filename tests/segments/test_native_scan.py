@@ -138,7 +138,7 @@ def outcome(arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_scan_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_gives_the_same_result_as_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random, scans = Random(name), 0
     scan: Callable[..., Any] = tables.scan
 

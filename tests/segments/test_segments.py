@@ -19,7 +19,7 @@ from mmpos.segments.table import GRID, PAD, TEXT
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 
 
-def test_a_table_from_documents() -> None:
+def test_from_documents_builds_a_table() -> None:
     video = Grid(2, 2, frames=3, seconds_per_frame=0.5)
     segments = SegmentTable.from_documents([[Text(3), Grid(1, 4), video], [Grid(2, 3, row_separator=True)]])
     assert fields(segments) == {

@@ -97,8 +97,8 @@ def test_adding_a_frame_to_one_symmetric_grid_moves_the_frames_before_it(scheme:
     [
         (3, "<{seconds:.1f} seconds>", "<3.0 seconds>"),
         (Fraction(1, 3), "{seconds:.3f}", "0.333"),
-        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves round to even, although the float 0.05 is larger
-        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # … and the float 0.15 is smaller
+        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves round to even; the float 0.05 exceeds 1/20
+        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # the float 0.15 is below 3/20
         (0.15, "{seconds:.1f}", "0.2"),
         (Fraction(5, 4), "{seconds:.1f}", "1.2"),
         (0.1 + 0.2, "{seconds:.9f}", "0.300000000"),

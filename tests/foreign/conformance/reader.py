@@ -32,7 +32,7 @@ def place(scheme: str, document: Any) -> tuple[list[Any], int]:
 
 
 def answer(scheme: str, placed: list[Any], case: Any) -> Any:
-    """Answer a case about documents with ids, axis by axis."""
+    """Return the ids that answer a case about documents, axis by axis."""
     axes, ask, (ids, following) = range(AXES[scheme]), case["ask"], placed[case.get("document", 0)]
     if ask == "padded":
         gaps = [[[None] * 3] * (case["length"] - len(own)) for own, _ in placed]

@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 @cache
 def blocks(name: str, axes: int, last: int) -> list[Block]:
-    """Place every size after the text id L, as one batch."""
+    """Place grids of every size after the text id L, in one batch."""
     documents: list[Document] = [[Grid.from_thw((1,) * (3 - axes) + sides), Text(1)] for sides in SIDES[axes]]
     positions = place(SegmentTable.from_documents(documents), FAMILY[name](axes=axes), last + 1)
     ids, cuts = exact(positions), positions.cu_seqlens.tolist()

@@ -56,7 +56,7 @@ HUB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def write_release(tmp_path: Path, model: str, template: str) -> None:
-    """Write a folder as released: text fields at the top of config.json, one preprocessor for images and videos."""
+    """Write a folder as released: text fields at the top of config.json, and one preprocessor for images and videos."""
     vision, size = HUB[model]
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
     files: dict[str, dict[str, Any]] = {

@@ -101,7 +101,7 @@ class Sixteen(Scheme):
         return Placement([cursor] * 16, step_col=list(range(16)))
 
 
-def test_swapped_axes_are_diagnosed_among_sixteen() -> None:
+def test_swapped_axes_are_diagnosed_even_among_sixteen() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(1)]])
     cause = diagnose(place(segments, Sixteen()).dense()[::-1], segments, Sixteen()).cause
     assert cause is not None

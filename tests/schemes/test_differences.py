@@ -142,7 +142,7 @@ OTHERS: dict[str, tuple[Callable[[float, int, int], Array], int]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_exact_floors_equal_transformers_and_differ_from_other_computations(name: str) -> None:
+def test_exact_floors_equal_those_of_transformers_and_differ_from_other_computations(name: str) -> None:
     compute, wrong = OTHERS[name]
     videos = [(2 / fps, rate, 384) for rate in (2, 4, 25) for fps in FRAME_RATES]
     assert sum(frames for _, _, frames in videos) == 21_888

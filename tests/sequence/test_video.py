@@ -123,7 +123,7 @@ def test_the_digits_of_a_timestamp_are_correct_to_within_half_a_unit(
     assert len(text.partition(".")[2]) == decimals
 
 
-def test_frames_at_a_rate_have_exact_times() -> None:
+def test_frames_at_a_fixed_rate_have_exact_times() -> None:
     ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
     assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
     assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)

@@ -1,4 +1,4 @@
-"""TRL's trainer on rollouts: its positions must equal those of the rollouts."""
+"""TRL's trainer on rollouts: the trainer's positions must equal those of the rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument checks of rotations: every invalid call raises an error of mmpos that names the argument."""
+"""Argument checks of rotations: every invalid call raises an mmpos error that names the argument."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def calls(q: Any, k: Any = None, positions: Any = DEVICE, rotary: Any = ROTARY, 
 
 
 def ids(*values: float, dtype: torch.dtype) -> Tensor:
-    """Return ids with two axes and sixteen tokens that end with these values."""
+    """Return the ids of sixteen tokens on two axes; the last axis ends with these values."""
     x = torch.zeros(2, 16, dtype=dtype)
     x[1, 16 - len(values) :] = torch.tensor(values, dtype=dtype)
     return x
 
 
 def fused(q_from: int, k_from: int) -> tuple[Tensor, Tensor]:
-    """Return q with four heads and k with two as views of one buffer with eight heads."""
+    """Return q with four heads and k with two heads as views of one eight-head buffer."""
     buffer = zeros(16, 8, 16)
     return buffer[:, q_from : q_from + 4], buffer[:, k_from : k_from + 2]
 
@@ -82,7 +82,7 @@ FIELDS = {"cache_layout": "layout"} | {name: name for name in Cache._fields}
 
 
 def stores(**changed: Any) -> Callable[[], Any]:
-    """Return a call of rotate_and_store with valid arguments and cache fields, except for the changed ones."""
+    """Return a call to rotate_and_store whose arguments and cache fields are valid, except for the changed ones."""
     q, k, v = (heads(13, n, 12, seed=n) for n in (3, 2, 2))
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "positions": THIRTEEN, "rotary": THREE_AXES}
     arguments |= {"slot_mapping": torch.arange(13)}
@@ -93,14 +93,14 @@ def stores(**changed: Any) -> Callable[[], Any]:
 
 
 def eights(**changed: Any) -> Callable[[], Any]:
-    """Return a call of rotate_and_store with 8-bit caches."""
+    """Return a call to rotate_and_store with 8-bit caches."""
     arguments: dict[str, Any] = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
     arguments |= {name: zeros(4, 16, 2, 12).to(E4M3) for name in ("key_cache", "value_cache")}
     return stores(**(arguments | changed))
 
 
 def moves(**changed: Any) -> Callable[[], None]:
-    """Return a call of rerotate with valid arguments except for the changed ones."""
+    """Return a call to rerotate whose arguments are valid, except for the changed ones."""
     arguments: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
     arguments |= {"from_positions": THIRTEEN, "to_positions": THIRTEEN}
     return lambda: rerotate(**(arguments | changed))
@@ -376,7 +376,7 @@ def test_invalid_input_raises_a_precise_error(message: str) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_tensors_on_the_meta_device_share_no_memory(inplace: bool) -> None:
+def test_tensors_on_the_meta_device_do_not_share_memory(inplace: bool) -> None:
     q, k = packed(3, device="meta"), packed(2, device="meta")
     outs = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
     assert [(x.shape, x.device.type) for x in outs if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
@@ -452,13 +452,13 @@ sys.modules["{missing}"] = None
 
 
 def without(missing: str, code: str) -> None:
-    """Run code in a process where a package cannot be imported."""
+    """Run code in a process that cannot import a package."""
     command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_torch_frequencies_work_and_other_names_raise_the_pip_command() -> None:
+def test_without_torch_frequencies_work_and_errors_for_other_names_contain_the_pip_command() -> None:
     code = """
 import mmpos, mmpos.rotary
 from mmpos.rotary import Rotary
@@ -475,7 +475,7 @@ for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"
     without("torch", code)
 
 
-def test_without_triton_the_reference_works_and_the_kernel_raises_the_pip_command() -> None:
+def test_without_triton_the_reference_works_and_the_kernels_error_contains_the_pip_command() -> None:
     code = """
 import os, torch
 os.environ["TRITON_INTERPRET"] = "1"
@@ -504,7 +504,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"q": (16, 2, 16), "norm.k_weight": (16,), 
 SHAPES |= {"key_cache": (4, 16, 2, 12)}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # raised by torch when forward mode loads its formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch warns when forward mode loads its formulas
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_gradients_are_refused(name: str) -> None:
     x = torch.ones(SHAPES[name])
@@ -524,7 +524,7 @@ def test_tangents_are_detected_without_a_current_level_in_torch(monkeypatch: pyt
         assert not memory.has_tangent(x)
 
 
-def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_strides() -> None:
+def test_overlap_depends_on_the_distance_between_tensors_with_equal_shapes_and_strides() -> None:
     fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
     for start, disjoint in ((1, False), (2, True), (1, False), (4, True)):
         q, k = fused[:, :2], fused[:, start : start + 2]
@@ -584,7 +584,7 @@ def test_caches_with_2_to_the_31_slots_exceed_the_limit(name: str) -> None:
         call()
 
 
-def test_caches_on_the_meta_device_share_no_memory() -> None:
+def test_caches_on_the_meta_device_do_not_share_memory() -> None:
     shapes: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}
     shapes |= dict.fromkeys(("key_cache", "value_cache"), (4, 16, 2, 12))
     meta: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -604,14 +604,14 @@ def test_scales_may_be_stored_next_to_the_keys_of_their_page() -> None:
     assert (INLINE.flatten()[26:] == 0).all()
 
 
-def test_scales_not_checked_on_the_host_are_refused_with_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_refuses_scales_that_the_host_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
     eights(k_scale=torch.zeros(()))()
     with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
         eights(k_scale=torch.zeros(()), validate=True)()
 
 
-def test_input_scales_of_k_and_v_may_be_one_tensor() -> None:
+def test_input_scales_of_k_and_v_may_be_the_same_tensor() -> None:
     one = torch.ones(())
     caches = [eights(k_scale=one, v_scale=one), eights(k_scale=one, v_scale=one.clone())]
     assert len({call()[0].shape for call in caches}) == 1

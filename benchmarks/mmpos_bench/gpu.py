@@ -134,8 +134,9 @@ class Part:
     def run(self, *command: str, seconds: float = 3600.0, **variables: str) -> tuple[int | None, str]:
         """Run a program and kill its process group when time runs out.
 
-        Returns: the program's exit status, or None if the program was killed, and its output, which is also written to
-            the log.
+        Returns:
+            the program's exit status, or None if the program was killed, and its output, which is also written to the
+            log.
         """
         folders = [ROOT, ROOT / "server", ROOT / "benchmarks", os.environ.get("PYTHONPATH"), self.options.peers]
         environment = {

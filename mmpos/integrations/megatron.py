@@ -140,8 +140,9 @@ class MultimodalRotaryEmbedding(nn.Module):
             mrope_section: pairs per axis; it must equal the sections of rotary, if rotary has sections.
             cp_group: group of context-parallel ranks; None uses the module's cp_group.
 
-        Returns: In layout "sbhd", (seq / C, batch, 1, rotary_dim): the zig-zag blocks of every row that belong to this
-            rank, one of C. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
+        Returns:
+            In layout "sbhd", (seq / C, batch, 1, rotary_dim): the zig-zag blocks of every row that belong to this rank,
+            one of C. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
 
         Raises:
             InvalidInputError: mrope_section differs from rotary, or the length of rows is not a multiple of 2C tokens.
@@ -190,8 +191,9 @@ def broadcast_table(
         group: group whose ranks all make this call; None uses all ranks.
         device: device on which the group communicates; None uses the current CUDA device under nccl, else the host.
 
-    Returns: ``positions`` on rank src, and an equal table in host memory on all other ranks. Under nccl, the call waits
-        for the device.
+    Returns:
+        ``positions`` on rank src, and an equal table in host memory on all other ranks. Under nccl, the call waits for
+        the device.
 
     Raises:
         InvalidInputError: src has no table (raised on all ranks), or this rank or src is not in the group.

@@ -48,8 +48,9 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Args:
         path: file to write; an existing file is replaced.
 
-    Yields: A file to write bytes to. It exposes no descriptor, because libraries that write to a descriptor do not
-        report what failed.
+    Yields:
+        A file to write bytes to. It exposes no descriptor, because libraries that write to a descriptor do not report
+        what failed.
 
     Raises:
         OSError: the file cannot be written; the error contains the path, whichever call failed.

@@ -23,8 +23,9 @@ def info() -> dict[str, str]:
     >>> sorted(info())[:4]
     ['extension', 'grpcio', 'machine', 'mmpos']
 
-    Returns: ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with its
-        version or a note that it is missing.
+    Returns:
+        ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with its version or
+        a note that it is missing.
 
     Warns:
         UserWarning: another distribution also provides ``mmpos``, and the files of both may be mixed.

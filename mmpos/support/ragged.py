@@ -21,8 +21,8 @@ def ragged_arange(counts: IntArray, starts: IntArray | int = 0) -> tuple[IntArra
         counts: (owners,) number of integers for each owner, at least 0.
         starts: (owners,) first number of each owner, or one integer for all.
 
-    Returns: (numbers,) index of the owner of each number, ascending, and (numbers,) the numbers themselves; both new
-        arrays.
+    Returns:
+        (numbers,) index of the owner of each number, ascending, and (numbers,) the numbers themselves; both new arrays.
     """
     owner = np.arange(counts.size).repeat(counts)
     return owner, np.arange(owner.size) - (counts.cumsum() - counts - starts)[owner]

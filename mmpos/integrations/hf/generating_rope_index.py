@@ -101,9 +101,10 @@ class GeneratingRopeIndex:
             images_per_sample: as for ``__call__``.
             attention_mask: as for ``__call__``.
 
-        Returns: The result of ``__call__``, and (rows with grids, 3, steps) int64 ids: those of the patches of the
-            images to generate, last grid first, and of the end marker after them; shorter rows repeat the ids of the
-            end marker. The second result is None if there are no grids.
+        Returns:
+            The result of ``__call__``, and (rows with grids, 3, steps) int64 ids: those of the patches of the images to
+            generate, last grid first, and of the end marker after them; shorter rows repeat the ids of the end marker.
+            The second result is None if there are no grids.
         """
         if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
             attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None

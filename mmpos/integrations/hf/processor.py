@@ -284,8 +284,9 @@ class MMPosProcessor(ProcessorMixin):
                 be passed in ``videos_kwargs``. An option that exists for images and for videos applies to both, and is
                 refused if images do not support it.
 
-        Returns: A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids``
-            (1 for image patches, 2 for video patches). With images, also (images, 3) ``image_grid_thw`` before merging
+        Returns:
+            A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1
+            for image patches, 2 for video patches). With images, also (images, 3) ``image_grid_thw`` before merging
             and, if the pixels are known, ``patches`` or ``pixel_values``. With videos, also ``video_grid_thw``,
             ``pixel_values_videos`` and, if the scheme uses seconds, ``second_per_grid_ts``. With positions, also (axes,
             batch, seq) ``mm_position_ids``, int64, or float64 for fractional schemes; ``positions``, their

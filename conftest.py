@@ -1,4 +1,4 @@
-"""Test set-up: Triton's interpreter without a GPU, one thread per worker, and options of long tests."""
+"""Test setup: Triton's interpreter without a GPU, one thread per worker, and options for long tests."""
 
 import gc
 import os
@@ -10,13 +10,13 @@ import pytest
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one core, where torch threads would wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, on which torch threads would block each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Import mmpos once, before doctests collect its modules one by one.
 import mmpos  # noqa: F401
 
-# A collected grpc.aio channel waits for its thread, which does not exist in a forked child.
+# When a grpc.aio channel is collected, it waits for its thread, which does not exist in a forked child.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -31,13 +31,13 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unfreeze the objects of pytest_collection at the end, so that modules see their objects collected."""
+    """Unfreeze the objects frozen by pytest_collection at exit, so that modules can release theirs."""
     config.add_cleanup(gc.unfreeze)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude the millions of objects of modules and tests from garbage collection, since they live until the end."""
+    """Exclude the millions of module and test objects from garbage collection, since they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -47,7 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# A plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
+# Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
 collect_ignore = [
     "tests/helpers/native_choice.py",
     "benchmarks/mmpos_bench/peers",
@@ -56,7 +56,7 @@ collect_ignore = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add options for longer tests than in CI, and for a release to test."""
+    """Add options for longer runs than in CI, and for the release to test."""
     parser.addoption("--release", help="Folder of a release to test, instead of building one.")
     parser.addoption("--mutations", type=int, default=10_000, help="Number of broken messages to send to the service.")
     parser.addoption(
@@ -66,6 +66,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without slow tests if only slow tests run, since every worker would import them."""
+    """Skip files without slow tests if only slow tests are selected, since every worker would import these files."""
     only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
     return True if only_slow and "slow" not in collection_path.read_text(encoding="utf-8").lower() else None

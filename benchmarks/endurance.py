@@ -1,4 +1,4 @@
-"""Test the service under overload, and under a random mix of calls for a long time.
+"""Test the service under overload, and under a long random mix of calls.
 
 python benchmarks/endurance.py                     overload, and one minute of random calls
 python benchmarks/endurance.py --soak 600 --json   ten minutes of random calls; writes the figures to results/
@@ -52,7 +52,7 @@ class Scale:
     times: float = 10.0  # offered load as a multiple of the capacity
     tokens: int = 4096  # tokens per document
     batch: int = 64  # documents per batch
-    settling: float = 1.5  # seconds for pools to fill and for the server to recover from refusing calls
+    settling: float = 1.5  # seconds for pools to fill and for the server to recover after refusing calls
     clients: int = 2  # number of clients that make random calls
 
 
@@ -62,16 +62,16 @@ TOY = Scale(0.5, 1.0, 64, 2, 0.3, 1)
 def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecutor, scale: Scale) -> Result:
     """Overload the server and measure the latency of probes at a tenth of its capacity.
 
-    Latencies in milliseconds are measured from the scheduled time of a call.
+    Latencies, in milliseconds, are measured from the scheduled time of each call.
 
     Raises:
-        ServiceError: no probe is answered.
+        ServiceError: no probe was answered.
     """
     question.proof()
     target = server.address, question.path, question.request
     few = Load(server, Order(question.path, question.request, question.answer, scale.seconds / 2, 4), pool)
     capacity = max((few() for _ in range(2)), key=lambda turn: turn.per_second).per_second
-    rate = max(capacity / 10, 20 / scale.seconds)  # enough probes even in a short time
+    rate = max(capacity / 10, 20 / scale.seconds)  # enough probes even in a short run
     calm = pool.submit(flood, *target, rate, scale.seconds).result()
     sleep(scale.settling)
     lasts = scale.settling + scale.seconds + scale.settling
@@ -90,7 +90,7 @@ def overload(question: Question, server: ServerProcess, pool: ProcessPoolExecuto
         "name": question.name,
         "capacity": round(capacity, 1),  # answers per second with four calls in flight
         "offered": round(offered, 1),  # calls per second
-        "unloaded_p99": percentile(unloaded, 99),  # milliseconds at a tenth of the capacity
+        "unloaded_p99": percentile(unloaded, 99),  # milliseconds, at a tenth of the capacity
         "accepted_p50": percentile(accepted, 50),  # probes answered under overload
         "accepted_p99": percentile(accepted, 99),
         "refused_p99": percentile(refused, 99) if refused else 0.0,
@@ -105,7 +105,7 @@ def percentile(seconds: Sequence[float], percent: int) -> float:
 
 
 def overloaded(scale: Scale) -> list[Result]:
-    """Overload a server with each kind of call; server and clients use separate cores if there are two."""
+    """Overload a server with each kind of call, with server and clients on separate cores if there are two."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         with on_core(cores[0]):
@@ -148,7 +148,7 @@ def soak(seconds: float, scale: Scale) -> Result:
 def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fit the growth of memory per second, and its standard error, to means of ten consecutive parts.
 
-    Means are used because memory samples of consecutive seconds are correlated.
+    Means are used because memory samples from consecutive seconds are correlated.
     """
     size = max(1, len(samples) // 10)
     blocks = [np.mean(samples[i : i + size], axis=0) for i in range(0, len(samples) - size + 1, size)]
@@ -163,7 +163,7 @@ def flat(soaked: Result) -> bool:
     return bool(growth <= 0.02 * soaked["first"] or soaked["slope"] <= 2 * soaked["error"])
 
 
-# Column headers and functions that format a cell of a result.
+# Column headers, and functions that format a result's cell in each column.
 Columns = Mapping[str, Callable[[Result], str]]
 
 OVERLOAD: Columns = {
@@ -199,7 +199,7 @@ def tables(kept: Result) -> tuple[Rows, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print the figures, and write them with --json; exit with status 1 if memory grows."""
+    """Measure and print the figures, writing them to a file with --json; exit with status 1 if memory grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--soak", type=float, default=60.0, help="seconds of random calls")
     parser.add_argument("--quick", action="store_true", help="toy sizes; the figures are meaningless")

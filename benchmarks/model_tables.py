@@ -14,25 +14,25 @@ from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPO
 from mmpos.schemes import get_scheme
 
 NAMES = Path(__file__).parents[1] / "tests/golden/model_names.json"
-"""The class and an example checkpoint of each model type, which tests/helpers/model_names.py reads in Transformers."""
+"""The class and an example checkpoint of each model type, read from Transformers by tests/helpers/model_names.py."""
 
 
 def supported() -> str:
-    """Write a table with one row per group of model types with equal cells, in the order of MODEL_TYPES."""
+    """Write a table with one row per group of model types whose cells are equal, in the order of MODEL_TYPES."""
     rows = ["| model_type | scheme | rotation | notes |", "|---|---|---|---|"]
     rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _cells(model) for model in MODEL_TYPES})]
     return "\n".join(rows) + "\n"
 
 
 def encoders() -> str:
-    """Write a table with one row per group of vision encoders with equal cells."""
+    """Write a table with one row per group of vision encoders whose cells are equal."""
     rows = ["| vision encoder | patches | axes of a head | notes |", "|---|---|---|---|"]
     rows += [f"| {names} | {cells} |" for cells, names in _grouped({model: _encoder(model) for model in ENCODERS})]
     return "\n".join(rows) + "\n"
 
 
 def names() -> str:
-    """Write a row for each model type that Transformers has, in the order of the names of classes."""
+    """Write a row for each model type in Transformers, in order of class name."""
     known: dict[str, list[str]] = json.loads(NAMES.read_text(encoding="utf-8"))
     rows = []
     for model, (name, *checkpoint) in known.items():
@@ -46,7 +46,7 @@ def names() -> str:
 
 
 def refused(reasons: Mapping[str, str]) -> str:
-    """Write a line per reason with all model types that are refused for it."""
+    """Write a line per reason, with all model types refused for that reason."""
     return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
 
 
@@ -58,18 +58,18 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "refused": lambda: refused(UNSUPPORTED_TYPES),
     "rotations": lambda: refused(dict(sorted(OTHER_ROTATIONS.items()))),
 }
-"""Texts of pages by name."""
+"""Page texts by name."""
 
 
 def rotation(model: str) -> str:
-    """Describe the axes, allocation and pairing of the default language model of a model type."""
+    """Describe the axes, allocation and pairing of a model type's default language model."""
     axes = get_scheme(MODEL_TYPES[model].scheme).axes
     if axes == 1:
         return "one axis"
     row = class_defaults().get(model, {})
     row = class_defaults()[row["parts"]["thinker_config"]] if "thinker_config" in row.get("parts", {}) else row
     text = {**row.get("parts", {}), **row.get("auto_parts", {})}.get("text_config")
-    if text in OTHER_ROTATIONS:  # can be read only with the settings of the whole model
+    if text in OTHER_ROTATIONS:  # readable only with the settings of the whole model
         return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:

@@ -1,11 +1,11 @@
-"""Train a small transformer with each scheme to answer: which colour is right of, or below, the patch of colour c?
+"""Train a small transformer with each scheme to name the colour to the right of, or below, the patch of colour c.
 
 python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
 python benchmarks/neighbours.py --json                                also write results/ and the plot of the page
 python benchmarks/neighbours.py --schemes rope-tie mrope --seeds 3    selected schemes and three seeds
 
-With --json, trainings whose results are already in the file are skipped, so that an interrupted run continues. After a
-change to the code, delete the file first.
+With --json, training runs whose results are already in the file are skipped, so an interrupted run can be resumed.
+After changing the code, delete the file first.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from mmpos_bench.results import Rows, json_with_rows, markdown
 from mmpos_bench.timing import one_thread
 
 PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
-NONE, GUESS = "none", "(a guess among the other patches)"  # the row without rotations, and the last row of the table
+NONE, GUESS = "none", "(guessing among the other patches)"  # the row without rotations, and the last row of the table
 PLACED = (  # schemes that differ on text and single images, in the order of the table
     *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
     *("mrope-interleave-reset", "v2pe", "videorope", "vrope"),
 )
-# A document consists of filler words, an image, and questions of two words each, a direction and a colour. All patches
+# A document consists of filler words, an image, and questions of two words each: a direction and a colour. All patches
 # of an image have different colours, and questions refer only to patches with a neighbour in that direction.
 COLOURS, DIRECTIONS = 64, ("right", "below")  # the words; an image has at most COLOURS patches
 FILLER_ID = COLOURS + len(DIRECTIONS)  # the last word, also used as padding
@@ -50,7 +50,8 @@ QUESTIONS, MOST_FILLER, BATCH = 8, 4, 32  # questions after an image, maximum fi
 LAYERS, HEADS, HEAD_DIM, HIDDEN = 2, 2, 32, 128
 WIDTH, THETA = HEADS * HEAD_DIM, 100.0  # a small theta, since ids are small
 
-# Ranges of height and width, from 2 so that patches have neighbours. If they differ, half of the images are transposed.
+# Ranges of height and width, starting at 2 so that patches have neighbours. If the two ranges differ, half of the
+# images are transposed.
 Sizes = tuple[tuple[int, int], tuple[int, int]]
 SETS: Mapping[str, Sizes] = {"inside": ((2, 5), (2, 5)), "larger": ((6, 8), (6, 8)), "longer": ((2, 3), (9, 14))}
 """Test sets of images: of the trained sizes and of other sizes."""
@@ -99,12 +100,12 @@ def draw(sizes: Sizes, count: int, random: np.random.Generator) -> Quiz:
 
 
 def held_out(images: int = 300) -> dict[str, Quiz]:
-    """Draw the test images and questions, which are independent of the scheme, the seed and training data."""
+    """Draw the test images and questions, which do not depend on the scheme, the seed or the training data."""
     return {name: draw(SETS[name], images, np.random.default_rng((1, i))) for i, name in enumerate(SETS)}
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal attention and a feed-forward net with residual connections."""
+    """Pre-norm transformer block: causal attention and a feed-forward network, with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Transformer that answers with colours; its initial parameters depend only on the seed, not on the scheme."""
+    """Transformer that predicts colours; its initial parameters depend only on the seed, not on the scheme."""
 
     def __init__(self, scheme: str, seed: int) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COLOURS, bias=False)
 
     def forward(self, quiz: Quiz, positions: DevicePositions | Tensor | None = None) -> Tensor:
-        """Compute (batch, questions, colours) logits in the asked columns, by the scheme or by other positions."""
+        """Compute (batch, questions, colours) logits in the asked columns, using the scheme's positions or others."""
         if positions is None and self.rotary is not None:
             positions = DevicePositions.from_table(mmpos.place(quiz.segments, self.scheme).pad())
         x = self.embedding(torch.from_numpy(quiz.input_ids))
@@ -149,9 +150,9 @@ class Transformer(nn.Module):
         return logits
 
 
-@one_thread()  # one thread per training, so that sums have a fixed order and trainings can run in parallel
+@one_thread()  # one thread per training run, so that sums have a fixed order and several runs fit side by side
 def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[str, Any]:
-    """Train from scratch and test; equal arguments give equal results, except for the CPU seconds."""
+    """Train from scratch and test; equal arguments produce equal results, except for the CPU seconds."""
     began = time.process_time()
     model, random = Transformer(scheme, seed), np.random.default_rng((0, seed))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -161,7 +162,7 @@ def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(quiz.answers).flatten())
         optimizer.zero_grad()
         loss.backward()
-        # The learning rate has a linear warm-up of a tenth of the steps and cosine decay to zero.
+        # The learning rate warms up linearly for a tenth of the steps and decays to zero along a cosine.
         share = min(10 * (step + 1) / steps, 1.0) * (0.5 + 0.5 * cos(pi * step / steps))
         optimizer.param_groups[0]["lr"] = 8e-3 * share
         optimizer.step()
@@ -176,7 +177,7 @@ def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[
 
 
 def guess() -> dict[str, float]:
-    """Compute the accuracy in percent, by set, of random guesses among the other patches of an image."""
+    """Compute the accuracy, in percent and by set, of random guesses among the image's other patches."""
     return {name: round(100 * float(np.mean(1 / (quiz.patches - 1))), 2) for name, quiz in held_out().items()}
 
 
@@ -189,7 +190,7 @@ def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def table(kept: Mapping[str, Any]) -> Rows:
-    """Return a table of accuracies in percent: the mean and the range over seeds."""
+    """Return a table of accuracies in percent, with the mean and the range over seeds."""
     rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
     for name, percent in percents(kept).items():
         spread = (f"{fsum(at) / len(at):.0f} ({at.min():.0f}–{at.max():.0f})" for at in percent.T)
@@ -198,7 +199,7 @@ def table(kept: Mapping[str, Any]) -> Rows:
 
 
 def picture(kept: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel per set, with means as points, ranges as lines and the guess as a dashed line."""
+    """Draw a panel per set, with means as points, ranges as lines, and the accuracy of guessing as a dashed line."""
     schemes = percents(kept)
     with canvas(path, 8.0, 0.26 * len(schemes) + 1.3) as figure:
         panels = figure.subplots(1, len(kept["guess"]), sharey=True)
@@ -219,11 +220,11 @@ def picture(kept: Mapping[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
-    """Run the missing trainings, two at a time; ``toy`` overrides the steps and test images of ``train``."""
+    """Run the missing training runs, two at a time; ``toy`` overrides the steps and test images of ``train``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [NONE, *PLACED]
     parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="schemes to train")
-    parser.add_argument("--seeds", type=int, default=5, help="number of trainings per scheme")
+    parser.add_argument("--seeds", type=int, default=5, help="number of training runs per scheme")
     parser.add_argument("--json", action="store_true", help="write the figures to results/ and draw the plot")
     options = parser.parse_args(arguments)
 
@@ -234,7 +235,7 @@ def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
     done = {(one["scheme"], one["seed"]) for one in outcomes}
     runs = [(scheme, seed) for seed in range(options.seeds) for scheme in options.schemes]
     missing = [run for run in runs if run not in done]
-    # Spawned processes, since the threads of this process do not survive a fork.
+    # Spawn processes, because this process's threads do not survive a fork.
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for outcome in pool.map(train, *zip(*((*run, *toy) for run in missing), strict=True)) if missing else ():
             print(f"{outcome['scheme']}, seed {outcome['seed']}: {outcome['seconds']} s", file=sys.stderr, flush=True)

@@ -15,12 +15,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def fill_in(page: str, mark: str, write: Callable[[str], str]) -> str:
-    """Replace all text between the marks of a page.
+    """Replace all text between marks on a page.
 
     Args:
         page: text of the page.
         mark: "x" for ``<!-- x -->`` and ``<!-- x: name -->``, which ``<!-- /x -->`` closes.
-        write: returns the new text for a name, which may be empty.
+        write: function that returns the new text for a name, which may be empty.
     """
     quote = re.compile(rf"(<!-- {mark}(?:: ([^>]+?))? -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     return quote.sub(lambda match: match[1] + write(match[2] or "") + match[3], page)
@@ -32,7 +32,7 @@ def kept_figures(pattern: str) -> list[dict[str, Any]]:
 
 
 def quoted(pattern: str, tables: Callable[[dict[str, Any]], Iterable[Rows]]) -> str:
-    """Write the tables of all matching files in results/, each with its machine and command."""
+    """Write the tables from all matching files in results/, preceded by each file's machine and command."""
     text = ""
     for kept in kept_figures(pattern):
         text += f"\n{kept['machine']['cpu']}, {kept['machine']['cores']} cores, `{kept['command']}`:\n\n"

@@ -44,12 +44,12 @@ def latent_schemes() -> Matrix:
 
 
 def definitions(matrix: Matrix) -> str:
-    """Write a line with the definition of each property."""
+    """Write a line with each property's definition."""
     return "".join(f"- **{prop.title}**: {prop.definition}\n" for prop in matrix.properties)
 
 
 def counterexamples(matrix: Matrix) -> str:
-    """Write a line with the counterexample of each property that does not hold."""
+    """Write a line with a counterexample for each property that does not hold."""
     failed = ((name, prop) for name, prop, _ in matrix.reasons if matrix[name, prop.name].value is False)
     return "".join(f"- `{name}`, {prop.title}: {matrix[name, prop.name].why}\n" for name, prop in failed)
 
@@ -64,11 +64,11 @@ QUOTES: Mapping[str, Callable[[], str]] = {
     "counterexamples of schemes": lambda: counterexamples(schemes()),
     "counterexamples of encodings": lambda: counterexamples(encodings()),
 }
-"""Texts of pages by name."""
+"""Page texts by name."""
 
 
 def run_suites(runs: Sequence[tuple[str, str]]) -> list[SuiteReport]:
-    """Run suites with malloc settings, each in its own process so that no suite affects the next."""
+    """Run suites with the given malloc settings, each in its own process so that no suite affects the next."""
     reports: list[SuiteReport] = []
     for suite, malloc in runs:
         print(f"{suite}, malloc {malloc}", file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ def run_suites(runs: Sequence[tuple[str, str]]) -> list[SuiteReport]:
 
 
 def keep(reports: Sequence[SuiteReport]) -> Path:
-    """Write reports to the file of this machine, replacing those with the same suite and malloc setting."""
+    """Write reports to this machine's file, replacing earlier ones with the same suite and malloc setting."""
     path = RESULTS / f"{reports[-1].machine.name}.json"
     earlier = from_json(path.read_text(encoding="utf-8")) if path.exists() else ()
     merged = {(report.suite, report.machine.malloc): report for report in (*earlier, *reports)}
@@ -89,7 +89,7 @@ def keep(reports: Sequence[SuiteReport]) -> Path:
 
 
 def named(run: str) -> list[tuple[str, str]]:
-    """Parse SUITE or SUITE:MALLOC into pairs of suite and malloc setting."""
+    """Parse SUITE or SUITE:MALLOC into (suite, malloc setting) pairs."""
     suite, _, malloc = run.partition(":")
     if suite not in SUITES or malloc not in ("", *MALLOCS):
         raise argparse.ArgumentTypeError(f"got {run!r}, want one of {', '.join(SUITES)}, optionally :default or :tuned")
@@ -107,7 +107,7 @@ def quoted_table(name: str) -> str:
 
 
 def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:
-    """Write the text of a page with a name."""
+    """Return the page text with the given name."""
     if name not in quotes:
         raise SystemExit(f"quote: got {name!r}, want one of {', '.join(quotes)}")
     return quotes[name]()
@@ -120,14 +120,14 @@ MARKS: Mapping[str, Callable[[str], str]] = {
     "endurance": lambda _: quoted("*.endurance.json", endurance.tables),
     "neighbours": lambda _: quoted("neighbours-*.json", lambda kept: [neighbours.table(kept)]),
 }
-"""Marks of pages, and functions that write the text between them."""
+"""Marks on pages, and functions that write the text between the marks."""
 
 
 def filled_in(page: str) -> str:
-    """Return a page with all of its tables updated.
+    """Return the page with all of its tables updated.
 
     Raises:
-        SystemExit: a table has no figures, or a name is unknown.
+        SystemExit: there are no figures for a table, or a name is unknown.
     """
     for mark, write in MARKS.items():
         page = fill_in(page, mark, write)

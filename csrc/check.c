@@ -1,4 +1,4 @@
-/* Check the arrays of a placed table. mmpos/positions/table_rows.py has the same checks, with error messages. */
+/* Check the arrays of a placed table. mmpos/positions/table_rows.py makes the same checks and raises the errors. */
 
 #include <math.h>
 

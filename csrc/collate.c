@@ -1,4 +1,5 @@
-/* Collate examples into the arrays of a batch, packed in one row or padded to rows of equal length; join tables. */
+/* Collate examples into the arrays of a batch, either packed in one row or padded to rows of equal length, and
+ * concatenate tables. */
 
 #include <stdlib.h>
 
@@ -6,7 +7,7 @@
 
 enum { PATCH = 1, AUDIO_TOKEN = 3, IGNORE_INDEX = -100 }; /* see mmpos/segments/kinds.py and mmpos/data/examples.py */
 
-/* Names of the attributes to read: of an example, its sequence, and the positions of the sequence. */
+/* Names of the attributes to read from an example, its sequence, and the positions of that sequence. */
 enum {
     SEQUENCE,
     LABELS,
@@ -24,7 +25,7 @@ enum {
     NAMES
 };
 
-/* A document and its columns in the batch: from `first` with padding; its tokens begin at `start`. */
+/* A document and its columns in the batch: they begin at `first` including padding; its tokens begin at `start`. */
 typedef struct {
     Buffers buffers;
     Vector input_ids, labels;
@@ -33,7 +34,7 @@ typedef struct {
     int64_t tokens, first, start, stop;
 } Document;
 
-/* First token of each run and one past its last. */
+/* For each run, its first token and one past its last. */
 typedef struct {
     int64_t *edges;
     int64_t count, room;
@@ -46,11 +47,11 @@ typedef struct {
     int64_t rest; /* padding after the last document, which counts as a document */
     int64_t pad_token_id;
     Runs patches, audio;
-    PyObject *scheme;                      /* of the first example */
-    int alike, fractional, pixels, padded; /* alike: all have one scheme */
+    PyObject *scheme;                      /* scheme of the first example */
+    int alike, fractional, pixels, padded; /* alike: all have the same scheme */
 } Batch;
 
-/* The arrays of the result, in order; their buffers are held until all are filled. */
+/* The arrays of the result, in order; their buffers are held until every array is filled. */
 enum { COLUMNS, HEADER, IDS, TRAINED, TEXT_IDS, CU_SEQLENS, MASK, THW, IMAGES, FEATURES, AUDIOS, HEARD, ARRAYS };
 
 typedef struct {
@@ -115,7 +116,8 @@ static int ascend(const Matrix *spans, int64_t tokens) {
     return 1;
 }
 
-/* Read the arrays of a table and its number of tokens, at least its number of segments; names: of these three. */
+/* Read the two arrays of a table and its number of tokens, whose attributes `names` lists; return 0 for anything else,
+ * or for more segments than tokens. */
 static int take_table(Document *document, PyObject *positions, PyObject *const *names, int64_t *tokens) {
     const Matrix *table = &document->table;
     PyObject *count = attribute(positions, names[2]);
@@ -136,7 +138,7 @@ static int take_positions(Document *document, PyObject *positions, PyObject *con
            entry(header, FIRST_TOKEN, 0) == 0;
 }
 
-/* Check that the scheme of positions is that of the previous ones, and whether they are fractional. */
+/* Record whether the positions have the same scheme as the previous ones, and whether they are fractional. */
 static int take_scheme(Batch *batch, PyObject *positions, PyObject *const *names) {
     PyObject *scheme = attribute(positions, names[SCHEME]), *fractional = attribute(positions, names[FRACTIONAL]);
     int fits = scheme != NULL && PyUnicode_Check(scheme) && fractional != NULL && PyBool_Check(fractional);
@@ -185,7 +187,7 @@ static int take_documents(Batch *batch, PyObject *examples, PyObject *const *nam
     return 1;
 }
 
-/* Lay out the documents; return 0 if one exceeds the length, or the number of tokens int32. */
+/* Lay out the documents; return 0 if one exceeds the length or the number of tokens exceeds int32. */
 static int lay_out(Batch *batch, int64_t multiple, int64_t length, int left) {
     int64_t longest = 0;
     for (int64_t i = 0; i < batch->count; i++) {
@@ -233,7 +235,7 @@ static int add_run(Runs *runs, int64_t first, int64_t stop, int joins) {
     return 1;
 }
 
-/* Add tokens i to stop of a document, all patches, as runs split where images begin. */
+/* Add tokens i to stop of a document, which must all be patches, as runs that are split where images begin. */
 static int add_patches(Batch *batch, const Document *document, int64_t i, int64_t stop, int64_t *image) {
     const Matrix *spans = &document->spans;
     for (int64_t next; i < stop; i = next) {
@@ -324,7 +326,7 @@ static void copy(char *out, int64_t at, const char *values, int64_t stride, int6
     }
 }
 
-/* Number the tokens of a document and the padding after it; padding before it has 0. */
+/* Number the tokens of a document and the padding after it; padding before it gets 0. */
 static void number(char *text_ids, int64_t first, int64_t start, int64_t stop) {
     int32_t *out = (int32_t *)(void *)text_ids;
     memset(out + first, 0, (size_t)(start - first) * 4);
@@ -434,7 +436,7 @@ static void put_all(Arrays *arrays, const Batch *batch) {
     put_runs(&batch->audio, arrays->data[AUDIOS], arrays->data[HEARD]);
 }
 
-/* Read the arguments of the layout; return 0 if one is wrong. */
+/* Read the layout arguments; return 0 if one is wrong. */
 static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     for (int i = 0; i < 3; i++) {
         numbers[i] = args[i] == Py_None ? 0 : PyLong_CheckExact(args[i]) ? PyLong_AsLongLong(args[i]) : -1;
@@ -444,7 +446,7 @@ static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     return numbers[0] > 0 && numbers[0] <= INT32_MAX && numbers[1] >= 0 && numbers[1] <= INT32_MAX && numbers[2] >= 0;
 }
 
-/* Return the number of tokens per document if all have the same, else 0. */
+/* Return the number of tokens per document if it is the same for all documents, else 0. */
 static int64_t row_length(const Batch *batch) {
     int64_t length = batch->documents[0].stop;
     for (int64_t i = 1; i < batch->count; i++) {
@@ -489,9 +491,9 @@ static PyObject *collated(Batch *batch, Arrays *arrays) {
 
 /* collate(examples, names, makers, multiple_of, length, pad_token_id, side) -> (arrays, two booleans) or None.
  *
- * examples: list; names: attributes to read; makers: empty, int64 and int32 of numpy; length: int or None; side: side
- * of the padding in rows of equal length, "right" or "left", or None for a single row. The arrays are those of
- * `_Arrays` in mmpos/data/collate.py; the arrays of the mask and of audio are None if the batch has neither. */
+ * examples: list; names: attributes to read; makers: numpy's empty, int64 and int32; length: int or None; side: where
+ * rows of equal length are padded, "right" or "left", or None for a single row. The arrays are those of `_Arrays` in
+ * mmpos/data/collate.py; the mask is None for a single row, and the audio arrays are None without audio. */
 PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *names[NAMES], *result = NULL;
     Batch batch = {0};
@@ -529,7 +531,7 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
     return answer(&arrays.buffers, result);
 }
 
-/* Read tables of a class, one after another; return their number of documents, or -1 if one does not match. */
+/* Read tables of one class in order; return their total number of documents, or -1 if a table does not match. */
 static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyObject *const *names) {
     int64_t headers = 0;
     for (int64_t i = 0; i < batch->count; i++) {
@@ -554,7 +556,7 @@ static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyOb
 
 /* concatenate(tables, class, names) -> (bytearray of the table, bytearray of its documents, tokens), or None.
  *
- * tables: list of placed tables of this class; names: attributes that hold their table, documents and tokens. */
+ * tables: list of placed tables of this class; names: attributes of a table's arrays and number of tokens. */
 PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *names[3], *result = NULL;
     Batch batch = {0};

@@ -1,15 +1,15 @@
-/* Cut a table from another: ranges of its tokens, with text or padding around them, in one pass over the segments of
- * the ranges. mmpos/positions/table_rows.py does the same segment by segment. */
+/* Cut ranges of tokens out of a table, with text or padding around them, in one pass over the segments of the ranges.
+ * mmpos/positions/table_rows.py does the same segment by segment. */
 
 #include "table.h"
 
 enum { LAYOUT_CONTIGUOUS = 1, LAYOUT_SEQUENCE = 2 }; /* bits of a layout index */
 
-/* An argument: a number per document or range, or one number for all, with a size of -1. */
+/* An argument: one number per document or range, or a single number for all, with a vector of size -1. */
 typedef struct {
     Vector vector; /* no data if the argument is None */
     int64_t one;
-    PyObject *room; /* owner of the numbers of a list */
+    PyObject *room; /* owns the numbers read from a list */
 } Numbers;
 
 typedef struct {
@@ -17,10 +17,11 @@ typedef struct {
     Matrix cut, header;      /* result; no data while segments are counted */
     int64_t tokens, segments, length,
         opened;   /* tokens of the source; segments, tokens and documents of the result so far */
-    int64_t near; /* segment found last */
+    int64_t near; /* the segment found last */
 } Cut;
 
-/* Return the last segment that begins at or before a token, searched from the previous result: most ranges ascend. */
+/* Return the last segment that begins at or before a token, searching from the previous result because most ranges
+ * ascend. */
 static int64_t segment_at(Cut *cut, int64_t token) {
     int64_t low = cut->near, step = 1, count = cut->table.columns;
     if (entry(&cut->table, OFFSET, low) > token) {
@@ -57,7 +58,7 @@ static void copy_columns(Cut *cut, int64_t first, int64_t count) {
     }
 }
 
-/* Append tokens start to stop of the source; return 0 if it does not have them. */
+/* Append tokens start to stop of the source; return 0 if the source does not contain them. */
 static int put_range(Cut *cut, int64_t start, int64_t stop) {
     if (start < 0 || stop < start || stop > cut->tokens || (start < stop && cut->table.columns == 0)) {
         return 0;
@@ -86,7 +87,7 @@ static int put_range(Cut *cut, int64_t start, int64_t stop) {
     return 1;
 }
 
-/* Append a run of text from an id, or of padding, whose id and step are 0. */
+/* Append a run of text that begins at an id, or a run of padding, for which id and step are 0. */
 static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
     if (tokens == 0) {
         return 1;
@@ -105,7 +106,7 @@ static int put_run(Cut *cut, int64_t tokens, int64_t id, int64_t step) {
     return 1;
 }
 
-/* Begin the next document of the result, with the next position of document d of the source. */
+/* Begin the next document of the result, with the next position and delta of the source's document d. */
 static void open_document(Cut *cut, int64_t segment, int64_t token, int64_t d) {
     if (cut->header.data != NULL && cut->opened < cut->header.columns) {
         put_entry(&cut->header, FIRST_SEGMENT, cut->opened, segment);
@@ -137,7 +138,7 @@ static int put_across(Cut *cut, int64_t start, int64_t stop) {
         if (first >= stop) {
             break;
         }
-        /* The source segment appended last is the last of the result, so both are counted back from it. */
+        /* The last source segment appended is the last one of the result, so count back from it in both. */
         int64_t behind = minus(plus(cut->near, 1), entry(documents, FIRST_SEGMENT, cut->opened));
         open_document(cut, first > start ? minus(cut->segments, behind) : segments,
                       first > start ? minus(cut->length, stop - first) : length, cut->opened);
@@ -145,7 +146,7 @@ static int put_across(Cut *cut, int64_t start, int64_t stop) {
     return 1;
 }
 
-/* Append tokens from `start`, counted within a document, then text at its next position past its end. */
+/* Append tokens from `start`, counted within a document; past its end, append text at its next position. */
 static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
     if (d < 0 || d >= cut->documents.columns || start < 0 || tokens < 0 || tokens > INT32_MAX) {
         return 0;
@@ -160,7 +161,7 @@ static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
     if (rest == 0) {
         return 1;
     }
-    int64_t id = plus(next, start < known ? 0 : minus(start, known)); /* far below int32 without a next position */
+    int64_t id = plus(next, start < known ? 0 : minus(start, known)); /* far below int32 if there is no next position */
     if (id < INT32_MIN || id > INT32_MAX || id + rest - 1 > INT32_MAX) {
         return 0;
     }
@@ -180,7 +181,7 @@ static int put_padded(Cut *cut, int64_t d, int64_t length, int on_the_left) {
            put_run(cut, on_the_left ? 0 : length - known, 0, 0);
 }
 
-/* Append the block, or two blocks, of a rank: of each document, or of all documents as one sequence. */
+/* Append a rank's one or two blocks of each document, or of all documents as one sequence. */
 static int put_shard(Cut *cut, int64_t rank, int64_t world_size, int64_t layout) {
     int64_t blocks = layout & LAYOUT_CONTIGUOUS || world_size == 1 ? 1 : 2, whole = layout & LAYOUT_SEQUENCE;
     if (world_size < 1 || world_size > INT32_MAX || rank < 0 || rank >= world_size) {
@@ -206,7 +207,7 @@ static int64_t number(const Numbers *numbers, int64_t i) {
     return item(&numbers->vector, numbers->vector.size < 0 ? 0 : i);
 }
 
-/* Append everything; only count it while the result has no data. */
+/* Append everything, or only count it while the result has no data. */
 static int put_all(Cut *cut, int64_t rule, int64_t count, const Numbers *asked) {
     int fits = 1;
     cut->segments = cut->length = cut->opened = cut->near = 0;
@@ -264,7 +265,7 @@ static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
     numbers->vector.stride = 8;
     int fits = 1;
     for (Py_ssize_t i = 0; fits && i < count; i++) {
-        PyObject *each = PySequence_GetItem(object, i); /* own reference: another thread may change the list */
+        PyObject *each = PySequence_GetItem(object, i); /* owned, since another thread may change the list */
         int64_t value = 0;
         fits = read_int(each, &value);
         put(&numbers->vector, i, value);
@@ -273,10 +274,10 @@ static int take_numbers(Buffers *buffers, PyObject *object, Numbers *numbers) {
     return fits;
 }
 
-/* Return whether each argument has the number of values that the rule takes. */
+/* Return whether each argument has the number of values that the rule requires. */
 static int numbers_fit(int64_t rule, int64_t count, const Numbers *asked) {
     static const int wanted[] = {2, 3, 3, 1, 2}; /* arguments of each rule */
-    int each = rule == TAKE || rule == WINDOW;   /* one number for all is not allowed */
+    int each = rule == TAKE || rule == WINDOW;   /* a single number for all is not allowed */
     int fits = rule >= TAKE && rule <= LENGTHEN && (count >= 0 || !each);
     for (int i = 0; fits && i < wanted[rule]; i++) {
         const Vector *vector = &asked[i].vector;
@@ -317,7 +318,7 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
 /* cut(table, documents, tokens, rule, a, b, c) -> (bytearray of the table, bytearray of its documents, tokens), or
  * None.
  *
- * The first three arguments are those of a placed table. Arguments a to c that a rule does not use are None:
+ * The first three arguments are those of a placed table. Pass None for those of a to c that a rule does not use:
  *
  *   TAKE      starts, stops of ranges of tokens
  *   SHARD     rank, world size, layout index

@@ -1,5 +1,5 @@
-/* Write the ids of all tokens of a placed table. The numbers in the table are not trusted: whatever they are, nothing
- * is written outside out. */
+/* Write the ids of all tokens of a placed table. The numbers in the table are not trusted: whatever their values,
+ * nothing is written outside `out`. */
 
 #include <math.h>
 
@@ -20,7 +20,7 @@ static inline int64_t whole_rows(int64_t tokens, int64_t width, int64_t most) {
     return tokens / width < most ? tokens / width : most;
 }
 
-#define SHORT 8 /* most whole vectors of rows that unrolled loops write */
+#define SHORT 8 /* the most whole vectors per row that the unrolled loops write */
 
 /* Return whether all numerators of a segment on an axis, and all intermediate sums, are exact as doubles. */
 static inline int exact(const Segment *s, const int64_t *steps) {
@@ -31,17 +31,17 @@ static inline int exact(const Segment *s, const int64_t *steps) {
     return reach < 9007199254740992.0; /* 2**53 */
 }
 
-/* Return the same ids in fewer, longer rows if possible. */
+/* Return a segment with the same ids in fewer, longer rows if possible. */
 static inline Segment stretched(Segment s, int64_t *steps) {
     if (s.width == 1) { /* a column becomes a row */
         s.width = s.height;
         s.height = 1;
         steps[STEP_COL] = steps[STEP_ROW];
     }
-    if (s.width == 1) { /* frames of one token become a row without end */
+    if (s.width == 1) { /* frames of one token become one endless row */
         s.width = INT64_MAX;
         steps[STEP_COL] = steps[STEP_FRAME];
-    } else if (s.height == 1) { /* frames of one row become rows of one frame */
+    } else if (s.height == 1) { /* frames of one row become the rows of one frame */
         s.height = INT64_MAX;
         steps[STEP_ROW] = steps[STEP_FRAME];
     }

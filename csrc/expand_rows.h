@@ -1,10 +1,10 @@
 /* Write rows of ids of one element type. expand_vectors.h includes this file once per type, with its own macros and
  *
- *   T        element type: double, or an unsigned integer, whose sums wrap around to the right result
+ *   T        element type: double, or an unsigned integer type, whose sums wrap around to the right result
  *   NAME(x)  name of x for this type
  *   OUT(x)   output for a numerator x: x itself, or its quotient or product with `unit`
  *
- * Output may be unaligned: it is written by memcpy, which compilers turn into unaligned vector stores. */
+ * Output may be unaligned: it is written with memcpy, which compilers turn into unaligned vector stores. */
 
 #define SIZE ((int64_t)sizeof(T))
 
@@ -42,7 +42,7 @@ static TARGET ALWAYS_INLINE NAME(vector) NAME(ramp)(T step) {
     return ramp;
 }
 
-/* Write rows of `before` (a constant) whole vectors, and a last one that overlaps the one before it. */
+/* Write rows of `before` whole vectors (a constant) and a last vector that overlaps the one before it. */
 static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64_t width, const int64_t before, T value,
                                                   T step_row, T step_col, T unit) {
     NAME(vector) column[SHORT + 1], start = NAME(all)(value), down = NAME(all)(step_row);
@@ -62,8 +62,8 @@ static TARGET ALWAYS_INLINE void NAME(short_rows)(char *out, int64_t rows, int64
     }
 }
 
-/* Write rows shorter than a vector: each as a vector whose excess the next row overwrites, but the last ones by
- * element. */
+/* Write rows shorter than a vector. Each is written as a whole vector, whose excess the next row overwrites; the last
+ * rows are written element by element. */
 static TARGET inline void NAME(narrow_rows)(char *out, int64_t rows, int64_t width, T value, T step_row, T step_col,
                                             T unit) {
     NAME(vector) next = NAME(ramp)(step_col) + NAME(all)(value), down = NAME(all)(step_row);
@@ -76,7 +76,7 @@ static TARGET inline void NAME(narrow_rows)(char *out, int64_t rows, int64_t wid
     }
 }
 
-/* Write a row of many vectors, four independent ones at a time, and a last one that ends the row. */
+/* Write a row of many vectors, four independent vectors at a time, and a last vector that ends with the row. */
 static TARGET inline void NAME(long_row)(char *out, int64_t width, T value, T step, T unit) {
     const NAME(vector) ramp = NAME(ramp)(step), right = NAME(all)((T)LANES * step), far = right * 4;
     NAME(vector) first = ramp + NAME(all)(value);
@@ -109,7 +109,7 @@ static TARGET void NAME(rows)(char *out, int64_t rows, int64_t width, T value, T
     case n:                                                                     \
         NAME(short_rows)(out, rows, width, n, value, step_row, step_col, unit); \
         return;
-    switch ((width - 1) / LANES) { /* common widths of images */
+    switch ((width - 1) / LANES) { /* common image widths */
         CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 #undef CASE

@@ -1,4 +1,5 @@
-/* Write the ids of a table in every element type, with vectors of one width. Included once per width, with
+/* Write the ids of a table in every element type, with vectors of one width. expand.c includes this file once per
+ * width, with
  *
  *   V       bytes per vector
  *   TARGET  attribute of functions that use these vectors
@@ -38,14 +39,14 @@ static TARGET inline void W(put_ids)(char *out, char format, const Segment *s, c
         W(segment_int64)(out, s, steps, 1);
     } else if (denominator == 1) {
         W(segment_whole)(out, s, steps, 1);
-    } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: equally exact, and faster */
+    } else if ((denominator & (denominator - 1)) == 0) { /* halves and quarters: a product is as exact and faster */
         W(segment_product)(out, s, steps, 1 / (double)denominator);
     } else {
         W(segment_quotient)(out, s, steps, (double)denominator);
     }
 }
 
-/* Fill out row by row; return 0 if the table is malformed or has numerators that are not exact as doubles. */
+/* Fill out row by row; return 0 if the table is malformed or a numerator is not exact as a double. */
 static TARGET int W(expand)(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes) {
     int64_t begin = 0;
     for (int64_t column = 0; column < table->columns; column++) {

@@ -1,4 +1,4 @@
-/* Canonical forms of the ids of documents, which fingerprints hash; see mmpos/analysis/fingerprint.py. */
+/* Compute canonical forms of documents' ids, which the fingerprints hash; see mmpos/analysis/fingerprint.py. */
 
 #include "table.h"
 
@@ -10,7 +10,7 @@ static uint32_t id_at(const Matrix *ids, int64_t axis, int64_t token) {
 
 static void put_uint32(char *form, int64_t i, uint32_t value) { memcpy(form + 4 * i, &value, 4); }
 
-/* Return the first token from `token` on at which ids do not continue by `steps` from the previous token; else end. */
+/* Return the first token from `token` on whose ids are not the previous token's plus `steps`, else `end`. */
 static int64_t end_of_run(const Matrix *ids, int64_t last, int64_t token, int64_t end, const uint32_t *steps) {
     for (int64_t axis = 0; axis < ids->rows && token < end; axis++) {
         uint32_t id = id_at(ids, axis, last), step = steps[axis];
@@ -24,8 +24,9 @@ static int64_t end_of_run(const Matrix *ids, int64_t last, int64_t token, int64_
     return end;
 }
 
-/* Find the runs of equal steps in segments, without padding; return their number, or -1 for a malformed table. A form
- * of this many runs is filled with their numbers of tokens and their steps on each axis. */
+/* Find the runs of equal steps in the segments, skipping padding; return the number of runs, or -1 for a malformed
+ * table. If `form` has room for exactly that number, the runs' token counts and their steps on each axis are written
+ * there. */
 static int64_t find_runs(const Matrix *table, const Matrix *ids, int64_t first, int64_t stop, char *form,
                          int64_t most) {
     int64_t runs = 0, tokens = 0, last = 0;
@@ -38,8 +39,7 @@ static int64_t find_runs(const Matrix *table, const Matrix *ids, int64_t first, 
         }
         for (end = is_padding(table, s) ? token : end; token < end; last = token - 1) {
             int64_t next = tokens > 1 ? end_of_run(ids, last, token, end, steps) : token;
-            int64_t new =
-                next == token; /* the first token, whose step is its id, and the second one always begin runs */
+            int64_t new = next == token; /* the first two tokens always begin runs; the first one's step is its id */
             for (int64_t axis = 0; new && axis < ids->rows; axis++) {
                 steps[axis] = id_at(ids, axis, token) - (tokens > 0 ? id_at(ids, axis, last) : 0);
                 if (runs < most) {
@@ -58,7 +58,8 @@ static int64_t find_runs(const Matrix *table, const Matrix *ids, int64_t first, 
     return runs;
 }
 
-/* Return the form of a document as bytes: number of axes, 0 for integer ids, runs; NULL for a malformed table. */
+/* Return the form of a document as bytes (the number of axes, 0 for integer ids, the runs), or NULL for a malformed
+ * table. */
 static PyObject *form_of(const Matrix *table, const Matrix *ids, int64_t first, int64_t stop) {
     int64_t runs = first < 0 || stop > table->columns ? -1 : find_runs(table, ids, first, stop, NULL, 0);
     PyObject *form = runs < 0 ? NULL : PyBytes_FromStringAndSize(NULL, 2 + 4 * (1 + ids->rows) * runs);
@@ -71,7 +72,7 @@ static PyObject *form_of(const Matrix *table, const Matrix *ids, int64_t first, 
     return form;
 }
 
-/* forms(table, documents, tokens) -> list of bytes, or None. The arrays are those of a placed table of integer ids. */
+/* forms(table, documents, tokens) -> list of bytes, or None. The arrays are those of a placed table of int32 ids. */
 PyObject *native_forms(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t axes[MAX_IDS] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint16_t one = 1; /* its first byte is 0 on big-endian machines, which cannot use forms */

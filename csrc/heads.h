@@ -1,11 +1,12 @@
-/* Rotate the channels of one head: float32 arithmetic, one rounding at the end. Included once per vector width, with
+/* Rotate the channels of one head in float32, rounding once at the end. This file is included once per vector width,
+ * with
  *
  *   V        bytes per vector
  *   NAME(x)  name of x for this width
  *
- * bfloat16 is the upper half of float32. A shift and a mask turn a word of two bfloat16 into two floats, and back: no
- * lane ever moves. Therefore cos and sin for bfloat16 are stored with even pairs before odd pairs, in groups of V / 2
- * pairs; see order_of in tokens.c. out may be x.
+ * bfloat16 is the upper half of float32. A shift and a mask convert a word of two bfloat16 values to two floats and
+ * back, so no lane ever moves. Therefore cos and sin for bfloat16 are stored with even pairs before odd pairs, in
+ * groups of V / 2 pairs; see order_of in tokens.c. `out` may be `x`.
  *
  * Each function rotates whole vectors of pairs from j on, and returns the next pair. */
 
@@ -16,10 +17,11 @@ typedef uint32_t NAME(words) __attribute__((vector_size(V)));
 #define STORE(to, variable) memcpy(to, &(variable), V)
 #define LOW(word) ((NAME(floats))((word) << 16))
 #define HIGH(word) ((NAME(floats))((word) & 0xFFFF0000u))
-/* Round two floats to the nearest bfloat16, ties to even. A NaN stays a NaN: its low bits are zero, so none carries. */
+/* Round two floats to the nearest bfloat16, ties to even. A NaN stays a NaN because its low bits are zero and nothing
+ * carries. */
 #define UPPER(low, high) ((NAME(words))(low) >> 16 | ((NAME(words))(high) & 0xFFFF0000u))
-/* With vectors of 64 bytes, three logic operands are one instruction: round both halves at once, by cutting them and
- * adding 1 where the lower half is above a half, or is a half below an odd number. */
+/* With 64-byte vectors, a logic operation on three operands is one instruction. Round both numbers at once: truncate
+ * them, and add 1 where the discarded bits exceed one half, or equal one half and the truncated number is odd. */
 #if V == 64
 typedef uint16_t NAME(halves) __attribute__((vector_size(V)));
 #define LOWER(low, high) (((NAME(words))(low) & 0xFFFFu) | (NAME(words))(high) << 16)
@@ -98,7 +100,7 @@ static ALWAYS_INLINE int64_t NAME(fp32_squares)(const char *x, int64_t channels,
 }
 
 #if V == 16
-/* Select four elements of two vectors by index; 4 to 7 are those of the second vector. */
+/* Select four elements from two vectors by index; 4 to 7 select from the second vector. */
 #ifdef __clang__
 #define PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
 #else

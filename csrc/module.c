@@ -4,7 +4,7 @@
 
 char format_of(const Py_buffer *buffer) {
     const char *format = buffer->format;
-    if (format == NULL || format[0] == '\0' || format[1] != '\0') { /* want one native element without a byte order */
+    if (format == NULL || format[0] == '\0' || format[1] != '\0') { /* accept one native element without a byte order */
         return 0;
     }
     switch (format[0]) {
@@ -33,7 +33,7 @@ static Py_buffer *take_any(Buffers *buffers, PyObject *object, int flags) {
         PyErr_Clear();
         return NULL;
     }
-    buffers->count++; /* released with the others, even if it is rejected */
+    buffers->count++; /* released with the others even if it is rejected */
     return buffer;
 }
 
@@ -106,7 +106,7 @@ static PyMethodDef methods[] = {
 
 static PyModuleDef_Slot slots[] = {
 #ifdef Py_GIL_DISABLED
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* calls share nothing, and hold references to the items of lists */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* calls share no state and hold references to the list items they read */
 #endif
     {0, NULL},
 };

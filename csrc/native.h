@@ -1,9 +1,10 @@
-/* Shared declarations of the extension. Limited API of CPython 3.11, without numpy headers: arrays are buffers.
+/* Shared declarations of the extension. It uses CPython's 3.11 limited API and no numpy headers: arrays are read as
+ * buffers.
  *
  * A function declines, with False or None, any argument that the fast path does not support, including wrong ones. The
- * caller then runs the Python implementation, which has the error messages. Exceptions are only for wrong calls, such
- * as a wrong number of arguments, and if memory runs out. Numbers in arrays are not trusted: whatever they are,
- * nothing outside the arrays is read or written. */
+ * caller then runs the Python implementation, which raises the errors. A function sets an exception only for a wrong
+ * call, such as one with the wrong number of arguments, or if memory runs out. Numbers in arrays are not trusted:
+ * whatever their values, nothing outside the arrays is read or written. */
 
 #ifndef MMPOS_NATIVE_H
 #define MMPOS_NATIVE_H
@@ -17,11 +18,11 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Less work than this ends before another thread could use the interpreter. */
+/* Less work than this finishes before another thread could use the interpreter. */
 #define RELEASE_GIL_BYTES (1 << 16)
 
-/* Code for wide vectors, compiled from the same source and used if the CPU supports them. Vectors of 64 bytes are used
- * only on CPUs with avx512vbmi2, since earlier ones slow their clock down. */
+/* Code for wide vectors, compiled from the same source and used if the CPU supports them. 64-byte vectors are used only
+ * on CPUs with avx512vbmi2, because earlier CPUs lower their clock for them. */
 #if defined(__GNUC__) && defined(__x86_64__)
 #define WIDE __attribute__((target("avx2")))
 #define WIDEST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
@@ -47,7 +48,7 @@ enum { SHORT, LONG, LONGEST }; /* vectors of at most 16, 32 or 64 bytes */
 /* Kinds of segments; see mmpos/segments/kinds.py. */
 enum { TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL, TILE };
 
-/* Buffers that a function holds, released together. */
+/* Buffers that a function holds and releases together. */
 typedef struct {
     int count;
     Py_buffer taken[20];
@@ -63,7 +64,7 @@ typedef struct {
 typedef struct {
     char *data;
     int64_t rows, columns, row_stride, column_stride, itemsize;
-    char format; /* of the elements; see format_of */
+    char format; /* format of the elements; see format_of */
 } Matrix;
 
 /* 'B' uint8, '?' bool, 'h' int16, 'i' int32, 'q' int64, 'f' float32, 'd' float64, or 0 for anything else. */
@@ -72,8 +73,8 @@ char format_of(const Py_buffer *buffer);
 /* Get a buffer with this number of dimensions; return NULL, with no exception set, for any other object. */
 Py_buffer *take_buffer(Buffers *buffers, PyObject *object, int dimensions, int flags);
 
-/* Get a buffer of one or two dimensions, a vector with this format; return 0, with no exception set, for any other
- * object. */
+/* Get a buffer with one or two dimensions; a vector must have this format. Return 0, with no exception set, for any
+ * other object. */
 int take_vector(Buffers *buffers, PyObject *object, char format, int flags, Vector *vector);
 int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix);
 
@@ -82,7 +83,7 @@ int take_matrix(Buffers *buffers, PyObject *object, int flags, Matrix *matrix);
 Py_buffer *take_flat(Buffers *buffers, PyObject *object, char format, int flags);
 void release(Buffers *buffers);
 
-/* Release the buffers; return the result, or None if there is neither a result nor an exception. */
+/* Release the buffers; return the result, or None if there is no result and no exception is set. */
 PyObject *answer(Buffers *buffers, PyObject *result);
 
 /* Return whether the number of arguments is right; set a TypeError otherwise. */
@@ -111,12 +112,12 @@ static inline void put_entry(const Matrix *matrix, int64_t row, int64_t column, 
     put_int64(matrix->data + row * matrix->row_stride + column * matrix->column_stride, value);
 }
 
-/* Sums that wrap around, as in numpy. */
+/* Sums and differences that wrap around, as in numpy. */
 static inline int64_t plus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
 
 static inline int64_t minus(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
 
-/* Return the number of tokens of a segment; 0 if it has none, or more than allowed. */
+/* Return the number of tokens of a segment; 0 if it has no tokens or more than allowed. */
 static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, int64_t separator) {
     if (frames < 1 || height < 1 || width < 1 || frames > INT32_MAX || height > INT32_MAX || width > INT32_MAX) {
         return 0;
@@ -129,7 +130,7 @@ static inline int64_t tokens_of(int64_t frames, int64_t height, int64_t width, i
     return tokens > INT32_MAX ? 0 : tokens;
 }
 
-/* Return the length of a list or tuple; -1 for subclasses, whose iteration may differ. */
+/* Return the length of a list or tuple; -1 for other objects and for subclasses, which may iterate differently. */
 Py_ssize_t length_of(PyObject *list);
 
 PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -1,4 +1,4 @@
-/* Cut pixels into patches: unchanged, or with each level looked up in a table that Python computed. */
+/* Cut pixels into patches, either unchanged or with each level looked up in a table that Python computed. */
 
 #include "native.h"
 
@@ -6,24 +6,24 @@
 #include <emmintrin.h>
 #endif
 
-enum { LARGEST = 32 };       /* maximum side of a patch of floats, so that it fits the L1 cache */
-enum { STREAMED = 1 << 22 }; /* size in bytes from which output bypasses the caches */
-enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* MOST: largest side of a block and number of frames */
+enum { LARGEST = 32 };                              /* largest side of a float patch that still fits the L1 cache */
+enum { STREAMED = 1 << 22 };                        /* output of at least this many bytes bypasses the caches */
+enum { COLOURS = 3, LEVELS = 256, MOST = 1 << 20 }; /* MOST: limit of the block side and of frames */
 
-/* Source and destination of patches. The patches of a block are consecutive in out; block is 1 for raster order. */
+/* Source and destination of patches. The patches of a block are consecutive in `out`; `block` is 1 for raster order. */
 typedef struct {
     const char *pixels;
-    int64_t height, width, row_stride; /* of pixels; a row is contiguous */
+    int64_t height, width, row_stride; /* size and stride of pixels; a row is contiguous */
     int64_t patch, block, frames;      /* frames: copies of each plane; 0 leaves patches unchanged */
     const float *levels;               /* (COLOURS, LEVELS), or NULL to copy bytes */
     char *out;
     int stream; /* whether output bypasses the caches */
 } Cut;
 
-/* Function that writes the patch at these pixels, and returns the address of the next one. */
+/* A function that writes the patch at these pixels and returns the address of the next patch. */
 typedef char *Write(const Cut *cut, const char *pixels, char *out, int64_t patch);
 
-/* Copy bytes. For a few dozen bytes, a call of memcpy costs more than the copy. */
+/* Copy bytes. For a few dozen bytes, calling memcpy costs more than the copy itself. */
 static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char *out, int64_t patch) {
     const int64_t row = patch * COLOURS;
     for (int64_t y = 0; y < patch; y++, pixels += cut->row_stride, out += row) {
@@ -40,7 +40,7 @@ static ALWAYS_INLINE char *write_bytes(const Cut *cut, const char *pixels, char 
     return out;
 }
 
-/* Copy values from the cache to the output, past the caches if the output is larger than these. */
+/* Copy values from the cache to the output, bypassing the caches if the output would not fit in them. */
 static ALWAYS_INLINE char *hand_over(const Cut *cut, char *out, const float *values, int64_t size) {
     int64_t i = 0;
 #ifdef __SSE2__
@@ -54,7 +54,7 @@ static ALWAYS_INLINE char *hand_over(const Cut *cut, char *out, const float *val
     return out + size;
 }
 
-/* Write a patch as floats: in the order of its pixels, or as one plane per colour and frame. */
+/* Write a patch as floats, either in pixel order or as one plane per colour and frame. */
 static ALWAYS_INLINE char *write_floats(const Cut *cut, const char *pixels, char *out, int64_t patch, int planes) {
     const int64_t area = patch * patch, right = planes ? 1 : COLOURS, deep = planes ? area : 1;
     const float *red = cut->levels, *green = red + LEVELS, *blue = green + LEVELS;
@@ -87,7 +87,7 @@ static ALWAYS_INLINE char *write_planes(const Cut *cut, const char *pixels, char
     return write_floats(cut, pixels, out, patch, 1);
 }
 
-/* Write all patches in order. Inlined for each Write and each common side of a patch, which is then a constant. */
+/* Write all patches in order. This is inlined for each Write and each common patch side, which is then a constant. */
 static ALWAYS_INLINE void all_patches(const Cut *cut, Write *write, int64_t patch) {
     const int64_t side = cut->block * patch;
     char *out = cut->out;
@@ -134,7 +134,7 @@ static void run(const Cut *cut) {
 #endif
 }
 
-/* Get pixels (h, w, 3) with contiguous rows and whole blocks; return 0 for any other object. */
+/* Get pixels (h, w, 3) that have contiguous rows and divide into whole blocks; return 0 for any other object. */
 static int take_pixels(Buffers *buffers, PyObject *object, Cut *cut) {
     const int64_t side = cut->patch * cut->block;
     const Py_buffer *buffer = take_buffer(buffers, object, 3, 0);
@@ -149,7 +149,7 @@ static int take_pixels(Buffers *buffers, PyObject *object, Cut *cut) {
     return cut->height % side == 0 && cut->width % side == 0;
 }
 
-/* Get the table of levels for patches of floats; return 0 for any other object, or if patches are too large. */
+/* Get the table of levels for float patches; return 0 for any other object, or if patches are too large. */
 static int take_levels(Buffers *buffers, PyObject *object, Cut *cut) {
     if (object == Py_None) {
         return cut->frames == 0;
@@ -178,7 +178,8 @@ static int take_number(PyObject *object, int64_t *number, int64_t least) {
 /* patches(pixels, patch, block, levels, frames, out) -> bool: True if out was filled.
  *
  * pixels: (h, w, 3) uint8 with any row stride; levels: 3·256 float32, or None for uint8 patches; frames: 0 for patches
- * (n, patch, patch, 3), else for planes (n, 3, frames, patch, patch) of floats; out: contiguous, of any shape. */
+ * (n, patch, patch, 3), else the number of frames in planes (n, 3, frames, patch, patch) of floats; out: contiguous, of
+ * any shape. */
 PyObject *native_patches(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Cut cut = {0};

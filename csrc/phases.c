@@ -1,5 +1,6 @@
-/* Compute cos and sin of positions: integer turns, then a float32 polynomial with coefficients of the caller. Products
- * and sums are rounded one by one, in the order of mmpos/rotary/reference.py, so the bits are the same. */
+/* Compute cos and sin of positions: integer turns, then a float32 polynomial with the caller's coefficients. Products
+ * and sums are rounded one by one in the same order as in mmpos/rotary/reference.py, so the results are identical to
+ * the bit. */
 
 #include <stdlib.h>
 
@@ -14,7 +15,7 @@ const Tensor *tensor_of(PyObject *capsule) {
         PyErr_Clear();
         return NULL;
     }
-    int elements = 1; /* of a nonempty tensor */
+    int elements = 1; /* whether the tensor has elements */
     for (int i = 0; i < tensor->dimensions; i++) {
         elements = elements && tensor->shape[i] > 0;
     }
@@ -22,7 +23,7 @@ const Tensor *tensor_of(PyObject *capsule) {
 }
 
 /* Read an integer tensor (rows, columns) or (rows, batch, seq) with contiguous, nonempty rows; return 0 for any other
- * object. Sets seq to the tokens in a row of the batch. */
+ * object. Set seq to the number of tokens in a row of the batch. */
 static int take_integers(PyObject *capsule, Matrix *matrix, int64_t *seq) {
     const Tensor *tensor = tensor_of(capsule);
     if (tensor == NULL || tensor->code != INT || (tensor->bits != 32 && tensor->bits != 64) || tensor->dimensions < 2 ||
@@ -182,8 +183,8 @@ void phases_read(Phases *phases, int64_t group) {
     }
 }
 
-/* Position on every axis: integer part, and fraction in units of 2**-32; entry 0 is for pairs without an axis, always
- * 0. Numbers outside the range of ids wrap around. */
+/* A position on every axis: integer part, and fraction in units of 2**-32. Entry 0 is for pairs without an axis and is
+ * always 0. Numbers outside the range of ids wrap around. */
 typedef struct {
     int32_t whole[MOST_AXES + 1];
     uint32_t fraction[MOST_AXES + 1];
@@ -265,7 +266,7 @@ static ALWAYS_INLINE float with_sign(float value, uint32_t sign) {
     return value;
 }
 
-/* Compute cos and sin of turns in a loop that compilers vectorise. */
+/* Compute cos and sin of turns in a loop that compilers can vectorise. */
 static ALWAYS_INLINE void cos_sin(const Source *source, int64_t count, const uint32_t *restrict turn,
                                   float *restrict cos, float *restrict sin) {
     const float *of = source->constants.sin_of, s0 = of[0], s1 = of[1], s2 = of[2], s3 = of[3];

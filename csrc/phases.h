@@ -1,4 +1,4 @@
-/* cos and sin of the pairs of tokens; mmpos/rotary/reference.py defines them. */
+/* cos and sin for each pair of each token, as mmpos/rotary/reference.py defines them. */
 
 #ifndef MMPOS_PHASES_H
 #define MMPOS_PHASES_H
@@ -7,13 +7,13 @@
 
 #define MOST_AXES 8
 
-/* Kinds of positions of a source, see mmpos/rotary/reference.py; GIVEN stands for precomputed cos and sin. */
+/* Kinds of positions that a source has, see mmpos/rotary/reference.py; GIVEN means precomputed cos and sin. */
 enum { TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER, DENSE_FIXED, GIVEN };
 
 /* Header of the constants that mmpos/rotary/cpu.py packs. (groups, 3, pairs) int64 words of the frequencies and
- * (groups, pairs) int32 axes follow it; axis -1 is a pair without rotation. */
+ * (groups, pairs) int32 axes follow it; axis -1 marks a pair that is not rotated. */
 typedef struct {
-    int64_t pairs, groups, axes, channels; /* groups of equally many heads; channels per head */
+    int64_t pairs, groups, axes, channels; /* groups: each of the same number of heads; channels: per head */
     float sin_of[4], cos_of[4], factor, unused;
 } Constants;
 
@@ -24,12 +24,12 @@ typedef struct {
     Matrix positions;    /* otherwise */
     const char *words;   /* otherwise; may be unaligned */
     const char *axes;    /* otherwise */
-    Constants constants; /* for GIVEN only the counts */
+    Constants constants; /* only the counts for GIVEN */
     int64_t tokens;
     int64_t row; /* tokens per row of a batch; 0 if rows may have any length */
 } Source;
 
-/* Tensor of DLPack version 0, from torch.utils.dlpack.to_dlpack. */
+/* A DLPack version 0 tensor, from torch.utils.dlpack.to_dlpack. */
 typedef struct {
     char *data;
     int32_t device, device_id, dimensions;
@@ -45,18 +45,18 @@ enum { INT = 0, FLOAT = 2, BFLOAT = 4 }; /* type codes */
 /* Return the tensor of a capsule if it is in host memory; NULL, with no exception set, for any other object. */
 const Tensor *tensor_of(PyObject *capsule);
 
-/* Read the tuple that rotate documents; return 0 for any other object. */
+/* Read the tuple described at `rotate`; return 0 for any other object. */
 int take_source(Buffers *buffers, PyObject *tuple, Source *source);
 
-/* Return the first following group of heads whose axes differ from those of this group. */
+/* Return the next group of heads whose axes differ from those of this group. */
 int64_t next_group(const Source *source, int64_t group);
 
-#define BLOCK_PAIRS 1024 /* phases computed at a time, but at least those of one token */
+#define BLOCK_PAIRS 1024 /* phases computed at a time (more if one token has more) */
 
-/* Phases, in the order of pairs that the reader needs. */
+/* Phases, with the pairs in the order that the reader needs. */
 typedef struct {
     const Source *source;
-    int64_t group;    /* group of heads that they belong to */
+    int64_t group;    /* group of heads to which the phases belong */
     int vectors;      /* SHORT, LONG or LONGEST */
     int64_t block;    /* tokens per block */
     int64_t *order;   /* (pairs,) pair at each place; filled by the caller */
@@ -64,13 +64,13 @@ typedef struct {
     float *cos, *sin; /* (block, pairs) */
     uint32_t *turn;   /* (block, pairs) */
     uint32_t *rounds; /* (pairs,) whole turns per id */
-    int32_t *axis;    /* (pairs,) counted from 1; 0 for a pair without rotation */
+    int32_t *axis;    /* (pairs,) counted from 1; 0 for a pair that is not rotated */
 } Phases;
 
 /* Allocate a block, which the caller frees through `order`; return 0 if memory runs out. */
 int phases_make(Phases *phases, const Source *source, int vectors);
 
-/* Read the frequencies of a group of heads, in this order. */
+/* Read the frequencies of a group of heads in the order of `order`. */
 void phases_read(Phases *phases, int64_t group);
 
 /* Fill cos and sin, times the factor, for up to a block of tokens from `first`. */

@@ -1,12 +1,12 @@
 /* Find the segments of token ids in one pass over tokens, mask and grids. Models differ only in data: the placeholder
- * tokens of patches and audio, the tokens that end rows or surround crops and whole images, and the merging of grids.
- * See SegmentTable.from_input_ids, which has the error messages for input that is declined here. */
+ * tokens of patches and audio, the tokens that end rows or surround crops and whole images, and how grids are merged.
+ * For input that is declined here, SegmentTable.from_input_ids raises the errors. */
 
 #include <stdlib.h>
 
 #include "native.h"
 
-#define BLOCK 64 /* ids compared as a block before single ids */
+#define BLOCK 64 /* ids compared as a block before they are compared one by one */
 
 #define T int32_t
 #define NAME(x) x##_narrow
@@ -37,7 +37,7 @@ enum {
     TOKENS
 };
 
-/* Options, in the order of merging; see mmpos/segments/placeholders.py. */
+/* Options, in the order of `merging`; see mmpos/segments/placeholders.py. */
 enum { MERGED_FRAMES, MERGED_SIDES, FRAMES_APART, LENIENT, TYPES, OPTIONS };
 
 #define ABSENT INT64_MIN
@@ -47,7 +47,7 @@ typedef struct {
     int64_t kind, frames, height, width, extra, video;
 } Segment;
 
-/* Grids of images or videos, with the next grid, or the next frame of it. */
+/* Grids of images or videos; the next grid to read, or its next frame. */
 typedef struct {
     Matrix thw;
     int64_t count, next, frame;
@@ -59,7 +59,7 @@ typedef struct {
 } Ids;
 
 typedef struct {
-    Ids ids, markers; /* the same array, or token types and the ids of the markers around crops */
+    Ids ids, markers; /* the same array, or token types and the ids with the markers around crops */
     int64_t token[TOKENS], option[OPTIONS], searched[3];
     int num_searched, framed;
     Grids grids[2]; /* images, videos */
@@ -67,7 +67,7 @@ typedef struct {
     int64_t audios;
     Segment *segments;
     int64_t num_segments, room;
-    int64_t first, start, stop, at; /* of a document: first segment, first token, end, next token without a segment */
+    int64_t first, start, stop, at; /* a document's first segment, first token, end, and next token without a segment */
 } Scan;
 
 static int64_t id_at(const Ids *ids, int64_t i) {
@@ -76,7 +76,7 @@ static int64_t id_at(const Ids *ids, int64_t i) {
                                 : at_byte(ids->data, i);
 }
 
-/* Return the first searched token from i on, else the end of the document. */
+/* Return the index of the first searched token from i on, else the end of the document. */
 static int64_t next_of(const Scan *scan, int64_t i) {
     const char *ids = scan->ids.data;
     int count = scan->num_searched;
@@ -85,7 +85,7 @@ static int64_t next_of(const Scan *scan, int64_t i) {
                                      : next_byte(ids, i, scan->stop, scan->searched, count);
 }
 
-/* Return the first element from i on that differs from `token`, else stop. */
+/* Return the index of the first element from i on that differs from `token`, else stop. */
 static int64_t end_of(const Ids *ids, int64_t i, int64_t stop, int64_t token) {
     return ids->itemsize == 8   ? other_wide(ids->data, i, stop, token)
            : ids->itemsize == 4 ? other_narrow(ids->data, i, stop, (int32_t)token)
@@ -126,7 +126,7 @@ static int add_span(Scan *scan, int64_t first, int64_t stop, Segment segment) {
     return text >= 0 && add_run(scan, TEXT, text) && add_segment(scan, segment);
 }
 
-/* Get the next grid of images or videos; return its number of tokens, or 0 if there is none that fits. */
+/* Get the next grid of images or videos; return its number of tokens, or 0 if no grid fits. */
 static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     Grids *grids = &scan->grids[kind];
     int64_t apart = kind == VIDEO && scan->option[FRAMES_APART], lenient = scan->option[LENIENT];
@@ -154,7 +154,8 @@ static int64_t next_grid(Scan *scan, int kind, Segment *segment) {
     return tokens;
 }
 
-/* The functions below add the segment that begins at token i, and return the token after it, or -1 to decline. */
+/* The functions below add the segment that begins at token i and return the index of the token after it, or -1 to
+ * decline. */
 
 static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
     while (i < stop) {
@@ -168,7 +169,7 @@ static int64_t put_grids(Scan *scan, int kind, int64_t i, int64_t stop) {
     return i;
 }
 
-/* Add a grid whose rows end in separators. */
+/* Add a grid whose rows end with separators. */
 static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t token = id_at(&scan->ids, i), rows = grid.frames * grid.height, at = i;
     for (int64_t row = 0; row < rows; row++) {
@@ -182,7 +183,7 @@ static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     return add_span(scan, i, i + tokens, grid) ? at : -1;
 }
 
-/* Add a grid whose rows end in one more placeholder; its run may have one more placeholder at each end. */
+/* Add a grid whose rows end with an extra placeholder; its run may have an extra placeholder at each end. */
 static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t end = end_of(&scan->ids, i, scan->stop, id_at(&scan->ids, i)), around = end - i - tokens;
     return (around == 0 || around == 2) && add_span(scan, i + around / 2, end - around / 2, grid) ? end : -1;
@@ -196,7 +197,8 @@ static int is_marker(const Scan *scan, int64_t i) {
     return found != 0;
 }
 
-/* Add a thumbnail or a tile: a grid between its markers, with all following markers that do not open the next one. */
+/* Add a thumbnail or a tile: a grid between its markers, including all following markers that do not open the next
+ * grid. */
 static int64_t put_crop(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     int64_t end = i + tokens, last = end + 1;
     if (i <= scan->start || end >= scan->stop || grid.frames != 1) {
@@ -258,7 +260,8 @@ static int64_t put_sound(Scan *scan, int64_t i) {
     return add_span(scan, i - MARKERS, end + MARKERS, segment) ? end : -1;
 }
 
-/* Add an image between two markers, with any tokens; the rest is text if the end marker or the next grid is missing. */
+/* Add an image that may contain any tokens between two markers; the rest is text if the end marker or the next grid is
+ * missing. */
 static int64_t put_enclosed(Scan *scan, int64_t i) {
     Segment grid;
     if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
@@ -327,7 +330,7 @@ static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, i
     return scan->at <= stop && add_run(scan, TEXT, stop - scan->at) && add_run(scan, PAD, right);
 }
 
-/* Find the begin and end of the ones in a row of a mask; return 0 if it has none, a gap, or other numbers. */
+/* Find where the ones in a row of a mask begin and end; return 0 if the row has no ones, a gap, or other numbers. */
 static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     Ids elements = {mask->data + row * mask->row_stride, mask->columns, mask->itemsize};
     *begin = end_of(&elements, 0, mask->columns, 0);
@@ -335,14 +338,14 @@ static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     return *begin < *end && end_of(&elements, *end, mask->columns, 0) == mask->columns;
 }
 
-/* Layout of the documents: (batch, seq) with or without a mask, or packed; and the number of images of each. */
+/* Layout of the documents, (batch, seq) with or without a mask or packed, and the number of images in each document. */
 typedef struct {
     int64_t documents, seq;
     const Vector *cu_seqlens, *images; /* NULL if None */
     const Matrix *mask;
 } Layout;
 
-/* Add all documents; return 0 if one does not fit. Fills firsts, (documents + 1,), with the first segment of each. */
+/* Add all documents; return 0 if one does not fit. Fill firsts, (documents + 1,), with the first segment of each. */
 static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
     Grids *images = &scan->grids[IMAGE];
     int64_t given = images->count;
@@ -380,7 +383,7 @@ static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
            (images->next == images->count && scan->grids[VIDEO].next == scan->grids[VIDEO].count);
 }
 
-/* Return the bytes of one member of all segments; itemsize is the size of each value. */
+/* Return one member of all segments as bytes; itemsize is the size of each value. */
 static PyObject *column(const Scan *scan, int from, int members, int itemsize) {
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)itemsize * members * scan->num_segments);
     char *at = bytes == NULL ? NULL : PyBytes_AsString(bytes);
@@ -457,7 +460,7 @@ static int take_grids(Buffers *buffers, PyObject *object, int64_t token, Grids *
     return fits;
 }
 
-/* Set the searched tokens; return 0 for tokens outside the type of the ids, or for wrong options. */
+/* Set the tokens to search for; return 0 for tokens that the type of the ids cannot hold, or for wrong options. */
 static int prepare(Scan *scan) {
     int enclosed = scan->token[IMAGE_START] != ABSENT;
     for (int i = enclosed ? IMAGE_START : IMAGE; i <= (enclosed ? IMAGE_END : SOUND); i++) {
@@ -499,8 +502,8 @@ static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
  * -> (kind, extents, segment_offsets, row_separator, extra_tokens, video of each segment) as bytes, or None.
  *
  * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous; attention_mask: any of these types. All
- * other arrays are int64; each may be None. marker_ids has the shape of input_ids: if input_ids are token types, it has
- * the ids of the markers around crops. The last three results are None if no segment has any. */
+ * other arrays are int64; each may be None. marker_ids has the shape of input_ids: if input_ids are token types, it
+ * contains the ids of the markers around crops. Each of the last three results is None if no segment has one. */
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Scan scan;

@@ -1,9 +1,9 @@
-/* Scan token ids of one element type. Included once per type, with
+/* Scan token ids of one element type. placeholders.c includes this file once per type, with
  *
  *   T        integer type of an element
  *   NAME(x)  name of x for this type
  *
- * Blocks of ids, which compilers vectorise, are compared before single ids. */
+ * Ids are compared in blocks, which compilers vectorise, before they are compared one by one. */
 
 static inline T NAME(at)(const char *ids, int64_t i) {
     T id;
@@ -11,7 +11,7 @@ static inline T NAME(at)(const char *ids, int64_t i) {
     return id;
 }
 
-/* Return the first id from i on that is one of `count` tokens, at most three; else stop. */
+/* Return the index of the first id from i on that is one of `count` (at most three) tokens, else stop. */
 static ALWAYS_INLINE int64_t NAME(first)(const char *ids, int64_t i, int64_t stop, const int64_t *tokens, int count) {
     T a = (T)tokens[0], b = (T)tokens[1], c = (T)tokens[2];
     for (;;) {
@@ -51,7 +51,7 @@ static int64_t NAME(next)(const char *ids, int64_t i, int64_t stop, const int64_
                         : NAME(first)(ids, i, stop, tokens, 3);
 }
 
-/* Return the first id from i on that differs from `token`, else stop. */
+/* Return the index of the first id from i on that differs from `token`, else stop. */
 static int64_t NAME(other)(const char *ids, int64_t i, int64_t stop, T token) {
     for (; stop - i >= BLOCK; i += BLOCK) {
         T differs = 0;

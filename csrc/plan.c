@@ -1,5 +1,5 @@
-/* Place a batch of texts and grids in one pass by the plan of its scheme, which has an entry for every shape of grid.
- * Schemes define positions in Python; here their numbers are looked up, summed and written. */
+/* Place a batch of texts and grids in one pass according to its scheme's plan, which has an entry for every grid shape.
+ * Schemes define positions in Python; this file only looks up their numbers, sums them and writes them. */
 
 #include <math.h>
 
@@ -18,17 +18,16 @@ enum {
     OVER,     /* denominator */
     PLAN_AXES
 };
-enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* of axes */
+enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW, PER_COLUMN, PLAN_AXIS }; /* per axis */
 enum { TEXTS, SLOTS };                                                                                    /* rows */
 enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether any grid keeps ids free, and whether any counts the text */
 
-/* Inputs of ids: the cursor, the first id of the document, the number of previous grids in it, and of its text tokens.
- */
+/* What ids depend on: the cursor, the document's first id, and its numbers of previous grids and text tokens. */
 typedef struct {
     int64_t cursor, start, number, text;
 } Place;
 
-/* Return the slot of a shape in a plan with 2**n slots, or the empty slot for it. */
+/* Return the slot of a shape in a plan with 2**n slots, or the empty slot where it belongs. */
 static int64_t slot_of(const Matrix *plan, const int64_t *shape) {
     uint64_t hash = 0;
     for (int i = 0; i < CONSUMED; i++) {
@@ -92,7 +91,7 @@ static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64
             return 0;
         }
     }
-    /* Only padding has origin and steps 0: other constant ids get a step that no token takes. */
+    /* Only padding has origin 0 and steps 0, so other constant ids get a step that no token takes. */
     if (steps == 0 && row != TEXTS) {
         put_entry(table, HEIGHT, s, shape[FRAMES] * shape[ROWS]);
         put_entry(table, AXES + STEP_FRAME, s, 1);
@@ -103,7 +102,7 @@ static int put_segment(const Matrix *table, int64_t s, const Matrix *plan, int64
     return 1;
 }
 
-/* Read the shape of a segment of a batch. */
+/* Read the shape of a segment in a batch. */
 static void read_shape(const Batch *batch, int64_t s, int64_t *shape) {
     for (int i = 0; i < 3; i++) {
         shape[i] = entry(&batch->extents, i, s);
@@ -128,7 +127,8 @@ static int64_t cleared(const Batch *batch, int64_t first, int64_t stop) {
     return most;
 }
 
-/* Count the text tokens of these segments, including audio; return any number above INT32_MAX if there are more. */
+/* Count the text tokens of these segments, including audio; return any number above INT32_MAX if there are more than
+ * INT32_MAX. */
 static int64_t text_tokens(const Batch *batch, int64_t first, int64_t stop) {
     int64_t tokens = 0;
     for (int64_t s = first; s < stop && tokens <= INT32_MAX; s++) {
@@ -235,11 +235,11 @@ static PyObject *new_block(int64_t rows, int64_t columns, Matrix *matrix) {
 }
 
 /* place(kind, extents, segment_offsets, row_separator, timed, start, plan, rules)
- * -> (table, documents, tokens), the arrays as bytearrays; or the first grid whose shape the plan lacks; or None.
+ * -> (table, documents, tokens), the arrays as bytearrays; or the first grid whose shape is not in the plan; or None.
  *
  * The arrays are (5 + 4·axes, segments) and (4, documents). start: integer or (documents,); rules: whether grids must
- * not touch, may have frames, may have row separators, whether documents have next positions, and may contain audio;
- * timed: whether frames have times that ids may follow, for which no plan is valid. Anything else is declined. */
+ * not touch, may have frames, and may have row separators, and whether documents have next positions and may contain
+ * audio; timed: whether frames have times that ids may follow (then no plan is valid). Anything else is declined. */
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Batch batch;
@@ -292,7 +292,7 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
     return answer(&buffers, result);
 }
 
-/* enter(plan, rows) -> True or None: enter rows into a plan with more empty slots than rows. */
+/* enter(plan, rows) -> True or None: enter rows into a plan, which must have more empty slots than there are rows. */
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Matrix plan, rows;

@@ -10,17 +10,17 @@ typedef struct {
     Vector kind, offsets, separator;
     Matrix extents, plan, table, documents;
     int separated, strict, frames, separators, timed, resumable, audio;
-    int64_t token, unknown; /* unknown: first grid whose shape the plan lacks, or -1 */
+    int64_t token, unknown; /* unknown: first grid whose shape is not in the plan, or -1 */
 } Batch;
 
-/* Return the number of axes of the scheme of a plan, if this is a plan. */
+/* Return the number of axes of the plan's scheme, if the matrix is a plan. */
 int64_t axes_of(const Matrix *plan);
 
-/* Return whether these are the slots of a plan for a scheme with this number of axes. */
+/* Return whether the matrix is a plan for a scheme with this number of axes. */
 int is_plan(const Matrix *plan, int64_t axes);
 
-/* Fill table and documents, whose sizes match the batch. Each document starts at its own id, or all at `start`. Return
- * 0 if Python must place the batch or report an error. */
+/* Fill `table` and `documents`, whose sizes match the batch. Each document starts at its own id, or all start at
+ * `start`. Return 0 if Python must place the batch or report an error. */
 int place_batch(Batch *batch, const Vector *starts, int64_t start);
 
 #endif

@@ -1,8 +1,8 @@
-/* Rotate and normalise q and k on a CPU: compute cos and sin for a block of tokens, which stay in the first-level
- * cache, then rotate all heads of the block.
+/* Rotate and normalise q and k on a CPU. For each block of tokens, compute cos and sin, which stay in the L1 cache,
+ * then rotate all heads of the block.
  *
- * Tensors are DLPack capsules. torch guarantees that their shapes and strides describe memory of the tensor; nothing
- * else is read or written, whatever the numbers are. */
+ * Tensors are DLPack capsules. torch guarantees that their shapes and strides describe the tensor's own memory; nothing
+ * else is read or written, whatever the values of the numbers. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "phases.h"
 #include "tokens.h"
 
-/* Norm of each tensor: float32 weights, possibly unaligned, or NULL. */
+/* The norm of each tensor: float32 weights, which may be unaligned, or NULL. */
 typedef struct {
     const char *weights[2];
     float eps;
@@ -48,7 +48,7 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
             parts[i].weight = norm->weights[i] == NULL ? NULL : weights + i * channels;
         }
         phases_read(&phases, group);
-        for (int64_t begin = first, stretch; begin < stop; begin += stretch) { /* within a sequence */
+        for (int64_t begin = first, stretch; begin < stop; begin += stretch) { /* in stretches within a sequence */
             stretch = stop - begin < phases.block ? stop - begin : phases.block;
             stretch = seq - begin % seq < stretch ? seq - begin % seq : stretch;
             phases_fill(&phases, begin, stretch);
@@ -72,8 +72,8 @@ typedef struct {
 
 static int alike(Form a, Form b) { return a.dimensions == b.dimensions && a.narrow == b.narrow; }
 
-/* Get a tensor (batch, seq, heads, channels), or without batch, with contiguous channels, and its strides in bytes;
- * return NULL for any other object. */
+/* Get a tensor (batch, seq, heads, channels), or one without a batch dimension, with contiguous channels, and its
+ * strides in bytes; return NULL for any other object. */
 static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int64_t *strides, Form *form) {
     const Tensor *tensor = tensor_of(object);
     if (tensor == NULL) {
@@ -98,7 +98,7 @@ static char *take_tensor(PyObject *object, int heads_first, int64_t *shape, int6
     return contiguous ? tensor->data + tensor->byte_offset : NULL;
 }
 
-/* Get x and out with the same shape and dtype; return 0 for any other objects. */
+/* Get x and out, which must have the same shape and dtype; return 0 for anything else. */
 static int take_job(PyObject *x, PyObject *out, int heads_first, Job *job, Form *form) {
     int64_t shape[4];
     Form other;
@@ -136,7 +136,7 @@ static int take_norm(Buffers *buffers, PyObject *tuple, const Job *jobs, int cou
     return 1;
 }
 
-/* Return whether q, k and the phases have the same tokens and channels. */
+/* Return whether q, k and the phases have the same numbers of tokens and channels. */
 static int fit(const Job *jobs, int count, const Source *source) {
     const Constants *constants = &source->constants;
     int64_t batch = jobs[0].shape[BATCH], seq = jobs[0].shape[SEQ], channels = jobs[0].shape[CHANNELS];
@@ -151,7 +151,7 @@ static int fit(const Job *jobs, int count, const Source *source) {
     return fits;
 }
 
-/* Return whether quick checks show that no two elements of a tensor share memory, for elements of this size. */
+/* Return whether quick checks show that no two elements of a tensor, each of this size, share memory. */
 static int apart(const Job *jobs, int count, int64_t size) {
     const char *stops[2];
     for (int i = 0; i < count; i++) {
@@ -206,18 +206,20 @@ enum {
 /* rotate(tensors, source, norm, part, parts, flags) -> bool: True if the tokens of a part were rotated.
  *
  * tensors: (q, q_out, k, k_out) or (q, q_out), DLPack capsules, each (batch, seq, heads, head_dim) or (tokens, heads,
- *   head_dim) with contiguous channels, in float32 or bfloat16; an out that is the input, or None, rotates in place.
+ *   head_dim) with contiguous channels, in float32 or bfloat16; an output that is None or equals its input means that
+ *   the input is rotated in place.
  * source: (positions, kind, tokens, row, constants) or (cos, sin, groups), cos and sin (tokens, groups * pairs)
  *   float32.
- *   positions: table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or int64, or int64 in units of 2**-32, as
- *   kind says, in a buffer or a capsule. A capsule may have ids (axes, batch, seq), which define tokens and row.
- *   row: tokens per row of a batch, 0 for any number. constants: bytes, see Constants.
+ *   positions: table (5 + 4*axes, segments) int64, ids (axes, tokens) int32 or int64, or int64 in units of 2**-32,
+ *   depending on kind, in a buffer or a capsule. A capsule may have ids (axes, batch, seq), whose shape defines tokens
+ *   and row.
+ *   row: tokens per row of a batch, 0 if rows may have any length. constants: bytes, see Constants.
  * norm: None, or (eps, weight, ...) with a weight for q and for k, (head_dim,) contiguous float32 or None. Each head x
  *   is first replaced by x / sqrt(mean(x^2) + eps) * weight.
- * part, parts: index of the part, and number of parts with about equal numbers of tokens.
+ * part, parts: index of the part, and number of parts, which have about the same number of tokens each.
  * flags: ADJACENT: pairs of adjacent channels; CONJUGATE: negated angles; HEADS_FIRST: (batch, heads, seq, head_dim);
- *   APART: decline outs whose elements may share memory; NORM_AFTER: normalise after the rotation; CHECKED: decline ids
- *   outside int32; NOT_LONG, NOT_LONGEST: do not use wider vectors of the CPU; the bits are the same. */
+ *   APART: decline outputs whose elements may share memory; NORM_AFTER: normalise after the rotation; CHECKED: decline
+ *   ids outside int32; NOT_LONG, NOT_LONGEST: do not use the CPU's wider vectors, which does not change the results. */
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Job jobs[2];

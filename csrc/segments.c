@@ -1,10 +1,11 @@
-/* Build the arrays of a segment table from lists of Text, Audio and Grid or from placeholder spans; check arrays. */
+/* Build the arrays of a segment table from lists of Text, Audio and Grid or from placeholder spans, and check such
+ * arrays. */
 
 #include "native.h"
 
 enum { FRAMES, HEIGHT, WIDTH }; /* rows of extents, columns of grid_thw */
 
-/* Three arrays of a segment table, as new bytes objects to fill. */
+/* Three arrays of a segment table, as new bytes objects that are to be filled. */
 typedef struct {
     PyObject *kind, *extents, *offsets;
     uint8_t *kinds;
@@ -34,7 +35,7 @@ static void drop_shape(Shape *shape) {
 }
 
 static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, int64_t height, int64_t width) {
-    if (at < shape->segments) { /* false only if another thread writes into the counted arrays */
+    if (at < shape->segments) { /* false only if another thread has changed the arrays since they were counted */
         shape->kinds[at] = kind;
         put_int64(shape->values + 8 * at, frames);
         put_int64(shape->values + 8 * (shape->segments + at), height);
@@ -42,7 +43,7 @@ static void put_segment(Shape *shape, int64_t at, uint8_t kind, int64_t frames, 
     }
 }
 
-/* Return the value of an int attribute; -1, with no exception set, for any other object. */
+/* Return the value of an int attribute; -1, with no exception set, if it is not an int or is missing. */
 static int64_t int_attribute(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
     int64_t result = -1;
@@ -84,12 +85,12 @@ static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names
     return tokens_of(frames, height, width, 0) > 0;
 }
 
-/* Write the parts of a document from `at` on; return their number, or 0 if one is not supported. */
+/* Write the parts of a document, starting at segment `at`; return their number, or 0 if one is not supported. */
 static int64_t put_document(Shape *shape, int64_t at, PyObject *document, const Names *names) {
     int64_t parts = length_of(document);
     int fits = parts >= 1 && at + parts <= shape->segments;
     for (int64_t i = 0; fits && i < parts; i++) {
-        PyObject *part = PySequence_GetItem(document, i); /* own reference: other code may change the list */
+        PyObject *part = PySequence_GetItem(document, i); /* owned, since other code may change the list */
         fits = part != NULL && put_part(shape, at + i, part, names);
         Py_XDECREF(part);
     }
@@ -113,7 +114,7 @@ static int put_documents(Shape *shape, PyObject *documents, int64_t count, const
 
 /* documents(documents, Text, Audio, Grid, names) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * documents: list of lists of Text, Audio and plain Grid; names: names of their fields, in the order of Names. */
+ * documents: list of lists of Text, Audio and plain Grid; names: their attribute names, in the order of Names. */
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 6) {
@@ -165,7 +166,7 @@ PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count
         int fits = 1;
         for (Py_ssize_t i = 0; fits && i < size; i++) {
             PyObject *number =
-                PyList_GetItem(args[0], i); /* borrowed: ints run no other code that could change the list */
+                PyList_GetItem(args[0], i); /* borrowed, since reading ints runs no code that could change the list */
             int64_t value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
             fits = value >= 0; /* an error is -1 */
             put_int64(out + 8 * i, value);
@@ -179,7 +180,7 @@ PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count
     return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* Write the segments of documents with spans, or only count them without a shape; return -1 for an error. */
+/* Write the segments of documents with spans, or only count them if `shape` is NULL; return -1 for an error. */
 static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const Vector *offsets,
                          const Matrix *grid_thw, const Vector *documents, int64_t separator) {
     int64_t at = 0, span = 0;
@@ -214,7 +215,7 @@ static int64_t put_spans(Shape *shape, char *where, const Vector *lengths, const
             put_int64(shape->firsts + 8 * (d + 1), at);
         }
     }
-    return span == offsets->size ? at : -1; /* spans of other documents are out of order */
+    return span == offsets->size ? at : -1; /* spans left over are not in document order */
 }
 
 /* spans(lengths, offsets, grid_thw, documents, separators) -> (kind, extents, segment_offsets, segment of each span)

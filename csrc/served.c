@@ -1,11 +1,11 @@
-/* Answer a plain query, from the bytes of the request to the bytes of the answer: documents as segments of text and
- * grids, a scheme with a plan, and the table or the ids of all tokens. All other queries are handled through messages.
+/* Answer a plain query directly from the serialized request to the serialized answer: documents of text and grid
+ * segments, a scheme with a plan, and the table or the ids of all tokens. All other queries are parsed into messages.
  */
 
 #include "plan.h"
 #include "wire.h"
 
-/* Numbers of the fields; all other fields are declined. */
+/* Field numbers; all other fields are declined. */
 enum { QUERY_OF_CALL = 1 };
 enum { ITEM_ID = 1, QUERY_OF_ITEM = 2 };
 enum { SEGMENTS = 1, PROFILE = 4, SCHEME, START, START_PER_DOCUMENT, STRICT, DENSE = 10 };
@@ -16,16 +16,16 @@ enum { MAX_FIELD = DENSE };
 /* Limits of the service. */
 enum { DOCUMENTS, SEGMENT_COUNT, TOKENS, IMAGES, ID_BYTES, ANSWER_BYTES, LIMITS };
 
-#define MAX_KEY 4096 /* bytes of profile and scheme */
+#define MAX_KEY 4096 /* maximum size in bytes of profile and scheme */
 
-/* Field of a message: its begin, including the tag, or NULL if it is absent; its bytes or its number. */
+/* Field of a message: where it begins, including the tag, or NULL if it is absent; its bytes or its number. */
 typedef struct {
     const uint8_t *tag;
     Span bytes;
     uint64_t number;
 } Field;
 
-/* Read the fields of a message, each at most once; return 0 for other numbers or types. */
+/* Read the fields of a message, each of which may occur at most once; return 0 for other field numbers or types. */
 static int read_fields(const Span *message, const int8_t *types, Field *fields) {
     const uint8_t *at = message->begin, *end = message->end;
     memset(fields, 0, (MAX_FIELD + 1) * sizeof *fields);
@@ -55,7 +55,8 @@ static int read_fields(const Span *message, const int8_t *types, Field *fields) 
 
 static int64_t bytes_of(const Field *field) { return field->tag == NULL ? 0 : field->bytes.end - field->tag; }
 
-/* Return the bytes of the profile and scheme, themselves a query; NULL without an exception if they are too long. */
+/* Return the bytes of the profile and scheme, which are a valid query themselves; NULL without an exception if they are
+ * too long. */
 static PyObject *key_of(const Field *query) {
     int64_t profile = bytes_of(&query[PROFILE]), scheme = bytes_of(&query[SCHEME]);
     PyObject *key = profile + scheme > MAX_KEY ? NULL : PyBytes_FromStringAndSize(NULL, profile + scheme);
@@ -100,7 +101,7 @@ static int read_settings(Buffers *buffers, PyObject *known, Settings *settings, 
     return fits;
 }
 
-/* A batch with its own memory. */
+/* A batch that owns its memory. */
 typedef struct {
     Batch batch;
     Vector starts;
@@ -112,7 +113,7 @@ static Matrix rows_at(char *data, int64_t rows, int64_t columns) {
     return (Matrix){data, rows, columns, 8 * columns, 8, 8, 'q'};
 }
 
-/* Allocate the arrays of a batch, one after another. */
+/* Allocate the arrays of a batch in one block of memory, one after another. */
 static int make_room(Placed *placed, int64_t segments, int64_t documents, int64_t starts, int64_t rows) {
     Batch *batch = &placed->batch;
     char *at = placed->memory =
@@ -136,7 +137,7 @@ static int read_kinds(Placed *placed, const Span *kinds, int64_t most_frames) {
     int64_t frames = 0;
     placed->images = 0;
     for (int64_t s = 0; s < batch->kind.size; s++) {
-        int kind = kinds->begin[s] - 1; /* messages count from 1 */
+        int kind = kinds->begin[s] - 1; /* messages start counting at 1 */
         int64_t height = entry(&batch->extents, 1, s), of_segment = entry(&batch->extents, 0, s);
         if (kind < TEXT || kind > AUDIO || of_segment < 1 || of_segment > INT32_MAX ||
             (kind != GRID && (of_segment != 1 || height != 1))) {
@@ -149,7 +150,7 @@ static int read_kinds(Placed *placed, const Span *kinds, int64_t most_frames) {
     return frames <= most_frames;
 }
 
-/* Add up the segments of the documents; return 0 if a document has none, or the sum is wrong. */
+/* Compute the first segment of each document; return 0 if a document has no segments or the total is wrong. */
 static int read_documents(const Batch *batch, const Span *per_document) {
     char *firsts = batch->offsets.data;
     int64_t first = 0;
@@ -253,7 +254,7 @@ static char *put_varint(char *at, uint64_t value) {
     return at;
 }
 
-/* Write the tag of a field below 16. */
+/* Write the tag of a field with a number below 16. */
 static char *put_tag(char *at, int field, int type) {
     *at++ = (char)(field << 3 | type);
     return at;
@@ -273,7 +274,7 @@ static char *put_bytes(char *at, int field, const char *data, int64_t size) {
 
 static int64_t size_of_bytes(int64_t size) { return 1 + size_of((uint64_t)size) + size; }
 
-/* Return the bytes of the varints of a row. */
+/* Return the size in bytes of a row's varints. */
 static int64_t size_of_row(const Matrix *matrix, int64_t row) {
     int64_t size = 0;
     for (int64_t i = 0; i < matrix->columns; i++) {
@@ -375,7 +376,7 @@ static PyObject *answer_to(const Batch *batch, const Ids *ids, const Settings *s
                 done = expand_ids(&batch->table, batch->token, &out, ids->axes, 1);
             Py_END_ALLOW_THREADS
         }
-        if (!done) { /* numerators that are not exact as doubles */
+        if (!done) { /* numerators are not exact as doubles */
             Py_DECREF(result);
             return NULL;
         }
@@ -383,7 +384,7 @@ static PyObject *answer_to(const Batch *batch, const Ids *ids, const Settings *s
     return result;
 }
 
-/* Return the answer to a query with known settings, or its key if the plan lacks a shape. */
+/* Return the answer to a query with known settings, or its key if a shape is not in the plan. */
 static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyObject *known, const int64_t *most,
                        int item, uint64_t id) {
     Placed placed = {.batch.unknown = -1, .memory = NULL};
@@ -421,9 +422,9 @@ static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyOb
 /* served(raw, item, known, most) -> (answer, documents, tokens, images), or the bytes of profile and scheme if these
  * or a shape are unknown, or None.
  *
- * raw: request of Place, or of StreamPlace for an item; known: dict from the bytes of profile and scheme to (plan,
- * strict, fractional, label) or None; most: int64 limits of documents, segments, tokens, images, bytes of ids and
- * bytes of the answer; the general code reports queries above them. */
+ * raw: serialized request of Place, or of StreamPlace if `item` is true; known: dict from the bytes of profile and
+ * scheme to (plan, strict, fractional, label) or None; most: int64 limits on documents, segments, tokens, images, bytes
+ * of ids and bytes of the answer; the general code reports queries above them. */
 PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const int8_t outer[][MAX_FIELD + 1] = {{-1, BYTES, -1, -1, -1, -1, -1, -1, -1, -1, -1},
                                                   {-1, VARINT, BYTES, -1, -1, -1, -1, -1, -1, -1, -1}};
@@ -450,7 +451,7 @@ PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count)
             if (known == NULL && !PyErr_Occurred()) {
                 result = Py_NewRef(key);
             } else if (known != NULL) {
-                Py_INCREF(known); /* another thread may remove it from the dict */
+                Py_INCREF(known); /* another thread may remove the value from the dict */
                 result = serve(&buffers, query, key, known, most->buf, item, item ? request[ITEM_ID].number : 0);
                 Py_DECREF(known);
             }

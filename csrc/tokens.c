@@ -1,10 +1,10 @@
-/* Rotate the heads of tokens in the order of memory, with vectors if the compiler supports them. */
+/* Rotate the heads of tokens in memory order, with vectors if the compiler supports them. */
 
 #include <math.h>
 
 #include "tokens.h"
 
-/* A head, its destination, and cos and sin of its pairs. */
+/* A head, its destination, and the cos and sin of its pairs. */
 typedef struct {
     const char *x;
     char *out;
@@ -98,7 +98,7 @@ static ALWAYS_INLINE void rotate_head(Head head, int64_t pairs, int adjacent, in
     }
 }
 
-/* Add the upper half to the lower half until one number is left. */
+/* Add the upper half to the lower half repeatedly until one number is left. */
 static ALWAYS_INLINE float folded(float *sums, int64_t half) {
     for (; half > 0; half /= 2) {
         for (int64_t i = 0; i < half; i++) {
@@ -109,7 +109,7 @@ static ALWAYS_INLINE float folded(float *sums, int64_t half) {
 }
 
 /* Multiply a head by 1 / sqrt(mean(x^2) + eps) and by weights. Squares are added in the same order on every CPU:
- * channel c to partial sum c mod 16, then partial sums that are 8, 4, 2 and 1 apart. */
+ * channel c is added to partial sum c mod 16, then partial sums that are 8, 4, 2 and 1 apart are added. */
 static ALWAYS_INLINE void normalise(float *x, int64_t channels, float eps, const float *weight, int vectors) {
     float sums[16] = {0};
     int64_t c = 0;

@@ -1,4 +1,4 @@
-/* Rotate the tokens of tensors by computed cos and sin. */
+/* Rotate the tokens of tensors by the cos and sin that were computed for them. */
 
 #ifndef MMPOS_TOKENS_H
 #define MMPOS_TOKENS_H
@@ -7,7 +7,7 @@
 
 enum { BATCH, SEQ, HEADS, CHANNELS };
 
-/* A tensor (batch, seq, heads, channels) and its destination, possibly itself. */
+/* A tensor (batch, seq, heads, channels) and its destination, which may be the tensor itself. */
 typedef struct {
     const char *x;
     char *out;
@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     int64_t pairs;
     int adjacent, narrow, vectors; /* narrow: bfloat16; vectors: SHORT, LONG or LONGEST */
-    int normed, after;             /* whether any tensor is normalised, and whether after the rotation */
+    int normed, after;             /* whether any tensor is normalised, and whether that is done after the rotation */
 } Kind;
 
 /* Fill order, (pairs,), with the pair whose cos and sin the vectors expect at each place. */

@@ -1,5 +1,5 @@
 /* Count the elements of a message in protobuf's wire format before it is parsed: a parser creates an object for every
- * few bytes, holds the interpreter's lock meanwhile, and cannot be stopped. */
+ * few bytes, holds the interpreter lock all the while, and cannot be stopped. */
 
 #include "wire.h"
 
@@ -9,7 +9,7 @@
 enum {
     PLAIN = 0,
     VARINTS = -1
-}; /* VARINTS, -4 and -8: field with packed varints, or with packed numbers of 4 or 8 bytes */
+}; /* VARINTS, -4 and -8: field of packed varints or of packed 4-byte or 8-byte numbers */
 
 typedef struct {
     const uint8_t *end;
@@ -17,7 +17,8 @@ typedef struct {
     int32_t type;   /* row of the schema, or -1 if the type is unknown */
 } Level;
 
-/* Return the number of packed numbers in these bytes, -1 if they are malformed; any number above `room` if more. */
+/* Return the number of packed numbers in these bytes: -1 if the bytes are malformed, any number above `room` if there
+ * are more than `room`. */
 static int64_t packed(const uint8_t *at, int64_t size, int32_t entry, int64_t room) {
     if (entry == VARINTS) {
         return size / 10 > room ? room + 1 : varints(at, at + size);
@@ -106,10 +107,10 @@ static int sound(const int32_t *schema, int64_t types, int64_t width) {
     return 1;
 }
 
-/* elements(raw, schema, most) -> int: number of fields and packed numbers of a message, counted up to one more than
+/* elements(raw, schema, most) -> int: the number of fields and packed numbers of a message, counted up to one more than
  * `most`; -1 for malformed bytes; or None.
  *
- * raw: bytes; schema: (types, width) int32, contiguous, with the message itself in row 0. */
+ * raw: bytes; schema: (types, width) contiguous int32, with the message itself in row 0. */
 PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Py_buffer *raw, *schema;
@@ -197,7 +198,7 @@ static PyObject *numbers_of(const Span *span, int release_gil) {
 
 /* integers(raw, fields) -> tuple of bytes, the int64 numbers of each of these fields of a message; or None.
  *
- * raw: message as written by an encoder; fields: bytes with up to 16 numbers of repeated varint fields. */
+ * raw: a message as an encoder writes it; fields: bytes with the numbers of up to 16 repeated varint fields. */
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Span found[MAX_LISTS] = {{NULL, NULL}};
@@ -224,7 +225,7 @@ PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return answer(&buffers, result);
 }
 
-/* Fields of a message of segments; Python reads messages with fields from SECONDS on. */
+/* Fields of a message of segments; Python reads messages that have SECONDS or a later field. */
 enum { KINDS, FRAMES, HEIGHTS, WIDTHS, PER_DOCUMENT, SECONDS, SEGMENT_FIELDS = 8 };
 
 /* Write the kinds of segments, counted from 1 in messages, as bytes counted from 0; return 0 if one does not fit. */
@@ -240,8 +241,8 @@ static int unpack_kinds(const Span *span, char *out) {
 
 /* segments(raw) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * raw: message of segments as written by an encoder, without times, separators and extra tokens. `sound` checks the
- * arrays. */
+ * raw: a message of segments as an encoder writes it, without times, separators and extra tokens. The arrays must then
+ * be checked with `sound`. */
 PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const uint8_t numbers[SEGMENT_FIELDS] = {1, 2, 3, 4, 5, 6, 7, 8};
     Buffers buffers;
@@ -291,7 +292,7 @@ PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t coun
     return answer(&buffers, result);
 }
 
-/* joined(parts) -> bytes: concatenation of a tuple of contiguous buffers; or None. */
+/* joined(parts) -> bytes: the concatenation of a tuple of contiguous buffers; or None. */
 PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *result = NULL;
     (void)self;

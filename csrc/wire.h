@@ -16,7 +16,7 @@ static inline const uint8_t *varint(const uint8_t *at, const uint8_t *end, int m
     *value = 0;
     for (int i = 0; i < most && at < end; i++) {
         uint8_t byte = *at++;
-        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the excess bits of a tenth byte are lost, as in protobuf */
+        *value |= (uint64_t)(byte & 0x7f) << (7 * i); /* the excess bits of a tenth byte are dropped, as in protobuf */
         if (byte < 0x80) {
             return at;
         }

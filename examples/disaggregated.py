@@ -1,8 +1,8 @@
 """Disaggregated serving: a processor, two prefill workers and a decode worker in separate processes.
 
-The processor computes position ids once. Processes exchange only messages of mmpos.rpc.v1. At every hop, a judge
-compares token ids, positions, deltas and rotated q and k with those of the whole sequence placed at once: for chunks
-that cut images, a hit in the prefix cache, single tokens, a draft that is half wrong, a rollback, and a request that is
+The processor computes position ids once. Processes exchange only mmpos.rpc.v1 messages. At every hop, a judge compares
+token ids, positions, deltas and rotated q and k with those of the whole sequence placed at once. The judge does so for
+chunks that cut images, a prefix cache hit, single tokens, a draft that is half wrong, a rollback, and a request that is
 retracted and prefilled elsewhere. docs/disaggregated.md describes the messages.
 
     python examples/disaggregated.py
@@ -27,14 +27,14 @@ WORKERS = ("prefill 1", "prefill 2", "decode")
 
 
 def main() -> int:
-    """Run the workers, print the findings of the judge, and return 1 if anything disagrees."""
+    """Run the workers, print the judge's findings, and return 1 if anything disagrees."""
     parser = argparse.ArgumentParser(description="Disaggregated serving in four processes, checked at every hop.")
     parser.add_argument("--forget-delta", choices=WORKERS, help="worker that makes the usual mistake")
     return judge(run(parser.parse_args().forget_delta))
 
 
 def run(forgetful: str | None) -> dict[str, list[bytes]]:
-    """Start the workers, and return the messages of each once all have exited."""
+    """Start the workers, and return each worker's messages once all have exited."""
     (to_first, from_processor), (to_other, other_from_processor) = SPAWN.Pipe(), SPAWN.Pipe()
     (first_to_decode, decode_from_first), (other_to_decode, decode_from_other) = SPAWN.Pipe(), SPAWN.Pipe()
     receivers, senders = zip(*(SPAWN.Pipe() for _ in WORKERS), strict=True)
@@ -45,7 +45,7 @@ def run(forgetful: str | None) -> dict[str, list[bytes]]:
         _started("prefill 2", prefill, other, other_from_processor, other_to_decode, (1,), True),
         _started("decode", decode, last, decode_from_first, decode_from_other),
     ]
-    # Close our copies, so that a pipe ends when its worker exits.
+    # Close our copies, so that a pipe closes when its worker exits.
     ends = (to_first, from_processor, to_other, other_from_processor)
     for end in (*ends, first_to_decode, decode_from_first, other_to_decode, decode_from_other, *senders):
         end.close()
@@ -64,7 +64,7 @@ def _started(name: str, work: Callable[..., None], *arguments: Any) -> BaseProce
 
 
 def _received(connections: tuple[Connection, ...]) -> list[list[bytes]]:
-    """Return all messages of each connection, received in any order."""
+    """Return all messages from each connection, received in any order."""
     messages: dict[Connection, list[bytes]] = {connection: [] for connection in connections}
     open_connections = list(connections)
     while open_connections:

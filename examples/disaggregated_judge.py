@@ -1,4 +1,4 @@
-"""The judge of disaggregated.py: place every whole sequence at once, and compare the reports of workers with it."""
+"""The judge of disaggregated.py: place whole sequences at once, and compare the workers' reports with the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmpos.rpc.v1 import positions_pb2, sequences_pb2, tensor_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Report of a worker on one window; see Witness.report."""
+    """A worker's report on one window; see Witness.report."""
 
     worker: str
     label: str
@@ -30,7 +30,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """Report of a worker at the end of a request; see Witness.report_end."""
+    """A worker's report at the end of a request; see Witness.report_end."""
 
     worker: str
     request: int
@@ -56,7 +56,7 @@ class Whole:
         assert window.positions.table is not None
         assert window.positions.deltas is not None
         agree = {
-            "token ids": same.all() or (window.label.startswith("draft") and same[0]),  # drafts end in wrong tokens
+            "token ids": same.all() or (window.label.startswith("draft") and same[0]),  # drafts end with wrong tokens
             "positions": np.array_equal(window.positions.table.dense(), self.positions[:, here]),
             "delta": np.array_equal(window.positions.deltas, self.sequence.positions.deltas),
             "q and k": np.array_equal(window.turned[same], self.turned[here][same]),
@@ -64,7 +64,7 @@ class Whole:
         return [name for name, is_equal in agree.items() if not is_equal]
 
     def against_end(self, end: End) -> list[str]:
-        """List the properties of the end that disagree; a token must follow from the exact bits of all k before it."""
+        """List the properties of the end state that disagree; tokens depend on the exact bits of all k before them."""
         k = self.turned[:, 1]
         tokens = [next_token(k[:stop]) for stop in range(self.prompt, len(k))]
         agree = {
@@ -76,7 +76,7 @@ class Whole:
 
 
 def judge(messages: Mapping[str, Sequence[bytes]]) -> int:
-    """Print a summary of the reports of each worker; return 1 if anything disagrees with the whole sequence."""
+    """Print a summary of each worker's reports; return 1 if anything disagrees with the whole sequence."""
     reports = [report for worker, lines in messages.items() for report in _read(worker, lines)]
     windows = [report for report in reports if isinstance(report, Window)]
     ends = {report.request: report for report in reports if isinstance(report, End)}
@@ -99,7 +99,7 @@ def judge(messages: Mapping[str, Sequence[bytes]]) -> int:
 
 
 def _reuse(windows: Sequence[Window], first: Whole, second: Whole) -> list[str]:
-    """List what is wrong about the cached blocks that the second request shares with the first."""
+    """List what is wrong with the cached blocks that the second request shares with the first."""
     shared = BLOCK * sum(a == b for a, b in zip(first.keys, second.keys, strict=False))
     start = next(window.start for window in windows if window.request == 1)
     agree = {"start": start == shared, "photograph": second.sequence.image_spans[0, 1] <= shared}

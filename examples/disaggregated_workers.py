@@ -47,7 +47,7 @@ def tensor(array: Array) -> tensor_pb2.Tensor:
 
 @dataclasses.dataclass
 class Witness:
-    """Reporter of the results of a worker to the judge.
+    """Reports a worker's results to the judge.
 
     Args:
         judge: connection to the judge.
@@ -58,12 +58,12 @@ class Witness:
     forgets: bool
 
     def sequence(self, message: sequences_pb2.Sequence) -> InterleavedSequence:
-        """Read the sequence of a message, without its delta if this worker forgets it."""
+        """Read a message's sequence, without the delta if this worker forgets it."""
         sequence = get_sequence("sequence", message)
         return dataclasses.replace(sequence, positions=_without_delta(sequence.positions)) if self.forgets else sequence
 
     def report(self, label: str, request: int, start: int, window: PositionTable, ids: Array, turned: Array) -> None:
-        """Report a window of a request: its positions and delta, its token ids, and its rotated q and k."""
+        """Report on a window of a request: its positions and delta, its token ids, and its rotated q and k."""
         positions = positions_pb2.Positions()
         put_result(positions, PositionsResult.of(window))
         send(self.judge, sequences_pb2.Part(text=label))
@@ -81,7 +81,7 @@ class Witness:
 
 
 def _without_delta(positions: PositionTable) -> PositionTable:
-    """Set the next position to the number of tokens, the usual mistake of systems that lose the delta."""
+    """Set the next position to the number of tokens, as systems that lose the delta usually do."""
     documents = positions.documents.copy()
     documents[2:] = [[positions.num_tokens], [0]]
     return PositionTable.from_arrays(
@@ -101,15 +101,15 @@ _SIN = [(-1) ** n / factorial(2 * n + 1) for n in range(14)]
 
 
 def embed_text(ids: Array) -> Array:
-    """Return (tokens, 2, heads, head_dim) q and k of text before rotation."""
+    """Return the (tokens, 2, heads, head_dim) q and k of text before rotation."""
     return _WORDS[ids]
 
 
 def embed(sequence: InterleavedSequence) -> Array:
-    """Return (tokens, 2, heads, head_dim) q and k of a sequence with its pixels before rotation."""
+    """Return the (tokens, 2, heads, head_dim) q and k, before rotation, of a sequence with its pixels."""
     states = embed_text(sequence.input_ids)
     assert sequence.patches is not None
-    # Integers, so that sums are exact for every batching of tokens.
+    # Use integers, so that sums are exact however tokens are batched.
     pixels = sequence.patches.reshape(-1, len(_PIXELS)).astype(np.int64) @ _PIXELS
     states[sequence.token_type_ids == 1] = (pixels / 2.0**16).reshape(-1, 2, HEADS, HEAD_DIM)
     return states
@@ -118,8 +118,8 @@ def embed(sequence: InterleavedSequence) -> Array:
 def rotate(x: Array, ids: Array) -> Array:
     """Rotate (tokens, 2, heads, head_dim) by (axes, tokens) ids, as apply_rotary does, in numpy.
 
-    The angle is an integer multiple of 2⁻⁶⁴ turns, and cos and sin use only sums and products: the bits do not depend
-    on the start of a window, which np.cos does not guarantee.
+    The angle is an integer multiple of 2⁻⁶⁴ turns, and cos and sin use only sums and products. Therefore the bits do
+    not depend on where a window starts, which np.cos does not guarantee.
     """
     turn = ids.astype(np.int64).view(np.uint64)[ROTARY.pair_axis].T * ROTARY.turns
     angle = turn.view(np.int64) * (2 * pi * 2.0**-64)
@@ -130,7 +130,7 @@ def rotate(x: Array, ids: Array) -> Array:
 
 
 def next_token(k: Array) -> int:
-    """Return the token after those with these rotated k; it changes if a single bit of k changes."""
+    """Return the token that follows those with these rotated k; the token changes if a single bit of k changes."""
     return zlib.crc32(k.tobytes()) % 256
 
 
@@ -151,7 +151,7 @@ BUILDER = SequenceBuilder(images=IMAGES, scheme="rope-tie")
 
 
 def processor(prefill: Connection, other_prefill: Connection) -> None:
-    """Build and place every request once; a copy of the last goes to the worker that prefills it after retraction."""
+    """Build and place each request once; also send the last one to the worker that prefills it after retraction."""
     for parts in REQUESTS:
         message = sequences_pb2.Sequence()
         put_sequence(message, BUILDER.build(parts))
@@ -162,14 +162,14 @@ def processor(prefill: Connection, other_prefill: Connection) -> None:
 def prefill(
     witness: Witness, processor: Connection, decode: Connection, requests: Sequence[int], retracted: bool
 ) -> None:
-    """Rotate uncached tokens chunk by chunk, and send decode the message without pixels, and k.
+    """Rotate uncached tokens chunk by chunk; send k, and the message without its pixels, to the decode worker.
 
     Args:
-        witness: reports to the judge.
+        witness: reports results to the judge.
         processor: connection to the processor, which sends sequences.
         decode: connection to the decode worker.
-        requests: numbers of the requests in order.
-        retracted: whether decode sends generated tokens, to be prefilled after the prompt.
+        requests: numbers of the requests, in order.
+        retracted: whether the decode worker sends generated tokens to be prefilled after the prompt.
     """
     cache: dict[bytes, Array] = {}
     for request in requests:
@@ -200,11 +200,11 @@ class Decoding:
     """State of a request during decoding.
 
     Args:
-        witness: reports to the judge.
+        witness: reports results to the judge.
         request: number of the request.
-        sequence: prompt.
-        k: (tokens, heads, head_dim) rotated k of prompt and generated tokens.
-        generated: tokens after the prompt.
+        sequence: sequence of the prompt.
+        k: (tokens, heads, head_dim) rotated k of the prompt and the generated tokens.
+        generated: tokens generated after the prompt.
         keys: keys of all full blocks.
     """
 
@@ -216,7 +216,7 @@ class Decoding:
     keys: list[bytes] = dataclasses.field(default_factory=list)
 
     def rotate(self, start: int, tokens: Sequence[int]) -> tuple[PositionTable, Array]:
-        """Return positions, and rotated q and k, of tokens from this index; they depend on nothing else."""
+        """Return positions, and rotated q and k, for tokens starting at this index; they depend on nothing else."""
         window = self.sequence.positions.window([0], [start], [len(tokens)])
         return window, rotate(embed_text(np.array(tokens)), window.dense())
 
@@ -230,7 +230,7 @@ class Decoding:
         self.keys = self.sequence.block_keys(BLOCK, generated=self.generated, known=self.keys)
 
     def drop(self, count: int) -> None:
-        """Remove the last tokens; no state of positions has to be reset."""
+        """Remove the last tokens; there is no position state to reset."""
         length = len(self.k) - count
         self.k, self.keys = self.k[:length], self.keys[: length // BLOCK]
         self.generated = self.generated[: len(self.generated) - count]
@@ -241,7 +241,7 @@ class Decoding:
             self.append([next_token(self.k)], label)
 
     def speculate(self, right: int, wrong: int) -> None:
-        """Verify a draft in one window; its first tokens are right, and those from the first wrong one are dropped."""
+        """Verify a draft in one window, dropping all tokens from the first wrong one; its first tokens are right."""
         draft: list[int] = []
         k, first = self.k, len(self.k)
         for i in range(right + wrong):
@@ -253,7 +253,7 @@ class Decoding:
 
 
 def decode(witness: Witness, prefill: Connection, other_prefill: Connection) -> None:
-    """Decode the first request with a draft and a rollback, and the second one before and after its retraction."""
+    """Decode the first request with a draft and a rollback, and the second request before and after its retraction."""
     first = _begin(witness, prefill, 0)
     first.generate(6, "token")
     first.speculate(right=2, wrong=2)

@@ -1,8 +1,8 @@
-"""Check the positions that vLLM rotates by: serve a small checkpoint, record its keys, and decode their positions.
+"""Check the positions by which vLLM rotates: serve a small checkpoint, record its keys, and read positions from them.
 
-This needs vLLM in a separate environment (tested with 0.33.0 on a CPU) and the config.json of a model; the page
+This requires vLLM in a separate environment (tested with 0.33.0 on a CPU) and a model's config.json;
 docs/probe-engines.md lists further requirements for a CPU. The exit code is 0 if the positions are those of the config,
-else 3.
+and 3 otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = "abc<|vision_start|><|image_pad|><|vision_end|>def"
 
 
 def keep_keys(keys: dict[str, list[Any]]) -> None:
-    """Make attention return zeros, since the checkpoint ignores it, and append the keys of each layer to ``keys``."""
+    """Make attention, whose result the checkpoint ignores, return zeros and append each layer's keys to ``keys``."""
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         keys[self.layer_name].append(key.float().numpy(force=True).reshape(len(key), -1, self.head_size))

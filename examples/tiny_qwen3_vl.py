@@ -1,7 +1,7 @@
-"""Train a tiny Qwen3-VL of Transformers on photos with ``rope_index`` in place of its ``get_rope_index``.
+"""Train a tiny Qwen3-VL from Transformers on photos with ``rope_index`` instead of its own ``get_rope_index``.
 
-The model learns captions of eight photos in ten seconds on one core, then generates them with a cache, equal to those
-with its own method. A single call concerns positions: ``install(model)``.
+The model learns captions of eight photos in ten seconds on one core, then generates them with a cache. The captions
+equal those generated with its own method. A single call concerns positions: ``install(model)``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_model() -> Any:
 
 
 def make_batch(photos: Sequence[Photo], *, answered: bool = False) -> dict[str, Tensor]:
-    """Make a left-padded row for every photo: about 16 image tokens, followed by the caption if ``answered``."""
+    """Build a left-padded row for every photo: about 16 image tokens, followed by the caption if ``answered``."""
     kind: Any = Qwen2VLImageProcessor
     images = kind(patch_size=16, size={"shortest_edge": 96 * 96, "longest_edge": 128 * 128})
     processed = images([photo.pixels for photo in photos], return_tensors="pt")
@@ -86,7 +86,7 @@ def make_batch(photos: Sequence[Photo], *, answered: bool = False) -> dict[str, 
 
 
 def train(model: Any, photos: Sequence[Photo], steps: int) -> float:
-    """Train on the captions of crops of the photos; return the mean loss of the last ten steps, in nats per byte."""
+    """Train on crops of the captioned photos; return the mean loss of the last ten steps, in nats per byte."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
@@ -111,7 +111,7 @@ def captions(model: Any, photos: Sequence[Photo]) -> list[str]:
 
 
 def main() -> None:
-    """Train the model, and print its captions."""
+    """Train the model and print its captions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps

@@ -1,7 +1,7 @@
-"""Train a complete vision-language model in a minute on one core: a random Llama with a linear map from patches.
+"""Train a complete vision-language model, a random Llama with a linear map from patches, in a minute on one core.
 
 The model learns to describe eight photos, one or two at a time and in order, from crops and mirrored crops. Then it
-describes the whole photos, with and without a cache, and with local positions and positions from a server.
+describes the whole photos, with and without a cache, using local positions and positions from a server.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TinyVLM(nn.Module):
         self.language: Any = patch(LlamaForCausalLM(config), rotary)
 
     def embed(self, batch: Any) -> Tensor:
-        """Return (batch, seq, hidden) embeddings of words, with those of patches in place of the placeholders."""
+        """Return (batch, seq, hidden) embeddings of words, with patch embeddings in place of the placeholders."""
         words: Tensor = self.language.get_input_embeddings()(batch["input_ids"])
         if "patches" not in batch:
             return words
@@ -81,7 +81,7 @@ class TinyVLM(nn.Module):
         return words.masked_scatter(batch["mm_token_type_ids"][..., None] == 1, features)
 
     def forward(self, batch: Any, labels: Tensor | None = None) -> Any:
-        """Run the language model on a batch of the processor."""
+        """Run the language model on a batch from the processor."""
         return self.language(
             inputs_embeds=self.embed(batch),
             attention_mask=batch["attention_mask"],
@@ -91,11 +91,11 @@ class TinyVLM(nn.Module):
 
     @torch.no_grad()
     def answer(self, batch: Any, positions: mmpos.PositionTable | None = None, tokens: int = 40) -> Tensor:
-        """Generate an answer for each row greedily, with a cache; return (batch, tokens) ids.
+        """Generate an answer for each row greedily with a cache, and return (batch, tokens) ids.
 
         Args:
             batch: chats without the last answer, padded on the left.
-            positions: positions of the batch; None uses those of the processor.
+            positions: positions of the batch; None uses those from the processor.
             tokens: maximum number of tokens.
         """
         table = batch["positions"] if positions is None else positions
@@ -130,13 +130,13 @@ class TinyVLM(nn.Module):
 
 
 def ask(processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Any:
-    """Make a batch of questions about photos."""
+    """Build a batch of questions about photos."""
     questions = [chat(shown, see=see) for shown in chats]
     return processor(text=questions, add_generation_prompt=True, padding=True, return_tensors="pt")
 
 
 def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Tensor:
-    """Compute the loss of an answer with or without the photos, in nats, as the mean over chats."""
+    """Compute the mean loss of an answer over chats, in nats, with or without the photos."""
     batch = processor.apply_chat_template(
         [chat(shown, see=see, answered=True) for shown in chats],
         tokenize=True,
@@ -151,7 +151,7 @@ def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, s
 
 
 def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], steps: int, *, see: bool = True) -> float:
-    """Train on crops, equally many of each photo; return the mean loss of an answer in the last ten steps, in nats."""
+    """Train on equally many crops of each photo; return the mean loss per answer in the last ten steps, in nats."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
@@ -175,7 +175,7 @@ def remote_positions(client: Client, processor: MMPosProcessor, batch: Any) -> m
 
 
 def main() -> None:
-    """Train the model, and print its answers."""
+    """Train the model and print its answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--server", metavar="HOST:PORT", help="also compare with positions from this server")

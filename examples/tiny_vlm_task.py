@@ -1,4 +1,4 @@
-"""Task of the tiny models: photos with captions, and chats about one or two photos."""
+"""The task of the tiny models: photos with captions, and chats about one or two photos."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Photo:
     caption: str
 
     def crop(self, random: np.random.Generator) -> Photo:
-        """Cut a random part with at least 60 % of each side, mirrored with probability one half."""
+        """Cut out a random part that spans at least 60 % of each side, and mirror it with probability one half."""
         height, width, _ = self.pixels.shape
         h, w = (int(side * random.uniform(0.6, 1)) for side in (height, width))
         top, left = random.integers(height - h + 1), random.integers(width - w + 1)
@@ -43,7 +43,7 @@ class Photo:
 
 
 def load_photos() -> list[Photo]:
-    """Load the two photos of mmpos, and six more if scikit-image is installed, at most 160 pixels long."""
+    """Load the two photos in mmpos, and six more if scikit-image is installed, with sides of at most 160 pixels."""
     folders = [Path(mmpos.__file__).parent / "photos"]
     spec = find_spec("skimage")
     if spec is not None and spec.origin is not None:
@@ -69,7 +69,7 @@ def pairs(photos: Sequence[Photo], random: np.random.Generator) -> list[Shown]:
 
 
 def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict[str, Any]]:
-    """Make a chat: a question about photos, with the photos if ``see`` and the answer if ``answered``."""
+    """Build a chat: a question about photos, with the photos if ``see`` and the answer if ``answered``."""
     images = [{"type": "image", "image": photo.pixels} for photo in shown if see]
     messages = [{"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}]
     if answered:
@@ -78,5 +78,5 @@ def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict
 
 
 def answer_of(shown: Shown) -> str:
-    """Return the right answer about these photos."""
+    """Return the correct answer about these photos."""
     return " ".join(photo.caption for photo in shown)

@@ -1,6 +1,6 @@
-"""Train an unpatched, tiny random Qwen3-VL on packs with Trainer of Transformers, and resume exactly.
+"""Train an unpatched, tiny random Qwen3-VL on packs with Transformers' Trainer, and resume exactly.
 
-This takes seconds on one core. On two ranks: `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
+This takes seconds on one core. To use two ranks, run `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def make_config() -> Any:
 
 
 def make_loader(config: Any, copies: int = 8) -> RankLoader[dict[str, Any]]:
-    """Create an endless loader of packs of photos and captions, as arguments of the model."""
+    """Create an endless loader whose batches are packs of photos and captions, in the form of model arguments."""
     settings = mmpos.from_hf_config(config)
-    # In a real training, from_hf_config(folder) reads these arguments from the files of the checkpoint.
+    # For a real model, from_hf_config(folder) reads these arguments from the checkpoint's files.
     images = settings.image_processor(mean=[0.5] * 3, std=[0.5] * 3, min_pixels=3136, max_pixels=10_000)
     builder = mmpos.SequenceBuilder(images=images, scheme=settings.scheme, markers=settings.markers)
     photos = [{"bytes": (PHOTOS / f"{name}.jpg").read_bytes(), "path": None} for name in CAPTIONS]
@@ -74,20 +74,20 @@ class PackTrainer(Trainer):
 
 
 class KeepLoader(TrainerCallback):
-    """Callback that saves the state of the loader of each rank with the checkpoint."""
+    """Callback that saves the state of each rank's loader with the checkpoint."""
 
     def __init__(self, loader: RankLoader[dict[str, Any]]) -> None:
         self.loader = loader
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save the state after the step of the checkpoint."""
+        """Save the loader state when the checkpoint is saved."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         folder.mkdir(exist_ok=True, parents=True)
         state_file(folder, args.process_index).write_text(json.dumps(self.loader.state_dict()))
 
 
 def state_file(checkpoint: Path, rank: int) -> Path:
-    """Return the path of the file with the loader state of a rank."""
+    """Return the path of the file that contains a rank's loader state."""
     return checkpoint / f"loader-{rank}.json"
 
 
@@ -95,7 +95,7 @@ def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_step
     """Train from the beginning, or resume from a checkpoint.
 
     Args:
-        folder: folder of the checkpoints.
+        folder: folder in which checkpoints are saved.
         steps: number of optimizer steps, including those before the checkpoint.
         checkpoint: folder of the checkpoint to resume from.
         save_steps: number of steps between checkpoints.
@@ -108,9 +108,9 @@ def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_step
         save_steps=save_steps,
         learning_rate=3e-3,
         logging_steps=5,
-        remove_unused_columns=False,  # the collator returns the arguments of the model
+        remove_unused_columns=False,  # the collator returns the model's arguments
         ignore_data_skip=True,  # the loader resumes from its own state
-        ddp_find_unused_parameters=True,  # a pack may have only text
+        ddp_find_unused_parameters=True,  # a pack may contain only text
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
@@ -130,14 +130,14 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def main() -> None:
-    """Train the model, and print the losses."""
+    """Train the model and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint", type=Path, default=None, help="checkpoint to resume from")
     options = parser.parse_args()
     trainer = train(options.folder, options.steps, checkpoint=options.checkpoint)
-    if trainer.is_world_process_zero():  # lines of several ranks would mix
+    if trainer.is_world_process_zero():  # lines from several ranks would be interleaved
         print("loss", " ".join(f"{loss:.2f}" for loss in losses(trainer)))
 
 

@@ -1,9 +1,10 @@
-"""Train an unpatched Qwen3-VL on rollouts with SFTTrainer of TRL, and check that packs have the positions of rollouts.
+"""Train an unpatched Qwen3-VL on rollouts with TRL's SFTTrainer, and check packs against the rollouts' positions.
 
-This needs `pip install trl` (tested with 1.16 and constraints.txt) and takes a minute on one core. In each round, a
-tiny random model samples captions of photos with the positions of Transformers, and trains on the half with the most
-lower-case letters. The dataset carries a fingerprint of the positions of each rollout, which the trainer compares with
-those of its packs before the loss. `--mistake` trains on 1-D ids, and fails on the first batch.
+This requires `pip install trl` (tested with 1.16 and constraints.txt) and takes a minute on one core. In each round, a
+tiny random model samples captions of photos with Transformers' positions, and trains on the half with the most
+lower-case letters. The dataset contains a fingerprint of each rollout's positions. The trainer compares these
+fingerprints with those of its packs before computing the loss. `--mistake` trains on 1-D ids and fails on the first
+batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Record = dict[str, Any]
 
 
 def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
-    """Sample several captions of every photo, and record the fingerprints of their positions."""
+    """Sample several captions for every photo, and record the fingerprints of their positions."""
     used: list[Tensor] = []
     rotary = model.model.language_model.rotary_emb
     hook = rotary.register_forward_pre_hook(lambda _, arguments: used.append(arguments[1]))
@@ -59,31 +60,31 @@ def roll_out(model: Any, photos: list[Any], copies: int) -> list[Record]:
 
 
 class Packs:
-    """data_collator for TRL that makes one pack of the records of a batch, with their fingerprints."""
+    """TRL data_collator that combines the records of a batch into one pack, with their fingerprints."""
 
     def __init__(self, config: Any) -> None:
         settings = mmpos.from_hf_config(config)
         self.example, self.collate = ProcessedInputs(settings), ModelCollator(settings)
 
     def __call__(self, records: list[Record]) -> dict[str, Any]:
-        """Return the arguments of the model, and the fingerprints."""
+        """Return the model's arguments and the fingerprints."""
         examples = [self.example(record, Location("rollouts", i)) for i, record in enumerate(records)]
         return {**self.collate(examples), "fingerprints": [record["fingerprint"] for record in records]}
 
 
 class CheckedTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer that checks before the loss that it has the positions of the rollouts."""
+    """SFTTrainer that, before computing the loss, checks that its positions are those of the rollouts."""
 
     mistake = False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """Compare fingerprints, then compute the loss of TRL."""
+        """Compare fingerprints, then compute TRL's loss."""
         want = inputs.pop("fingerprints")
         if self.mistake:
             inputs["position_ids"] = inputs["position_ids"][:1].repeat(4, 1, 1)
-        ids = inputs["position_ids"][1:]  # the first is the text row
+        ids = inputs["position_ids"][1:]  # the first row is the text row
         if mmpos.fingerprint(ids, cu_seqlens=inputs["cu_seq_lens_q"]) != want:
-            raise ValueError("the trainer has other positions than the rollout")
+            raise ValueError("the trainer's positions differ from the rollout's")
         return super().compute_loss(model, inputs, *arguments, **named)
 
 

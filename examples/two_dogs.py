@@ -1,7 +1,7 @@
-"""Show which position encodings let attention distinguish the two dogs in one sentence, word order and direction.
+"""Show which position encodings let attention distinguish two dogs in a sentence, word order, and direction.
 
-An attention block with random weights reads "The dog chased another dog" in float64. Its outputs are compared for the
-two dogs (positions 1 and 4), with words exchanged, and with the sentence reversed.
+An attention block with random weights reads "The dog chased another dog" in float64. Its outputs are compared between
+the two dogs (positions 1 and 4), after exchanging words, and after reversing the sentence.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Findings:
     Args:
         dogs: difference between the two dogs with full attention.
         dogs_causal: difference between the two dogs with causal attention.
-        order: difference of the last word after the words before it are exchanged; it attends to all words in both
-            kinds of attention.
-        direction: difference of all words after the sentence is reversed, with full attention.
+        order: change in the last word's output when the words before it are exchanged; the last word attends to all
+            words in both kinds of attention.
+        direction: change in the outputs of all words when the sentence is reversed, with full attention.
     """
 
     dogs: float
@@ -50,7 +50,7 @@ def embeddings(words: Sequence[str] = SENTENCE, seed: int = 0) -> Tensor:
 
 
 def block(encoding: Encoding, *, causal: bool, seq: int = len(SENTENCE), seed: int = 1) -> SelfAttention:
-    """Create attention in float64 with weights that make scores of about one, the same for every encoding."""
+    """Create float64 attention; its weights, the same for every encoding, produce scores of about one."""
     attention = SelfAttention(DIM, NUM_HEADS, encoding, range(seq), causal=causal).double().requires_grad_(False)
     random = np.random.default_rng(seed)
     for linear in (attention.qkv, attention.out):
@@ -75,7 +75,7 @@ def find(encoding: Encoding) -> Findings:
 
 
 def without_positions() -> dict[str, float]:
-    """Measure the effect of exchanging the words before the last on attention without an encoding."""
+    """Measure how exchanging the words before the last one affects attention without a position encoding."""
     full, causal, second = (block(NoPE(), causal=c, seed=s) for c, s in ((False, 1), (True, 1), (True, 2)))
     x, exchanged = embeddings(), list(EARLIER_EXCHANGED)
     moved = x[:, exchanged]
@@ -89,7 +89,7 @@ def without_positions() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the table of encodings, and the differences without positions."""
+    """Print the table of encodings and the differences without positions."""
     print(f"{' '.join(SENTENCE)}: largest difference of outputs\n")
     print(f"{'':18}{'two dogs':>16}{'exchanged':>11}{'reversed':>10}")
     print(f"{'encoding':18}{'full':>8}{'causal':>8}{'last word':>11}{'full':>10}")

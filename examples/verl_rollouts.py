@@ -1,8 +1,9 @@
-"""Carry fingerprints in verl's DataProto: they are reordered, split and padded with the rollouts, then compared.
+"""Carry fingerprints in verl's DataProto, reorder, split and pad them along with the rollouts, then compare them.
 
-This needs verl and tensordict in a separate environment (tested with 0.9.1 and 0.10; verl requires an older
-Transformers than constraints.txt), and takes seconds on one core. Positions have the layout of verl's agent loop for
-Qwen-VL: (batch, 4, length), prompts padded left and responses right, with the token count in the first row.
+This requires verl and tensordict in a separate environment (tested with 0.9.1 and 0.10; verl requires an older
+Transformers than constraints.txt does), and takes seconds on one core. Positions have the layout of verl's agent loop
+for Qwen-VL: (batch, 4, length), with prompts padded on the left, responses padded on the right, and the token count in
+the first row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ except ModuleNotFoundError as error:
 
 
 def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
-    """Make rollouts of these lengths, with the fingerprints of the positions of an engine."""
+    """Create rollouts of these lengths, with fingerprints of an engine's positions."""
     positions = mmpos.place(SegmentTable.from_documents(prompts), "mrope-transformers")
     answers = positions.decode(lengths)
     left, left_mask = positions.padded(side="left")
@@ -40,16 +41,16 @@ def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:
 
 
 def check(data: DataProto) -> None:
-    """Compare positions with those of the rollouts, before a loss is computed."""
+    """Compare positions with those of the rollouts before a loss is computed."""
     ids = data.batch["position_ids"][:, 1:].transpose(0, 1)  # the first row is not an axis
     fingerprints = mmpos.fingerprint(ids, attention_mask=data.batch["attention_mask"])
     wrong = [row for row, want in enumerate(data.non_tensor_batch["fingerprint"]) if fingerprints[row] != want]
     if wrong:
-        raise ValueError(f"rows {wrong} have other positions than their rollouts")
+        raise ValueError(f"rows {wrong} have positions that differ from their rollouts'")
 
 
 def main() -> None:
-    """Apply the operations of verl between a rollout and a loss to rollouts; then make a mistake."""
+    """Apply the operations that verl performs on rollouts before the loss; then make a mistake."""
     prompts: list[list[Any]] = [
         [Text(3), Grid(2, 3), Text(2)],
         [Text(5)],

@@ -1,4 +1,4 @@
-"""Multimodal position ids: one small table of segments is the truth, and everything else follows from it.
+"""Multimodal position ids: everything is derived from one small table of segments.
 
 Shapes used throughout:
 

@@ -1,4 +1,4 @@
-"""Entry point of the program ``mmpos``."""
+"""Entry point of the ``mmpos`` program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: command line after the program's name; None is the command line of the process.
+        arguments: command-line arguments after the program's name; None uses those of the process.
 
     Returns:
         Exit code, one of mmpos.support.program.EXIT_CODES.
@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _info() -> App:
-    """Create a program that runs ``mmpos info`` without the packages of the command line, to report missing ones."""
+    """Create a program for ``mmpos info`` that needs no command-line packages and reports which ones are missing."""
     return lambda **_: print_info()
 
 
 def _app(extra: str) -> App:
     if "_MMPOS_COMPLETE" in os.environ:
-        # typer wraps its help at this width, and fish takes each line of it for a completion.
+        # typer wraps help texts at this width, and fish treats each wrapped line as a completion.
         os.environ["TERMINAL_WIDTH"] = "10000"
     with needed_for("the command line", extra=extra):
         from mmpos.cli import app

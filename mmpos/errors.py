@@ -1,7 +1,7 @@
 """Exceptions of mmpos.
 
     MmposError
-    ├── InvalidInputError (ValueError)      an argument is wrong
+    ├── InvalidInputError (ValueError)      an argument is invalid
     ├── UnsupportedError (ValueError)       valid input that is not supported (a NotImplementedError)
     ├── LimitExceededError (ValueError)     valid input above a stated limit
     └── ServiceError                        a service could not answer, whatever the request
@@ -10,10 +10,11 @@
         ├── ServiceTimeoutError             the answer did not come in time
         └── ServiceUnauthenticatedError     the server does not know the caller, or refuses it
 
-The first three concern one request, in process or to a service: serving engines refuse a request that raises ValueError
-and continue with the others. A ServiceError says nothing about the request, which may be retried.
+The first three concern a single request, handled in the process or by a service: serving engines refuse a request that
+raises ValueError and continue with the others. A ServiceError says nothing about the request, which may be retried.
 
-A message names the argument, its value and the expected value: ``documents[3][1].height: got 0, want >= 1``.
+Each message contains the argument's name, its value and the expected value: ``documents[3][1].height: got 0, want >=
+1``.
 """
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 
 
 class MmposError(Exception):
-    """Any error raised on purpose by mmpos."""
+    """Base class of all errors that mmpos raises on purpose."""
 
 
 class InvalidInputError(MmposError, ValueError):
@@ -38,15 +39,15 @@ class InvalidInputError(MmposError, ValueError):
 
 
 class UnsupportedError(MmposError, NotImplementedError, ValueError):
-    """The input is legal, but the chosen scheme, layout or builder does not define the result."""
+    """The input is valid, but the chosen scheme, layout or builder does not define a result for it."""
 
 
 class LimitExceededError(MmposError, ValueError):
-    """The input is legal, but larger than a limit that mmpos states."""
+    """The input is valid, but exceeds a documented limit of mmpos."""
 
 
 class ServiceError(MmposError):
-    """A service could not answer."""
+    """A service could not answer a request."""
 
 
 class ServiceUnavailableError(ServiceError):
@@ -54,11 +55,11 @@ class ServiceUnavailableError(ServiceError):
 
 
 class ServiceOverloadedError(ServiceError):
-    """The server is overloaded and refused the call before any work.
+    """The server is overloaded and refused the call before doing any work.
 
     Args:
-        message: message of the server.
-        retry_after: seconds after which to retry, proposed by the server.
+        message: message from the server.
+        retry_after: number of seconds to wait before a retry, as proposed by the server.
     """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
@@ -71,4 +72,4 @@ class ServiceTimeoutError(ServiceError):
 
 
 class ServiceUnauthenticatedError(ServiceError):
-    """The call has no credential known to the server, or the server does not permit its owner to call."""
+    """The call has no credential that the server knows, or the owner of the credential is not allowed to call it."""

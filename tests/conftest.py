@@ -1,4 +1,4 @@
-"""Fixtures of several test folders."""
+"""Fixtures shared by several test folders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from waiting import without_torch
 
 from mmpos.support import native
 
-# The load of the machine decides how long an example takes; the examples are the same in every run.
+# No deadline: how long an example takes depends on the machine's load. The examples are the same in every run.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Isolate this run from others: the kernels of torch.compile, whose key ignores the processor, and Ray.
+    """Isolate this run from others in the kernel cache of torch.compile, whose key ignores the processor, and in Ray.
 
-    Ray joins any cluster that it finds, even the cluster of another test that is still stopping.
+    Ray joins any cluster it finds, even one that another test is still stopping.
     """
     os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seed every test alike, whatever ran before it."""
+    """Seed every test with the same value, whatever ran before it."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -47,7 +47,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(params=["C", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test with the C extension and with numpy."""
+    """Run a test twice: with the C extension, and with numpy."""
     if request.param == "C" and native.core is None:
         pytest.skip("the extension was not built")
     if request.param == "numpy":
@@ -57,7 +57,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread: with small matrices, threads wait longer for each other than they multiply."""
+    """Run torch on one thread: with small matrices, threads spend more time waiting for each other than multiplying."""
     import torch
 
     before = torch.get_num_threads()
@@ -68,13 +68,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def batches(pytestconfig: pytest.Config) -> int:
-    """Return the number of random batches of a model type."""
+    """Return the number of random batches to test for each model type."""
     return int(pytestconfig.getoption("--batches"))
 
 
 @pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
-    """Return a context manager that limits each file written by this process and its children to some bytes."""
+    """Return a context manager that limits the size in bytes of each file that this process and its children write."""
 
     @contextmanager
     def limited(room: int) -> Iterator[None]:
@@ -90,13 +90,13 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
 
 @pytest.fixture
 def torchless(tmp_path: Path) -> dict[str, str]:
-    """Return the environment of programs without torch, which start quickly."""
+    """Return an environment that hides torch, so that programs start quickly."""
     return without_torch(tmp_path)
 
 
 @pytest.fixture
 def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
-    """Start servers, and kill them at the end."""
+    """Return a function that starts servers, and kill them after the test."""
     servers: list[Program] = []
 
     def program(*arguments: str) -> Program:
@@ -110,7 +110,7 @@ def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
 
 @pytest.fixture
 def refused(torchless: dict[str, str]) -> Refused:
-    """Run a server that must not start, and return its error message."""
+    """Return a function that runs a server that must not start, and returns its error message."""
 
     def program(*arguments: str) -> str:
         command = [sys.executable, "-m", "mmpos_server", *arguments]

@@ -55,7 +55,7 @@ def bench(
         str,
         typer.Option(
             metavar="|".join(MALLOCS),
-            help="The settings of the C library, or those of the server, which keep large blocks.",
+            help="The settings of the C library, or those of the server, which make malloc keep large blocks.",
             autocompletion=lambda incomplete: [name for name in MALLOCS if name.startswith(incomplete)],
         ),
     ] = "default",
@@ -111,7 +111,7 @@ def print_report(out: Console, report: SuiteReport) -> None:
 
 
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
-    """Print the contestants of each case under its name, since names are too long for a table column."""
+    """Print each case's contestants under the case's name, since names are too long for a table column."""
     units = {m.unit for m in measurements}
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
     peers = any(e.role == "peer" for m in measurements for e in m.entries)
@@ -140,7 +140,7 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
 
 
 def _cells(measurement: Measurement, entry: Timed) -> Iterator[list[str]]:
-    """Yield the line of a contestant, and a line for each peer after the first."""
+    """Yield a contestant's line, plus another line for each peer after the first."""
     timing, seconds = entry.timing, measurement.per_unit(entry)
     size, _ = unit_of(timing.median)
     digits = 0 if timing.p20 >= 100 * size else 1 if timing.p20 >= 10 * size else 2

@@ -1,6 +1,6 @@
-"""Measure GPU time with cold caches and a host that runs ahead, and capture CUDA graphs.
+"""Measure GPU time with cold caches and with the host running ahead, and capture CUDA graphs.
 
-Without CUDA, calls are timed by the clock of the host; such times only test this code.
+Without CUDA, the host's clock times the calls; such times serve only to test this code.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def synchronize() -> None:
 
 
 class Clock:
-    """Measures calls by GPU events, excluding the effects of warm caches and of a slow host.
+    """Measures calls with GPU events, excluding the effects of warm caches and of a slow host.
 
-    Before every call, a buffer several times as large as the second-level cache is read. Reading leaves no dirty lines
-    to write back, unlike writing. The device then sleeps while the host queues the call. If the device wakes before
+    Before every call, a buffer several times the size of the second-level cache is read. Unlike writing, reading leaves
+    no dirty lines to write back. The device then sleeps while the host queues the call. If the device wakes before
     everything is queued, the measurement is repeated with a longer sleep. A call that waits for the device never gets
     ahead of it, so its waiting time is included.
     """
@@ -54,7 +54,7 @@ class Clock:
             self._cycles *= 2
 
     def _turn(self, call: Call) -> tuple[float, bool]:
-        """Return the seconds of a call and whether the host was ahead of the device."""
+        """Return how many seconds a call took and whether the host was ahead of the device."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._evicting.sum()
         torch.cuda._sleep(self._cycles)
@@ -67,10 +67,10 @@ class Clock:
 
 
 class Replays:
-    """CUDA graph that replays several calls, which do the same work on separate memory.
+    """CUDA graph that replays several calls, each doing the same work on separate memory.
 
-    A replay runs each call once, so each call has cold memory. Shared data, such as a table, is warm from the second
-    call on, as in the layers of a model. The time of a call includes the gap before it.
+    A replay runs each call once, so each call finds its own memory cold. Shared data, such as a table, is warm from the
+    second call on, as in the layers of a model. The time of a call includes the gap before the call.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -78,8 +78,8 @@ class Replays:
         self._replay: Call | None = None
 
     def capture(self) -> Call:
-        """Capture the calls unless they are captured already, and return the replay."""
-        kept: list[object] = []  # keeping results alive makes each call write to other memory
+        """Capture the calls unless they have been captured already, and return the replay."""
+        kept: list[object] = []  # keeping results alive makes each call write to different memory
 
         def all_of_them() -> None:
             kept.clear()
@@ -95,7 +95,7 @@ class Replays:
 
 
 def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
-    """Measure the GPU time of contestants with a cold cache before every call; for replays, the time of one call."""
+    """Measure the GPU time of contestants with a cold cache before every call; for replays, time a single call."""
     clock = Clock()
 
     def seconds(call: Call) -> float:
@@ -108,8 +108,8 @@ def capture(call: Call, warm: Call | None = None) -> Callable[[], object]:
     """Capture a call in a CUDA graph and return a function that replays it; without CUDA, return the call.
 
     Args:
-        call: the call, which must not wait for the device.
-        warm: warm-up function that is called three times before, in a separate stream; None means the call.
+        call: the call to capture, which must not wait for the device.
+        warm: warm-up function, called three times beforehand in a separate stream; None means the call itself.
     """
     if not torch.cuda.is_available():
         return call

@@ -34,14 +34,14 @@ Loop = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case, on one thread."""
+    """Yield every case, running on one thread."""
     with one_thread():
         yield from _collating(options)
         yield from _packing(options)
 
 
 def labelled(key: str, parts: Sequence[object]) -> Example:
-    """Build an example that is trained on all of its text."""
+    """Build an example whose labels include all of its text."""
     sequence = _BUILDER.build(list(parts))
     return Example(key, sequence, np.where(sequence.token_type_ids == 1, IGNORE_INDEX, sequence.input_ids))
 
@@ -54,10 +54,10 @@ def evenly(documents: int, tokens: int, images: int, side: int) -> list[Example]
 
 
 def mix(documents: int, seed: int = 0) -> Iterator[Example]:
-    """Yield a realistic mix of different documents, which depends only on the seed.
+    """Yield a realistic mix of documents that depends only on the seed.
 
-    The text has log-normal length (median 500 tokens, sigma 1) and contains 0 to 8 images (uniform) at random places,
-    each of 64 to 1024 tokens (log-uniform) plus two markers.
+    The text length is log-normal (median 500 tokens, sigma 1). Each text contains 0 to 8 images (uniform) at random
+    places, each with 64 to 1024 tokens (log-uniform) plus two markers.
     """
     rng = np.random.default_rng(seed)
     for i in range(documents):
@@ -72,7 +72,7 @@ def mix(documents: int, seed: int = 0) -> Iterator[Example]:
 
 
 def _collating(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield cases with a few documents and with a batch of a training step."""
+    """Yield cases with a few documents and a case with the batch of one training step."""
     for documents in (1, 4) if options.quick else (1, 4, 16):
         name = f"{counted(documents, 'document')} of 1,024 tokens, 2 images of 16×16 each"
         make = partial(evenly, documents, 1024, 2, 16)
@@ -84,7 +84,7 @@ def _collating(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineup:
-    """Line up batches with dense ids, for models without tables, and the stages of collating."""
+    """Line up batches with dense ids (for models without tables) and the individual stages of collating."""
     examples = make()
     packed, padded, sharded = PackedCollator(), PaddedCollator(), PackedCollator(multiple_of=4)(examples)
     want, tables = collate_loop(examples), [example.sequence.positions for example in examples]
@@ -94,11 +94,11 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
         return batch, batch.position_ids()
 
     def flat(batch: Batch, positions: Tensor | None = None) -> Loop:
-        # For documents of equal length, packed and padded batches hold the same numbers.
+        # Since all documents have the same length, packed and padded batches contain the same numbers.
         positions = batch.position_ids() if positions is None else positions
         return batch.input_ids.view(-1), batch.labels.view(-1), positions.flatten(1), batch.cu_seqlens
 
-    # Rank 0 has the first and last quarter of every document, rank 1 the second and third.
+    # Rank 0 holds the first and last quarters of every document, and rank 1 the second and third.
     quarters = sharded.input_ids.view(len(examples), 4, -1)
     shares = tuple(quarters[:, [rank, 3 - rank]].flatten() for rank in range(2))
     part = partial(giving, role=Role.PART)
@@ -123,10 +123,10 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
 
 
 def collate_loop(examples: Sequence[Example]) -> Loop:
-    """Pack a batch and its ids by a plain loop over documents in torch.
+    """Pack a batch and its ids with a plain torch loop over documents.
 
     Returns:
-        (tokens,) token ids and labels, (axes, tokens) position ids, and (documents + 1,) first tokens.
+        (tokens,) token ids and labels, (axes, tokens) position ids, and (documents + 1,) document offsets.
     """
     ids, labels, positions, cu_seqlens = [], [], [], [0]
     for example in examples:
@@ -154,7 +154,7 @@ def _packer(max_tokens: int, split_text: bool) -> Packer:
 
 
 def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool) -> tuple[PackCounts, int]:
-    """Pack examples and return the counts and the maximum number of buffered examples."""
+    """Pack examples and return the packer's counts and the maximum number of buffered examples."""
     packer = _packer(max_tokens, split_text)
     held = 0
     for example in examples:
@@ -164,7 +164,7 @@ def packed_counts(examples: Sequence[Example], max_tokens: int, split_text: bool
 
 
 def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: bool) -> Lineup:
-    """Line up the packer, with a copy of all token ids as the limit, although the packer does not read them."""
+    """Line up the packer, with a copy of all token ids as the limit, even though the packer does not read token ids."""
     documents = examples()
     lengths = [example.num_tokens for example in documents]
 
@@ -186,7 +186,7 @@ def _stream(examples: Callable[[], list[Example]], max_tokens: int, split_text: 
 
 
 def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> None:
-    """Check that no pack is too long and that the pieces of each document join to it, except for truncated tokens."""
+    """Check that no pack is too long and that each document equals its joined pieces, except for truncated tokens."""
     packer = _packer(max_tokens, split_text)
     packs = [pack for example in examples for pack in packer.add(example)] + packer.flush()
     longest = max(pack.num_tokens for pack in packs)
@@ -204,7 +204,7 @@ def _prove_packs(examples: list[Example], max_tokens: int, split_text: bool) -> 
 
 
 def _fill_in_order(lengths: Sequence[int], max_tokens: int) -> float:
-    """Compute the fill of packs that are closed when the next document does not fit."""
+    """Compute how full packs are if each is closed when the next document does not fit."""
     packs, used = 1, 0
     lengths = [min(length, max_tokens) for length in lengths]
     for length in lengths:

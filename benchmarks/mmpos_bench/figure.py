@@ -1,4 +1,4 @@
-"""Draw the figures of a run for a paper, one column wide and in small type."""
+"""Draw a run's figures for a paper, one column wide and in small type."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ WIDTH = 3.35
 """Width in inches of one column of a two-column page."""
 
 _TYPE = 6  # points
-_ROW, _LINE, _FRAME = 0.3, 0.11, 0.55  # inches per case, per line of the legend, and for title and axis
+_ROW, _LINE, _FRAME = 0.3, 0.11, 0.55  # inches per case, per legend line, and for the title and axis
 _LIMIT: Style = {"marker": "|", "markersize": 5, "markeredgewidth": 1, "color": INK}
 
 
 def plot_report(report: SuiteReport, path: str | PathLike[str] | None = None) -> Picture:
     """Draw a panel per group: the time of each contestant in each case, from the 20th to the 80th percentile.
 
-    Entries with the role "part" are not drawn, since the time of the call includes them.
+    Entries with the role "part" are not drawn, since the time of the whole call includes them.
 
     Args:
         report: the run.
         path: file to write, .png, .svg or .pdf; None writes nothing.
 
     Raises:
-        InvalidInputError: the report has no measurement, or the path has another suffix.
+        InvalidInputError: the report contains no measurement, or the path has another suffix.
         OSError: the file cannot be written.
         ImportError: matplotlib is not installed.
     """
     target = picture_path(path)
     if not report.measurements:
-        raise InvalidInputError("report: got no measurement, want at least one")
+        raise InvalidInputError("report: got no measurements, want at least one")
     groups = {name: report.group(name) for name in report.groups}
     heights = [_FRAME + _ROW * len(group) + _LINE * ((len(_contestants(group)) + 1) // 2) for group in groups.values()]
     with canvas(target, WIDTH, sum(heights)) as figure:
@@ -51,12 +51,12 @@ def plot_report(report: SuiteReport, path: str | PathLike[str] | None = None) ->
 
 
 def _contestants(group: Sequence[Measurement]) -> dict[str, str]:
-    """Map each contestant to draw to its role."""
+    """Map each contestant that is drawn to its role."""
     return {e.name: e.role for m in group for e in m.entries if e.role != "part"}
 
 
 def _draw_group(axes: Axes, group: Sequence[Measurement]) -> None:
-    """Draw cases from top to bottom: the name of the case, then one line per contestant below it."""
+    """Draw cases from top to bottom: the name of each case, then one line per contestant below the name."""
     from matplotlib.ticker import LogLocator
     from matplotlib.transforms import ScaledTranslation
 

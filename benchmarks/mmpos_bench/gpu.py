@@ -1,7 +1,7 @@
 """Test and measure the kernels on a GPU in parts that can run separately: `make gpu`.
 
 Part 1 runs the tests marked gpu and the tests of rotations. Part 2 measures every launch together with a copy and
-peers. Part 3 measures the host time and, if compute-sanitizer is installed, checks every launch with it. Each part ends
+peers. Part 3 measures host time and, if compute-sanitizer is installed, checks every launch with it. Each part finishes
 in less than nine minutes. Test results are written as JUnit XML and figures in the format of `mmpos bench`; report.md
 summarizes all results. Requires numpy and torch with Triton; part 1 also requires pytest, hypothesis and mpmath.
 """
@@ -39,7 +39,7 @@ TESTS: Mapping[str, tuple[float, str]] = {
     "tests/gpu": (300.0, "dense"),
     "tests/rotary": (230.0, "any_number_of_tokens"),
 }
-"""Test folders with their time limits in seconds and the ``-k`` expressions of a dry run."""
+"""Test folders with their time limits in seconds and the ``-k`` expressions for a dry run."""
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ((300, 3), (2100, 1))
@@ -59,7 +59,7 @@ def shortened(error: object, most: int = 300) -> str:
 
 
 class Kept:
-    """Figures of a part in a file that is written after every step, so that a restarted process can continue.
+    """The figures of a part, written to a file after every step so that a restarted process can continue.
 
     Args:
         path: the file, which `Part` creates.
@@ -69,13 +69,13 @@ class Kept:
         self.path = path
         (self.report,) = from_json(path.read_text())
         ended = [name for name, error in self.failed.items() if error == _ENDED]
-        for name in ended:  # a comparison continues without the contestant that ended the process
+        for name in ended:  # a comparison continues without the contestant that crashed the process
             if any(other.startswith(f"{name}, ") for other in ended):
                 del self.failed[name]
 
     @property
     def failed(self) -> dict[str, str]:
-        """Error of each piece of work that failed or is in progress, keyed by its name."""
+        """Errors of the pieces of work that failed or are in progress, by name."""
         return self.report.failed
 
     def write(self, *measurements: Measurement) -> None:
@@ -88,13 +88,13 @@ class Kept:
         return title in self.failed or any(f"{m.group}: {m.name}" == title for m in self.report.measurements)
 
     def interrupt(self) -> None:
-        """Discard the marks of work in progress, which the next process will repeat."""
+        """Discard the marks of work in progress, so that the next process repeats that work."""
         for name in [name for name, error in self.failed.items() if error == _ENDED]:
             del self.failed[name]
         self.write()
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do some work unless it failed before; record any error and return whether the work succeeded."""
+        """Do a piece of work unless it failed before; record any error and return whether the work succeeded."""
         if name in self.failed:
             return False
         self.failed[name] = _ENDED
@@ -102,7 +102,7 @@ class Kept:
         try:
             work()
             del self.failed[name]
-        # Any failure of a contestant becomes one line of the report.
+        # Any failure of a contestant becomes one line in the report.
         except Exception as error:
             self.failed[name] = f"{type(error).__name__}: {shortened(error)}"
         self.write()
@@ -110,7 +110,7 @@ class Kept:
 
 
 class Part:
-    """One part of `make gpu`: its time limit, its files and the programs that it runs."""
+    """One part of `make gpu`, with its time limit, its files and the programs that it runs."""
 
     def __init__(self, number: int, options: argparse.Namespace) -> None:
         self.number, self.options, self.path = number, options, options.out / f"part-{number}.json"
@@ -123,7 +123,7 @@ class Part:
 
     @property
     def kept(self) -> Kept:
-        """Figures so far."""
+        """Figures measured so far."""
         return Kept(self.path)
 
     @property
@@ -132,10 +132,11 @@ class Part:
         return SECONDS[self.number] - (time.monotonic() - self.begin)
 
     def run(self, *command: str, seconds: float = 3600.0, **variables: str) -> tuple[int | None, str]:
-        """Run a program and kill its process group when the time is over.
+        """Run a program and kill its process group when time runs out.
 
         Returns:
-            its exit status, or None if it was killed, and its output, which is also written to the log.
+            the program's exit status, or None if the program was killed, and its output, which is also written to the
+            log.
         """
         folders = [ROOT, ROOT / "server", ROOT / "benchmarks", os.environ.get("PYTHONPATH"), self.options.peers]
         environment = {
@@ -158,7 +159,7 @@ class Part:
             try:
                 status = process.wait(max(1.0, min(seconds, self.left)))
             except subprocess.TimeoutExpired:
-                with suppress(subprocess.TimeoutExpired):  # pytest writes its XML when it is interrupted
+                with suppress(subprocess.TimeoutExpired):  # pytest writes its XML when interrupted
                     process.send_signal(signal.SIGINT)
                     process.wait(10)
             finally:
@@ -170,7 +171,7 @@ class Part:
             return status, log.read()
 
     def measure(self, what: str, seconds: float) -> None:
-        """Measure in a separate process; if it breaks, continue in another one after the work that broke it."""
+        """Measure in a separate process; if that breaks, continue in a new process after the work that broke it."""
         end = time.monotonic() + min(seconds, self.left)
         while (left := end - time.monotonic()) > 5:
             before = self.path.read_bytes()
@@ -192,7 +193,7 @@ def tests(part: Part) -> None:
     for folder, (seconds, dry_tests) in list(TESTS.items())[: 1 if part.options.dry else None]:
         command = [sys.executable, "-m", "pytest", "-v", "-ra", "-m", "not slow", folder]
         command += [f"--junitxml={part.options.out / folder.replace('/', '-')}.xml", "-p", "no:cacheprovider"]
-        # Do not treat warnings as errors: versions differ from those of the project's own environment.
+        # Do not treat warnings as errors, because package versions differ from those of the project's own environment.
         command += ["-o", "addopts=", "-o", "filterwarnings=default", "--import-mode=importlib"]
         if part.options.dry:
             command += ["-k", dry_tests]
@@ -206,15 +207,15 @@ def tests(part: Part) -> None:
 
 
 def looks(part: Part) -> None:
-    """Measure the host time, and check the launches with compute-sanitizer."""
-    part.measure("host", 600.0 if part.options.dry else 120.0)  # a dry run takes no GPU time
+    """Measure host time, and check the launches with compute-sanitizer."""
+    part.measure("host", 600.0 if part.options.dry else 120.0)  # a dry run uses no GPU time
     sanitize(part, SANITIZERS)
 
 
 def sanitize(part: Part, tools: Sequence[str]) -> None:
-    """Check all of our launches with compute-sanitizer, with caching of memory disabled.
+    """Check all of our launches with compute-sanitizer, with memory caching disabled.
 
-    A tool that is missing or prints no summary is reported as missing and not as a problem.
+    A tool that is missing or prints no summary is reported as missing, not as a problem.
     """
     kept = part.kept
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -225,7 +226,7 @@ def sanitize(part: Part, tools: Sequence[str]) -> None:
         launch = sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *sizes
         if part.left <= 20:
             break
-        if tool == SANITIZERS[0]:  # compile the kernels for all tools first, which is slow under a tool
+        if tool == SANITIZERS[0]:  # compile the kernels for all tools beforehand; compiling under a tool is slow
             part.run(*launch, seconds=60)
         command = f"{program}", "--tool", tool, "--print-limit", "5", *launch
         status, output = part.run(*command, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
@@ -248,7 +249,7 @@ PARTS: Mapping[int, Callable[[Part], None]] = {
 
 
 def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]]:
-    """Yield the name, the counts with the worst share of an error bound, and the failures of each JUnit XML file."""
+    """Yield each JUnit XML file's name, its counts with the worst share of an error bound, and its failures."""
     for path in sorted(folder.glob("tests-*.xml")):
         suite = ElementTree.parse(path).getroot()
         suite = suite if suite.tag == "testsuite" else suite[0]
@@ -264,7 +265,7 @@ def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Return failures of our tests, launches and parts, and findings of sanitizers; failures of peers are excluded."""
+    """Return failures of our tests, launches and parts, and sanitizer findings; failures of peers are excluded."""
     from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS
 
     problems = [failure for _, _, failures in read_tests(folder) for failure in failures]
@@ -282,7 +283,7 @@ def reports_in(folder: Path) -> list[SuiteReport]:
 
 
 def write_report(folder: Path) -> None:
-    """Write report.md to the folder of the results."""
+    """Write report.md to the results folder."""
     lines, reports = ["# The kernels on a GPU"], reports_in(folder)
     if any(report.quick for report in reports):
         lines += ["\n**A dry run with toy sizes in Triton's interpreter; the figures are meaningless.**"]

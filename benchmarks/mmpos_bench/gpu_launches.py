@@ -1,4 +1,4 @@
-"""Measure device or host times of all launches at all sizes, or run launches between the marks of a profiler.
+"""Measure device or host times of all launches at all sizes, or run launches between profiler marks.
 
 This program runs in a separate process, which is restarted and continues if its CUDA context breaks.
 """
@@ -26,7 +26,7 @@ _HOST_TOKENS = 64
 
 
 def speeds(kept: Kept, cases: Iterable[Comparison], late: Callable[[], bool], dry: bool) -> None:
-    """Measure every comparison that has no figures yet, and continue after failures."""
+    """Measure every comparison that has no figures yet, continuing after failures."""
 
     def attempt(name: str, work: Callable[[], object]) -> bool:
         done = kept.attempt(name, work)
@@ -57,9 +57,9 @@ def host_times(
     Args:
         bench: creates the layers.
         size: size of the layer whose q and k are rotated.
-        only: launches by group and name; empty means all.
+        only: launches to measure, by group and name; empty means all.
         rounds: number of rounds after warm-up.
-        count: calls per turn, fewer than the launch queue of a GPU holds.
+        count: calls per turn, fewer than a GPU's launch queue can hold.
 
     Returns:
         seconds per call by name.
@@ -80,7 +80,7 @@ def host_times(
 
 
 def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
-    """Measure the host time of calls with few tokens, whose kernels are shorter."""
+    """Measure the host time of calls with so few tokens that the host takes longer than the kernels."""
     size = Size("7B layer", 8 if dry else _HOST_TOKENS)
     times = host_times(bench, size, ("in place: mmpos, table",), 2, 1) if dry else host_times(bench, size)
     for name, timing in times.items():
@@ -90,7 +90,7 @@ def hosts(kept: Kept, bench: Bench, dry: bool) -> None:
 
 
 def launched(bench: Bench, size: Size, names: list[str], warm: int) -> None:
-    """Run launches once between the marks of a profiler."""
+    """Run launches once between profiler marks."""
     calls = launches(bench, size, names).values()
     for _ in range(warm):
         for call in calls:
@@ -109,8 +109,8 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m mmpos_bench.gpu_launches", description=__doc__)
     parser.add_argument("what", choices=["speed", "host", "launch"])
-    parser.add_argument("--kept", type=Path, help="the file of results")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start no measurement after this time")
+    parser.add_argument("--kept", type=Path, help="the results file")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="do not start a measurement after this time")
     parser.add_argument("--dry", action="store_true", help="toy sizes, for the interpreter")
     parser.add_argument("--way", action="append", default=[], help="launches to run; default all of ours")
     parser.add_argument("--tokens", type=int, default=8192)

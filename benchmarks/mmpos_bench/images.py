@@ -1,4 +1,4 @@
-"""Images: convert the bytes of photographs to patches."""
+"""Images: convert encoded photographs to patches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UINT8 = ImageProcessor(order="merged")
 """Processor with the patch order of Qwen-VL."""
 
 LEVEL = 1 / (255 * min(UINT8.std))
-"""The largest normalised difference of one uint8 level."""
+"""The largest difference that one uint8 level makes after normalising."""
 
 PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name in ("chelsea", "coffee"))
 """Photographs of a cat and of a cup."""
@@ -33,7 +33,7 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 _FRAMES = 2  # identical frames of a still image in Qwen-VL's layout
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _BUDGET = Budget(3.0, 21)
-_SCALED = 40  # tolerance in levels for a pixel of an image decoded at a reduced size
+_SCALED = 40  # tolerance, in levels, for a pixel of an image decoded at a reduced size
 _ROUNDING = 1e-5  # tolerance for float32 rounding in another order
 
 Array = npt.NDArray[np.number]
@@ -42,7 +42,7 @@ A = TypeVar("A", bound=np.generic)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case, on one thread."""
+    """Yield every case, running on one thread."""
     torchvision()  # raises the error that names the missing extra
     with one_thread():
         width, height = (128, 96) if options.quick else (1024, 768)
@@ -59,7 +59,7 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
-    """Line up uint8 patches, which are sent to a device and normalised there."""
+    """Line up contestants that compute uint8 patches, for normalising on the device."""
     want = [expected(data) for data in photos]
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
     ours = _each("mmpos", lambda data: UINT8.process(data).patches, photos, want)
@@ -67,7 +67,7 @@ def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
 
 
 def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
-    """Line up patches that are normalised on the host, in Transformers' layout and in ours."""
+    """Line up contestants that compute patches normalised on the host, in Transformers' layout and in ours."""
     patches = [expected(data) for data in photos]
     want = [as_pixel_values(image).astype(np.float32) for image in patches]
     plain = [
@@ -86,7 +86,7 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
 
 
 def to_fewer(photos: list[bytes], most: int) -> Lineup:
-    """Line up patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of it."""
+    """Line up contestants for patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of it."""
     full = replace(UINT8, max_tokens=most)
     scaled = replace(full, scaled_decoding=True)
     want = [cast(Patches, full.process(data).patches) for data in photos]
@@ -113,7 +113,7 @@ def _each(
     role: Role = Role.OURS,
     at_most: float = 0,
 ) -> Contestant:
-    """Return a contestant that calls make for each photograph and discards the results."""
+    """Return a contestant that calls ``make`` for each photograph and discards the results."""
 
     def prove() -> None:
         equal(tuple(map(make, photos)), tuple(want), at_most)
@@ -122,7 +122,7 @@ def _each(
 
 
 def _copy(results: list[npt.NDArray[A]]) -> Contestant:
-    """Return the limit: a copy of the finished patches."""
+    """Return the limit, which is a copy of the finished patches."""
     targets = [np.empty_like(result) for result in results]
     return limit("copy of the patches", lambda: deque(map(np.copyto, targets, results), maxlen=0))
 
@@ -137,7 +137,7 @@ def _peers(photos: list[bytes], patches: list[Patches], options: SuiteOptions) -
 
 
 def photographs(width: int, height: int) -> list[bytes]:
-    """Encode the two photographs as JPEG files of another size.
+    """Resize the two photographs and encode them as JPEG files.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -153,7 +153,7 @@ def photographs(width: int, height: int) -> list[bytes]:
 
 
 def expected(data: bytes) -> Patches:
-    """Compute the patches of a JPEG by torchvision's functions and a loop over patches.
+    """Compute a JPEG's patches with torchvision's functions and a loop over patches.
 
     Raises:
         ImportError: torchvision is not installed.

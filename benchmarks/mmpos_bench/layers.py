@@ -1,4 +1,4 @@
-"""Layers of models as tensors to rotate, and a float64 formula with ids from a loop to judge their rotation."""
+"""Model layers as tensors to rotate, and a float64 formula, with ids from a plain loop, to judge the rotation."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Pair = tuple[Tensor, Tensor]
 
 THETA, EPS = 10000.0, 1e-6
 PAGE = 16  # slots per block of the cache
-_BLOCK = 1024  # tokens per block that is judged in float64
+_BLOCK = 1024  # tokens per block for the float64 check
 
 ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
 """Largest error relative to the length of the rotated pair, with one rounding and with rounded cos and sin."""
 
 
 def interleaved(tokens: int) -> Document:
-    """Build a document of text with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens if it is shorter."""
+    """Build a document of text with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens in a shorter document."""
     side, every = (16, 320) if tokens >= 320 else (2, 8)
     (document,) = workload(1, tokens, tokens // every, side)
     return document
 
 
 def prompted_image(tokens: int) -> Document:
-    """Build a document of a prompt with about a ninth of the tokens, and a square image."""
+    """Build a document consisting of a prompt, with about a ninth of the tokens, and a square image."""
     side = isqrt(tokens - tokens // 9)
     return [Text(tokens - side * side), Grid(side, side)]
 
 
 def video(tokens: int) -> Document:
-    """Build a document of one video: 21 frames of 30 rows, or the largest divisors of these that divide the tokens."""
+    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that divide the tokens."""
     frames = gcd(tokens, 21)
     height = gcd(tokens // frames, 30)
     return [Grid(height, tokens // frames // height, frames=frames)]
@@ -53,16 +53,16 @@ def video(tokens: int) -> Document:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Layer of a model: its heads, rotation, documents and scheme.
+    """Shape of a model layer: its heads, rotation, documents and scheme.
 
     Args:
         q_heads: number of q heads.
         k_heads: number of k heads.
         head_dim: channels per head.
-        axes_dim: channels per axis, each with its own ladder; empty if axes interleave on one ladder.
+        axes_dim: channels per axis, each axis with its own ladder; empty if axes interleave on one ladder.
         pairing: pairing of channels.
-        scheme: scheme of the ids.
-        document: function that builds a document with a number of tokens.
+        scheme: position scheme that computes the ids.
+        document: function that builds a document with a given number of tokens.
         joint_norm: whether q and k are each normalised over all heads instead of per head.
     """
 
@@ -86,7 +86,7 @@ class LayerShape:
 
     @property
     def toy(self) -> LayerShape:
-        """Same layer with the smallest number and size of heads."""
+        """The same layer with the smallest number and size of heads."""
         axes_dim = {0: (), 2: (8, 8), 3: (4, 6, 6)}[len(self.axes_dim)]
         return replace(self, q_heads=2, k_heads=1, head_dim=16, axes_dim=axes_dim)
 
@@ -102,15 +102,15 @@ SHAPES = {
 
 
 class Layer:
-    """Tensors q and k of one layer, and their positions in the forms that contestants need.
+    """Tensors q and k of one layer, with their positions in the forms that contestants need.
 
     Args:
         shape: shape of the layer.
         documents: documents packed into one row.
         dtype: dtype of q and k.
         device: device of all tensors.
-        sets: number of sets of q, k, v and slots, so that each call of a graph has cold memory.
-        how: the implementation argument of our calls.
+        sets: number of sets of q, k, v and slots, so that each call in a graph finds its memory cold.
+        how: the ``implementation`` argument of our calls.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class Layer:
 
     @property
     def moved(self) -> int:
-        """Bytes of q and k that are read and written."""
+        """Number of bytes of q and k that are read and written."""
         return 2 * (self.q.nbytes + self.k.nbytes)
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """Tensor v of each set."""
+        """The v tensor of each set."""
         return [torch.randn_like(k) for _, k in self.sets]
 
     @cached_property
@@ -185,7 +185,7 @@ class Layer:
         return Norm(*self.weights, EPS)
 
     def normed(self, pair: Pair) -> Pair:
-        """Normalise q and k by their weights."""
+        """Normalise q and k with their weights."""
         q, k = (
             rms_norm(x.flatten(2) if self.shape.joint_norm else x, w.shape, w.to(x.dtype), EPS).view_as(x)
             for x, w in zip(pair, self.weights, strict=True)
@@ -199,13 +199,13 @@ class Layer:
 
     @cached_property
     def following(self) -> tuple[PositionTable, Tensor]:
-        """Table of an equal number of decoded text tokens after the document, and their angles."""
+        """Table of the same number of text tokens decoded after the document, and their angles."""
         longer: Document = [*self.documents[0], Text(self.tokens)]
         ids = loop_ids([longer], self.shape.scheme)[:, -self.tokens :]
         return self.positions.decode(self.tokens), self.angles_of(ids)
 
     def angles_of(self, dense: Ids) -> Tensor:
-        """Compute (tokens, pairs) float64 angles of (axes, tokens) ids: the id of each pair times its frequency."""
+        """Compute the (tokens, pairs) float64 angles of (axes, tokens) ids: each pair's id times its frequency."""
         ids = torch.from_numpy(dense).to(self.device)
         dims = self.shape.axes_dim or (self.shape.head_dim,)
         frequencies = [THETA ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim) for dim in dims]
@@ -242,10 +242,10 @@ class Layer:
             before: q and k before the rotation.
             rounded: whether cos and sin have the dtype of q and k.
             norm: whether both q and k are normalised first.
-            angles: angles that replace those of the positions, such as their negatives.
+            angles: angles to use instead of those of the positions, such as their negatives.
 
         Raises:
-            NotEqualError: the error exceeds its bound; the message contains it.
+            NotEqualError: the error exceeds its bound; the message contains the error.
         """
         at_most = ROUNDING[self.dtype][rounded]
         angles = self.angles if angles is None else angles
@@ -259,13 +259,13 @@ class Layer:
         holds(worst <= at_most, f"an error of {worst:.1e}", f"at most {at_most:.1e}")
 
     def _error(self, got: Tensor, x: Tensor, angles: Tensor) -> Tensor:
-        """Return the largest error of got relative to the length of the pair, or NaN if any error is NaN."""
+        """Return the largest error of ``got`` relative to the length of its pair, or NaN if any error is NaN."""
         cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
         (a, b), (got_a, got_b) = self._pairs(x), self._pairs(got.double())
         error = torch.hypot(a * cos - b * sin - got_a, b * cos + a * sin - got_b)
         return (error / torch.hypot(a, b).clamp_min(1e-30)).amax()
 
     def _pairs(self, x: Tensor) -> Pair:
-        """View the first and second channels of pairs."""
+        """Return views of the first and second channels of all pairs."""
         a, b = (x[..., ::2], x[..., 1::2]) if self.shape.pairing == "adjacent" else x.chunk(2, dim=-1)
         return a, b

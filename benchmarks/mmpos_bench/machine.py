@@ -1,4 +1,4 @@
-"""The machine of a run, its installed packages and its memory allocation."""
+"""The machine of a run, its installed packages and its malloc settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
 MALLOCS = ("default", "tuned")
-"""The settings of the C library, or those of the server, which keep large blocks instead of returning them."""
+"""The settings of the C library, or those of the server, which make malloc keep large blocks instead of returning
+them.
+"""
 
 _PACKAGES = (
     *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),
@@ -28,24 +30,24 @@ _SETTINGS = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "OMP_NUM_THREADS", "
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine of a run and its installed packages."""
+    """The machine of a run and its installed packages."""
 
-    cpu: str  # model name reported by the machine
+    cpu: str  # model name that the machine reports
     cores: int  # number of cores that this process may use
     gpu: str | None
     system: str  # operating system and architecture
     python: str
     mmpos: str
-    commit: str | None  # commit of the repository from which mmpos was imported, with "-dirty" if it has changes
+    commit: str | None  # commit of the repository from which mmpos was imported, with "-dirty" if there are changes
     native: bool  # whether the C extension was available
     malloc: str  # one of MALLOCS
     settings: dict[str, str]  # environment variables that affect allocation or threads
-    load: float | None  # load average of the minute before the end, including the run itself
+    load: float | None  # load average over the last minute of the run, including the run itself
     packages: dict[str, str]  # versions of installed packages
 
     @property
     def name(self) -> str:
-        """Machine name for files, made of model and cores.
+        """Machine name for file names, made from the model and the number of cores.
 
         >>> Machine("AMD EPYC", 2, None, "", "", "", None, True, "default", {}, None, {}).name
         'amd-epyc-2-cores'
@@ -68,7 +70,7 @@ class Machine:
 
 
 def set_malloc(setting: str) -> None:
-    """Set the malloc settings of this process until it ends.
+    """Set the malloc settings of this process for the rest of its life.
 
     Args:
         setting: one of MALLOCS.
@@ -126,7 +128,7 @@ def _gpus() -> list[list[str]]:
 
 def _commit() -> str | None:
     root = Path(__file__).parents[2]
-    # Only the clone that contains this file, not a repository that happens to contain the environment.
+    # Consider only the clone that contains this file, not a repository that happens to contain the environment.
     return _output_of("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
 
 

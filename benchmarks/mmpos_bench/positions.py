@@ -1,4 +1,4 @@
-"""Positions: dense ids from lists, spans and token ids, and their scaling with size."""
+"""Positions: dense ids from lists, spans and token ids, and how their time scales with size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT = Budget(0.25, 11)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; with ``quick`` the workloads have the same size."""
+    """Yield every case; ``quick`` does not change the size of the workloads."""
     yield from small(options)
     groups: list[tuple[str, LineUp]] = [
         ("from lists to dense ids", partial(from_lists, options=options)),
@@ -60,13 +60,13 @@ def small(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def derived(documents: list[Document], derive: Derive, columns: Sequence[int]) -> Lineup:
-    """Line up an operation on a table, with a copy of its result as the limit.
+    """Line up an operation on a position table, with a copy of its result as the limit.
 
     Args:
-        documents: documents of the table.
-        derive: returns a table, or the result of ``padded``.
-        columns: token indices of the result, counted in the documents extended by one text token each; larger indices
-            are padding, whose ids are 0.
+        documents: documents from which to build the table.
+        derive: the operation, which returns a table or the result of ``padded``.
+        columns: the result's token indices into the documents, after each document is extended by one text token;
+            larger indices stand for padding, whose ids are 0.
     """
     table = place(SegmentTable.from_documents(documents), "rope-tie")
     longer = loop_ids([[*document, Text(1)] for document in documents], "rope-tie")
@@ -99,7 +99,7 @@ _DERIVED: Mapping[str, tuple[Derive, Sequence[int]]] = {
 
 
 def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up dense ids from Python lists, and the stages: segment table, positions and dense ids."""
+    """Line up dense ids from Python lists, and the individual stages: segment table, positions and dense ids."""
     make = partial(SegmentTable.from_documents, documents)
     tie, mrope = loop_ids(documents, "rope-tie"), loop_ids(documents, "mrope")
     table, out = place(make(), "rope-tie"), np.empty(tie.shape, np.int32)
@@ -118,7 +118,7 @@ def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
-    """Line up ids written to existing memory, with filling the memory as the limit."""
+    """Line up ids written to existing memory, with a fill of the memory as the limit."""
     segments, want = SegmentTable.from_documents(documents), loop_ids(documents, scheme)
     out = np.zeros(want.shape, dtype)
     ours = giving("dense(out=)", partial(place(segments, scheme).dense, out), want)
@@ -126,9 +126,9 @@ def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
 
 
 def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up dense ids from the token ids of a batch, and Transformers as a peer.
+    """Line up dense ids computed from a batch of token ids, with Transformers as a peer.
 
-    The limit copies the token ids and fills memory of the size of the result.
+    The limit copies the token ids and fills as much memory as the result occupies.
     """
     input_ids, grid_thw = token_ids_of(documents)
     mrope = loop_ids(documents, "mrope")
@@ -156,7 +156,7 @@ def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
-    """Build (batch, seq) token ids of documents with equal length, and (images, 3) grids before merging."""
+    """Build (batch, seq) token ids of documents of equal length, and (images, 3) grids before merging."""
     parts = [part for document in documents for part in document]
     kinds = np.array([_IMAGE if isinstance(part, Grid) else _TEXT for part in parts], np.int64)
     before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
@@ -165,7 +165,7 @@ def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
 
 
 def grown(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield cases with a growing number of tokens, and with a growing number of images at constant tokens."""
+    """Yield cases with more and more tokens, and cases with more and more images among a constant number of tokens."""
     most = 2 if options.quick else None
     million = 2**14 if options.quick else 2**20
 
@@ -198,7 +198,7 @@ def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:
 def from_prompted(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up ids of packed images with prompts, with a fill as the limit and the FLUX.1 pipeline as a peer.
 
-    The pipeline computes ids in the dtype of the prompt's embeddings.
+    The pipeline computes ids in the dtype of the prompt embeddings.
     """
     make, want = partial(SegmentTable.from_documents, documents), loop_ids(documents, "flux")
     out = np.empty(want.shape, np.int32)
@@ -215,7 +215,7 @@ def from_prompted(documents: list[Document], options: SuiteOptions) -> Lineup:
 
 
 def spans(segments: SegmentTable) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return documents in the form of inference engines: lengths, and offsets, grids and documents of images."""
+    """Describe documents as inference engines do: document lengths, and each image's offset, grid and document."""
     grids = np.flatnonzero(segments.kind == GRID)
     owner = np.repeat(np.arange(segments.num_documents), np.diff(segments.segment_offsets))[grids]
     ends = np.append(0, np.cumsum(segments.lengths))

@@ -11,17 +11,17 @@ from mmpos.errors import MmposError
 
 
 class NotEqualError(MmposError):
-    """A contestant returns a wrong result; its case is not timed."""
+    """A contestant returned a wrong result, so its case is not timed."""
 
 
 def equal(got: object, want: object, at_most: float = 0.0) -> None:
     """Check every number of a result; NaN is not equal to NaN.
 
     Args:
-        got: the result of a contestant: an array, a tensor or a list of numbers of any dtype; a tuple of results; or a
-            dataclass, whose arrays must have the dtypes of want.
-        want: the right result, with the same shape.
-        at_most: largest allowed difference of two numbers.
+        got: a contestant's result: an array, tensor or list of numbers of any dtype; a tuple of results; or a
+            dataclass, whose arrays must have the same dtypes as those of ``want``.
+        want: the correct result, with the same shape.
+        at_most: largest allowed difference between two numbers.
 
     Raises:
         NotEqualError: the results differ; the message names the first difference.

@@ -1,4 +1,4 @@
-"""Requests to the service, with answers that are compared with in-process results."""
+"""Requests to the service, with answers that are checked against in-process results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POSITIONS, _SEQUENCES = "/mmpos.rpc.v1.PositionService/", "/mmpos.rpc.v1.Sequen
 
 @dataclass(frozen=True)
 class Question:
-    """Request to the service, its answer, and the amount of work of one call."""
+    """Request to the service, its answer, and the amount of work in one call."""
 
     name: str
     path: str  # path of the method
@@ -42,7 +42,7 @@ class Question:
 
     @property
     def work(self) -> dict[str, int]:
-        """Amount of work of one call."""
+        """Amount of work in one call."""
         moved = len(self.request) + len(self.answer)
         return {"calls": 1, "documents": self.documents, "tokens": self.tokens, "bytes": moved}
 
@@ -62,8 +62,8 @@ class Asking:
 
     Args:
         channel: channel to the server.
-        tokens: tokens per document of positions and of text.
-        images: images per document of positions.
+        tokens: tokens per document in questions about positions and about text.
+        images: images per document in questions about positions.
         side: side length of these images in tokens.
     """
 
@@ -72,7 +72,7 @@ class Asking:
         self._builder = Profiles.from_config(load()).default.builder
 
     def place(self, documents: int, *, dense: bool = False, stream: bool = False) -> Question:
-        """Ask for the positions of a number of documents."""
+        """Ask for the positions of the given number of documents."""
         call = "StreamPlace, items of" if stream else "Place,"
         name = f"{call} {counted(documents, 'document')}{', dense ids' if dense else ''}"
         segments = SegmentTable.from_documents(workload(documents, *self._sizes))
@@ -89,11 +89,11 @@ class Asking:
         return self._question(name, path, request, documents, segments.num_tokens, prove)
 
     def text(self, documents: int) -> Question:
-        """Ask for sequences of a number of text documents, with one token per letter."""
+        """Ask for sequences from the given number of text documents, with one token per letter."""
         return self._build("of text", [["a bird " * max(1, self._sizes[0] // 7)]] * documents)
 
     def photographs(self, documents: int) -> Question:
-        """Ask for sequences with patches of a number of documents with two photographs each."""
+        """Ask for sequences, with patches, from the given number of documents containing two photographs each."""
         cat, cup = PHOTOGRAPHS
         return self._build("with 2 photographs", [["A cat: ", cat, " and a cup: ", cup]] * documents, patches=True)
 

@@ -1,4 +1,4 @@
-"""Figures of a run as dataclasses, as JSON and as text."""
+"""The figures of a run as dataclasses, JSON and text."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ class Measurement:
         return next((entry for entry in self.entries if entry.role == "limit"), None)
 
     def of_limit(self, entry: Timed) -> float | None:
-        """Compute the time of a contestant as a multiple of the limit, where 1 is the best that the machine can do."""
+        """Compute a contestant's time as a multiple of the limit, where 1 is the best that the machine can do."""
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Timed) -> dict[str, float]:
-        """Compute how many times as fast as each peer a contestant is; empty unless its role is "ours"."""
+        """Compute how many times as fast as each peer a contestant is; empty unless the contestant's role is "ours"."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
 
     def per_unit(self, entry: Timed) -> float | None:
-        """Compute seconds per unit, such as a token; None if there is no work."""
+        """Compute the seconds per unit, such as a token; return None if there is no work."""
         count = self.work[self.unit]
         return entry.timing.median / count if count else None
 
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """Results of a run of one suite."""
+    """Results of one run of a suite."""
 
     suite: str
     command: str  # command that repeats the run
-    quick: bool  # whether sizes were toys, so that the figures are meaningless
+    quick: bool  # whether toy sizes were used, which makes the figures meaningless
     machine: Machine
     measurements: tuple[Measurement, ...]  # in order of measurement
-    missing: dict[str, str] = field(default_factory=dict)  # missing peers with the reason
+    missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
     interrupted: bool = False  # whether Ctrl-C ended the run before the last comparison
     failed: dict[str, str] = field(default_factory=dict)  # errors after which the run continued, by name
 
@@ -89,20 +89,20 @@ class SuiteReport:
 
 
 def to_json(reports: Iterable[SuiteReport]) -> str:
-    """Write reports as JSON, with a line per measurement and times of four significant digits."""
+    """Write reports as JSON, with a line per measurement and times rounded to four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
 
 def from_json(text: str) -> tuple[SuiteReport, ...]:
-    """Read reports from a JSON text."""
+    """Read reports from a JSON string."""
     content = json.loads(text)
     assert content["format"] == FORMAT
     return tuple(_report(**values) for values in content["reports"])
 
 
 def json_with_rows(content: Mapping[str, object]) -> str:
-    """Write a JSON object with a line per value, and a line per row of its last value, which is a list."""
+    """Write a JSON object with a line per value. The last value is a list, with a line per row."""
     *head, (name, rows) = content.items()
     lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
     assert isinstance(rows, list)
@@ -129,7 +129,7 @@ def _row(measurement: Measurement) -> dict[str, object]:
 
 
 def _rounded(value: float) -> float:
-    """Round to four significant digits; further digits are noise."""
+    """Round to four significant digits, since further digits are noise."""
     return float(f"{value:.4g}")
 
 
@@ -154,7 +154,7 @@ def markdown(rows: Rows) -> str:
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a row per comparison and a column per contestant and fact, with times as multiples of the limit or ours."""
+    """Write a row per comparison and a column per contestant and fact; times are multiples of the limit or of ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""
@@ -173,7 +173,7 @@ def to_markdown(measurements: Sequence[Measurement]) -> str:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the size in seconds and the name of the largest unit in which a time is >= 1, else of nanoseconds."""
+    """Return the size in seconds and the name of the largest unit in which a time is >= 1, or of nanoseconds."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
     return next((unit for unit in units if seconds >= unit[0]), units[-1])
 
@@ -203,7 +203,7 @@ def _three(value: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """Format a number, without an exponent if it is large.
+    """Format a number, never using an exponent for a large number.
 
     >>> number_text(122975.4), number_text(0.99634)
     ('122,975', '0.9963')

@@ -1,7 +1,7 @@
-"""Rotations of q and k: into new tensors, in place, with gradients, norms and stores, compared with a copy.
+"""Rotations of q and k (into new tensors, in place, with gradients, norms and stores), compared with a copy.
 
-To add a launch, add a `Way` to a group in `GROUPS`, which timing, host times and sanitizers use. To add a peer, add it
-to `mmpos_bench.peers.rotations`.
+To add a launch, add a `Way` to a group in `GROUPS`; timing, host times and sanitizers all use these groups. To add a
+peer, add it to `mmpos_bench.peers.rotations`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS, ROTATIONS, Make
 
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
-_REFERENCE = 8192  # maximum tokens for plain torch on a GPU: with more, a call takes most of a second
+_REFERENCE = 8192  # maximum tokens for plain torch on a GPU; with more, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, and maximum number of sets
 _SCALE = 0.25  # scale of 8-bit caches
 
 Call = Callable[[int], Any]
-"""Function that does the work on the set with an index and returns the result."""
+"""Function that does the work on the set with the given index and returns the result."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of the work: a layer of a model, the number of tokens and of documents."""
+    """Size of the work: a model layer, and the number of tokens and of documents."""
 
     shape: str
     tokens: int
@@ -50,10 +50,10 @@ class Size:
 
 
 SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")), Size("7B layer", 256))
-"""Sizes on a CPU."""
+"""Sizes for a CPU."""
 
 SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
-"""Small sizes on a CPU: a decoding step and a few tokens."""
+"""Small sizes for a CPU: a decoding step and a few tokens."""
 
 FUSED, JOINT = "generation, norm and rotation", "generation, one norm over all heads"
 
@@ -63,7 +63,7 @@ GENERATION_SIZES = {
 }
 """Sizes for generation models: 512 tokens of text with an image of 64×64, and 21 frames of 30×52."""
 
-# The most important sizes come first, so that a run that is cut off by the time limit includes them.
+# The most important sizes come first, so that a run cut off by the time limit still includes them.
 GPU_SIZES = (
     *(Size("7B layer", tokens) for tokens in (8192, 2048, 256, 64, 16, 1)),
     Size("7B layer", 256, 256),
@@ -83,13 +83,13 @@ GPU_SIZES = (
 
 @dataclass(frozen=True)
 class Bench:
-    """Device of the layers; toy layers in Triton's interpreter only test the GPU code."""
+    """Device of the layers; toy layers in Triton's interpreter serve only to test the GPU code."""
 
     device: Literal["cuda", "cpu"]
     toy: bool = False
 
     def layer(self, size: Size, sets: int | None = None) -> Layer:
-        """Create a layer; on a GPU the default number of sets exceeds the caches."""
+        """Create a layer; on a GPU, the default number of sets exceeds the size of the caches."""
         shape = SHAPES[size.shape]
         documents = [shape.document(size.tokens // size.documents)] * size.documents
         if self.toy:  # float32, since the interpreter truncates bfloat16 and would fail the proofs
@@ -99,7 +99,7 @@ class Bench:
         return Layer(shape, documents, torch.bfloat16, self.device, sets or cold)
 
     def compare(self, group: str, size: Size, options: SuiteOptions) -> Comparison:
-        """Return the comparison of a group at a size."""
+        """Return the comparison of a group at the given size."""
         line_up = partial(self._line_up, group, size, options)
         timer, budget = (by_events, _EVENTS) if self.device == "cuda" else (compare, _BUDGET)
         return Comparison(f"{group}, bfloat16", str(size), line_up, budget=budget, timer=timer)
@@ -114,7 +114,7 @@ class Bench:
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case, on the GPU if there is one, else on one CPU thread."""
+    """Yield every case, running on the GPU if there is one and otherwise on one CPU thread."""
     with one_thread():
         yield from compared(Bench("cuda" if torch.cuda.is_available() else "cpu"), options)
 
@@ -128,7 +128,7 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     if not options.quick:
         sizes = GPU_SIZES if bench.device == "cuda" else SIZES
     for size in filter(partial(fits, bench), sizes):
-        # Compilation takes seconds per group.
+        # Compiling takes seconds per group.
         groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
         yield from (bench.compare(group, size, options) for group in groups)
         if size is sizes[0]:
@@ -159,7 +159,7 @@ Prove = Callable[[Layer, Any, Pair], None]
 
 @dataclass(frozen=True)
 class Way:
-    """One implementation of the work of a layer."""
+    """One implementation of a layer's work."""
 
     name: str
     make: Callable[[Layer], Call]
@@ -169,15 +169,15 @@ class Way:
 
 @dataclass(frozen=True)
 class WaysOfWork:
-    """Several ways to do the same work; the limit comes first."""
+    """Several ways to do the same work, with the limit first."""
 
     ways: Sequence[Way]
-    moved: Callable[[Layer], int] = lambda layer: layer.moved  # bytes that are read and written
+    moved: Callable[[Layer], int] = lambda layer: layer.moved  # number of bytes that are read and written
     peers: Callable[[Layer, SuiteOptions], Iterator[Way]] = lambda layer, options: iter(())
 
 
 def contestant(way: Way, layer: Layer) -> Contestant:
-    """Return the contestant of a way: a call on the first set, or on a GPU, replays of a graph with all sets."""
+    """Return the contestant for a way: a call on the first set or, on a GPU, replays of a graph with all sets."""
     calls: list[Call] = []
 
     def call(i: int) -> Any:
@@ -218,7 +218,7 @@ def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) 
 
 
 def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
-    """Compare with the same call to the reference, for work that has no formula in this file."""
+    """Compare with the same call to the reference, for work without a formula in this file."""
     for x, kept in zip(layer.sets[0], before, strict=True):
         x.copy_(kept)
     twin = copy(layer)
@@ -249,7 +249,7 @@ def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded:
 
 
 def _stored_in_8_bits(layer: Layer, got: Any, before: Pair) -> None:
-    """Check that errors are at most half the e4m3 spacing: 1/16 of normal numbers, 2⁻¹⁰ of the scale for others."""
+    """Check that errors are at most half the e4m3 spacing: 1/16 for normal numbers, 2⁻¹⁰ of the scale for others."""
     at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
     layer.judge(got[:1], before[:1])
     error = (got[2][at].double() * _SCALE - layer.values[0][0].double()).abs()
@@ -277,7 +277,7 @@ def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int 
 
 
 def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
-    """Rotate by a table or by dense ids."""
+    """Rotate by a position table or by dense ids."""
     positions = layer.dense if dense else layer.table
     arguments = {"implementation": layer.how} | options
     if norm:
@@ -286,7 +286,7 @@ def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, after: boo
 
 
 def _rotate_at_following(layer: Layer, **options: Any) -> Call:
-    """Rotate by the table of decoded tokens."""
+    """Rotate by the position table of the decoded tokens."""
     table, _ = layer.following
     return lambda i: apply_rotary(*layer.sets[i], table, layer.rotary, **options)
 
@@ -303,12 +303,12 @@ def _rotate_half(layer: Layer) -> Call:
 
 
 def _phases(layer: Layer) -> Call:
-    """Compute only cos and sin, which peers take as inputs and models compute once for all layers."""
+    """Compute only cos and sin, which peers receive as inputs and models compute once for all layers."""
     return lambda i: cos_sin(layer.rotary, layer.table, "transformers")
 
 
 def _check_phases(layer: Layer, got: Any, before: Pair) -> None:
-    """Check that cos and sin are the rotation of a head of ones and zeros."""
+    """Check that rotating a head of ones and zeros results in cos and sin."""
     cos, sin = (table[0, :, None, : layer.shape.head_dim // 2] for table in got)
     ones = torch.cat((torch.ones_like(cos), torch.zeros_like(cos)), dim=-1)[None]
     rotated = torch.cat((cos, sin), dim=-1)[None]
@@ -316,7 +316,7 @@ def _check_phases(layer: Layer, got: Any, before: Pair) -> None:
 
 
 def _norm_first(layer: Layer, **options: Any) -> Call:
-    """Normalise by torch, then rotate."""
+    """Normalise with torch, then rotate."""
     arguments = {"implementation": layer.how} | options
     return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **arguments)
 
@@ -331,7 +331,7 @@ def _both_ways(layer: Layer, *, dense: bool = False, norm: bool = False, **optio
 
 
 def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weights: Sequence[Tensor] = ()) -> Call:
-    """Rotate copies of q and k and compute gradients; the gradients of the outputs are q and k."""
+    """Rotate copies of q and k and compute gradients; q and k also serve as the gradients of the outputs."""
     leaves = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in layer.sets]
 
     def call(i: int) -> tuple[Tensor, ...]:
@@ -350,7 +350,7 @@ def _store(layer: Layer, *, norm: bool = True) -> Call:
 
 
 def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
-    """Normalise and rotate, in one call with ``norm`` or in two, then store."""
+    """Normalise and rotate, in one call with ``norm`` or in two calls, then store."""
     rotate, (keys, values) = _rotate(layer, norm=True) if norm else _norm_first(layer), layer.caches
     indices = [(slots // PAGE, slots % PAGE) for slots in layer.slots]
 
@@ -402,7 +402,7 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
 
 
 def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> Iterator[Way]:
-    """Yield the peers that also normalise, and our rotation after a compiled norm."""
+    """Yield the peers that normalise as well, and our rotation after a compiled norm."""
     for name, make in peers.items():
         if rotate := options.peer(name, partial(make, layer)):
             role = Role.OURS if name in COMPILED_THEN_OURS else Role.PEER
@@ -410,12 +410,12 @@ def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> It
 
 
 def _part(name: str, make: Callable[[Layer], Call]) -> Way:
-    """Return a way that is compared with the same call to the reference."""
+    """Return a way whose results are compared with those of the same call to the reference."""
     return Way(name, make, partial(_as_reference, make=make), Role.PART)
 
 
 def _ours(**options: Any) -> list[Way]:
-    """Return our ways: by a table, by dense ids, and by a table with the reference in plain torch."""
+    """Return our ways: rotating by a table, by dense ids, and by a table with the reference in plain torch."""
     return [
         Way("mmpos, table", partial(_rotate, **options), _rotated),
         Way("mmpos, dense ids", partial(_rotate, dense=True, **options), _rotated),
@@ -525,11 +525,12 @@ ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, **GENERATION_G
 
 
 def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Call]:
-    """Return all of our calls and the copies by "group: name", or only the selected ones.
+    """Return all of our calls and the copies, keyed by "group: name", or only the selected ones.
 
     Args:
         bench: creates the layers.
-        size: size of the layer; the group of generation models uses a FLUX.1 layer with the same tokens and documents.
+        size: size of the layer; the group of generation models uses a FLUX.1 layer with the same number of tokens and
+            documents.
         only: names of calls; empty means all.
     """
     layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)

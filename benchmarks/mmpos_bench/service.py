@@ -1,4 +1,4 @@
-"""Service: processor time and calls per second, compared with an echo of the same number of bytes."""
+"""Service: processor time and calls per second, compared with echoing the same number of bytes."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ QUICK = ServiceSizes(64, 1, 4, 4, 2, 0.02, 2, 2, 4)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; the servers and two client processes share the machine."""
+    """Yield every case, with the servers and two client processes sharing the machine."""
     if sys.platform != "linux":
-        raise UnsupportedError(f"service: got {sys.platform}, want Linux, which reports processor times of servers")
+        raise UnsupportedError(f"service: got {sys.platform}, want Linux, which reports the processor times of servers")
     sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
         commands = [echo(options.malloc), service(options.malloc)]
@@ -81,11 +81,11 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 @dataclass(frozen=True)
 class _Suite:
-    """Server and client processes, and the cases that load a server."""
+    """Server and client processes, and the cases that put load on a server."""
 
     sizes: ServiceSizes
     quiet: ServerProcess
-    logging: ServerProcess  # default settings, which log every request
+    logging: ServerProcess  # with default settings, which log every request
     bare: ServerProcess  # echo server
     pool: ProcessPoolExecutor  # two clients
     asking: Asking  # asks the quiet server
@@ -102,7 +102,7 @@ class _Suite:
             yield self.case("calls at once", question_of(), self.at_once, by_rate)
 
     def case(self, group: str, question: Question, line_up: Callable[[Question], Lineup], timer: Timer) -> Comparison:
-        """Return the comparison of a question."""
+        """Return the comparison for a question."""
         budget = Budget(0.0, self.sizes.rounds)
         return Comparison(group, question.name, partial(line_up, question), "documents", budget=budget, timer=timer)
 
@@ -135,13 +135,13 @@ class _Suite:
         return Lineup((echoed, Contestant("mmpos", ours, proof=question.proof)), question.work, facts)
 
     def load(self, question: Question) -> Load:
-        """Return a load of the quiet server by both clients, each with several calls or stream items in flight."""
+        """Return a load from both clients on the quiet server, each with several calls or stream items in flight."""
         in_flight = self.sizes.window if question.stream else self.sizes.in_flight
         order = Order(question.path, question.request, question.answer, self.sizes.seconds, in_flight)
         return Load(self.quiet, order, self.pool, 2)
 
     def echoed(self, load: Load, question: Question) -> Load:
-        """Return the same load of the echo server, with answers of the same size."""
+        """Return the same load on the echo server, with answers of the same size."""
         size = len(question.answer)
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
 
@@ -167,10 +167,11 @@ def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Com
 
 
 def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Lineup:
-    """Line up rotations of q and k in process and by the service, and an echo of the same number of bytes.
+    """Line up rotating q and k in process, rotating them in the service, and echoing the same number of bytes.
 
-    New tensors spend most of their time on new memory pages. The in-process rotation is therefore measured with reused
-    memory and with new tensors, and the facts include the size of new pages. Results of the service are new tensors.
+    Rotating into new tensors spends most of its time on new memory pages. The in-process rotation is therefore measured
+    both with reused memory and with new tensors, and the facts include the size of new pages. The service returns new
+    tensors.
     """
     import torch
 
@@ -205,8 +206,8 @@ def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: Servic
 
 
 def _new_pages(call: Call) -> int:
-    """Return the bytes of memory pages that this process first touches during a call."""
-    import resource  # which Windows lacks
+    """Return the size, in bytes, of the memory pages that this process first touches during a call."""
+    import resource  # not available on Windows
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()

@@ -1,7 +1,8 @@
 """Run servers, including an echo server, and clients in separate processes: loads, floods and random mixes of calls.
 
-python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number: each request
-                                                returns new bytes, which measures the cost of a call without work
+python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number of bytes; each
+                                                request returns new bytes, so that timing it measures the cost of a
+                                                call without work
 """
 
 from __future__ import annotations
@@ -63,18 +64,18 @@ _UNTUNED = (
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """Server process that listens at HOST:PORT."""
+    """Server process that listens on HOST:PORT."""
 
     pid: int
     address: str
 
     @property
     def cpu(self) -> float:
-        """Seconds of user and system time of all its threads so far, more precise than /proc/PID/stat."""
+        """Seconds of user and system time that all threads have used so far, more precise than /proc/PID/stat."""
         return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
 
     def memory(self, which: str = "VmRSS") -> float:
-        """Return the current memory of the process in MiB, or its peak with VmHWM."""
+        """Return the process's current memory in MiB, or its peak with VmHWM."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
@@ -95,7 +96,7 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
     """Run servers within the context; the first line that each prints ends with HOST:PORT.
 
     Raises:
-        ServiceError: a server does not start.
+        ServiceError: a server did not start.
     """
     with ExitStack() as stack:
         running = []
@@ -116,7 +117,7 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
 
 @contextmanager
 def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Run client processes within the context; their unfinished work is killed at the end."""
+    """Run client processes within the context; they are killed at the end, even with work unfinished."""
     pool = ProcessPoolExecutor(count, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         yield pool
@@ -128,7 +129,7 @@ def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """Restrict processes started within the context to a core."""
+    """Restrict processes started within the context to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -141,12 +142,12 @@ def on_core(core: int) -> Iterator[None]:
 
 
 def echo_path(size: int, *, stream: bool = False) -> str:
-    """Return the path of the method that answers with ``size`` bytes, once or for every item of a stream."""
+    """Return the path of the method that answers with ``size`` bytes, either once or for every item of a stream."""
     return f"/echo/{'Stream' if stream else 'Bytes'}{size}"
 
 
 class _Echo(grpc.GenericRpcHandler):
-    """Handler that answers with newly allocated bytes, like a service."""
+    """Handler that answers with newly allocated bytes, as a service would."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         method = _ECHO.fullmatch(handler_call_details.method)
@@ -170,7 +171,7 @@ async def _serve() -> None:
     """Run the echo server with the transport options of mmpos_server and print its address."""
     settings = {"limits": Limits(request_bytes=64 * 2**20)}
     options = dict(transport_options(load().model_copy(update=settings), reuse_port=False))
-    # grpc.aio fetches calls itself, so calls wait in the transport.
+    # grpc.aio fetches calls by itself, so calls wait in the transport.
     options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
     server = grpc.aio.server(options=list(options.items()))
     server.add_generic_rpc_handlers([_Echo()])
@@ -181,12 +182,12 @@ async def _serve() -> None:
     await server.wait_for_termination()
 
 
-# Loads as contestants: each turn measures calls per second and processor time.
+# Loads as contestants. Each turn measures calls per second and processor time.
 
 
 @dataclass(frozen=True)
 class Order:
-    """Repeated call, or repeated item of a stream, by grpc.aio."""
+    """Call, or stream item, that clients send repeatedly with grpc.aio."""
 
     path: str
     request: bytes
@@ -205,7 +206,7 @@ class LoadTurn:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Callable that makes clients carry out an order."""
+    """Callable that has clients carry out an order."""
 
     server: ServerProcess  # server whose processor time is measured
     order: Order
@@ -227,12 +228,12 @@ class Load:
         return self.turns[-1]
 
     def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
-        """Return the same load of another method."""
+        """Return the same load on another server's method."""
         return Load(server, replace(self.order, path=path, answer=answer), self.pool, self.count)
 
 
 def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
-    """Call a method, or send one item of a stream, and return the answer."""
+    """Call a method, or send it a stream of one item, and return the answer."""
     call: Any = channel.stream_stream(path) if "/Stream" in path else channel.unary_unary(path)
     answer: bytes
     if "/Stream" in path:
@@ -243,7 +244,7 @@ def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
 
 
 def carry_out(address: str, order: Order) -> tuple[int, float]:
-    """Carry out an order and return the number of calls or items and the total seconds.
+    """Carry out an order and return the number of calls or items, and the total seconds.
 
     Raises:
         NotEqualError: an answer is missing or differs from the expected one.
@@ -263,7 +264,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @cache
 def _channel(address: str) -> grpc.aio.Channel:
-    """Return the channel to a server for all orders of this process."""
+    """Return this process's channel to a server, which all orders share."""
     return grpc.aio.insecure_channel(address, options=OPTIONS)
 
 
@@ -305,7 +306,7 @@ def _check(answer: bytes, order: Order) -> None:
 
 
 def _by(seconds: Callable[[LoadTurn], float]) -> Timer:
-    """Return a timer of loads, whose turns measure their own seconds; the first turn of each is a warm-up."""
+    """Return a timer for loads, which measure their own seconds; the first turn of each load is a warm-up."""
 
     def turn(call: Call) -> float:
         result = call()
@@ -327,15 +328,15 @@ by_rate = _by(lambda turn: 1 / turn.per_second)
 
 @dataclass(frozen=True)
 class FloodCall:
-    """Call of a flood."""
+    """One call in a flood."""
 
-    due: float  # scheduled time in seconds after the beginning
+    due: float  # scheduled time in seconds after the start of the flood
     status: str
     seconds: float  # from the scheduled time to the end
 
 
 def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
-    """Send calls at the random times of a Poisson process, which are independent of the answers.
+    """Send calls at the random times of a Poisson process, without waiting for answers.
 
     Calls that this process cannot send in time are omitted.
     """
@@ -378,7 +379,7 @@ Actions = dict[str, Callable[[], object]]
 
 
 def everything(address: str, seconds: float, seed: int) -> Counter[str]:
-    """Run all kinds of valid and invalid calls in random order, and return the number of outcomes of each."""
+    """Run all kinds of valid and invalid calls in random order, and count the outcomes of each kind."""
     import torch
 
     torch.set_num_threads(1)
@@ -407,7 +408,7 @@ def _ids(caller: Client, documents: int) -> object:
 
 
 def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Actions:
-    """Return valid calls by name, including large tensors in messages and shared memory, and abandoned streams."""
+    """Return valid calls by name, including large tensors in messages and in shared memory, and abandoned streams."""
     import torch
 
     def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Suites of comparisons: contestants do the same work, and all results are proved before timing."""
+"""Suites of comparisons: contestants do the same work, and all results are checked before timing."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 T = TypeVar("T")
 
 Watch = Callable[[str, int, int], None]
-"""Callback with the title of the current comparison, the number of completed rounds and of all rounds."""
+"""Callback that receives the current comparison's title, its number of completed rounds and its total number of
+rounds.
+"""
 
 Attempt = Callable[[str, Callable[[], object]], bool]
-"""Function that does named work and returns whether it succeeded."""
+"""Function that does a named piece of work and returns whether it succeeded."""
 
 
 class Role(StrEnum):
@@ -50,7 +52,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One implementation of the work of a comparison."""
+    """One implementation of a comparison's work."""
 
     name: str  # name in tables, at most about 30 characters
     call: Call  # does the work once
@@ -71,24 +73,24 @@ def giving(
 
 
 def limit(name: str, call: Call) -> Contestant:
-    """Return the limit of a comparison, whose results are not checked."""
+    """Return a comparison's limit, whose results are not checked."""
     return Contestant(name, call, lambda: None, Role.LIMIT)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """Contestants of a comparison, at most one of which is the limit."""
+    """The contestants of a comparison, including at most one limit."""
 
     contestants: Sequence[Contestant]
     work: Mapping[str, int]  # work of one call, such as {"tokens": 4096, "bytes": 32768}
-    facts: Callable[[], Mapping[str, float]] = dict  # returns further numbers; called once after timing
+    facts: Callable[[], Mapping[str, float]] = dict  # returns additional numbers; called once, after timing
 
 
 def strictly(name: str, work: Callable[[], object]) -> bool:
-    """Run the work; if the result of a contestant is wrong, add the name of the work to the error.
+    """Run the work; if a contestant's result is wrong, add the name of the work to the error.
 
     Raises:
-        NotEqualError: the work raised NotEqualError; its comparison is then not timed.
+        NotEqualError: the work raised NotEqualError, so its comparison is not timed.
     """
     try:
         work()
@@ -103,7 +105,7 @@ class Comparison:
 
     group: str  # heading under which comparisons are shown together
     name: str  # name within the group
-    line_up: Callable[[], Lineup]  # creates the contestants when the comparison begins
+    line_up: Callable[[], Lineup]  # creates the contestants when the comparison starts
     unit: str = "tokens"  # key of ``work`` whose value divides the times in tables
     budget: Budget = FULL
     timer: Timer = compare
@@ -114,10 +116,10 @@ class Comparison:
         return f"{self.group}: {self.name}"
 
     def measure(self, budget: Budget, tick: Tick, attempt: Attempt = strictly) -> Measurement:
-        """Prove all contestants, then time them; contestants whose attempted proof fails are omitted.
+        """Prove all contestants, then time them, omitting contestants whose attempted proof fails.
 
         Raises:
-            NotEqualError: a contestant is wrong; the message names the comparison and the contestant.
+            NotEqualError: a contestant's result is wrong; the message names the comparison and the contestant.
         """
         lineup = self.line_up()
         proved = [one for one in lineup.contestants if attempt(f"{self.title}, {one.name}", one.proof)]
@@ -129,12 +131,12 @@ class Comparison:
 
 @dataclass
 class SuiteOptions:
-    """Options of a run for suites, and the missing peers."""
+    """Options that a run passes to its suites, and the peers found missing."""
 
-    quick: bool = False  # toy sizes and every path once; the figures are meaningless
+    quick: bool = False  # whether to run every path once with toy sizes, which makes the figures meaningless
     peers: bool = False  # whether installed peers take part
     malloc: str = "default"  # setting of this process, which suites pass to the processes that they start
-    missing: dict[str, str] = field(default_factory=dict)  # reasons by missing peer
+    missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
 
     def peer(self, name: str, load: Callable[[], T]) -> T | None:
         """Return the peer that ``load`` imports, or None if peers are disabled or this one is missing."""
@@ -142,7 +144,7 @@ class SuiteOptions:
             return None
         try:
             return load()
-        # Other versions of a peer may lack names, and imports may fail with any exception.
+        # Other versions of a peer may lack some names, and imports may fail with any exception.
         except Exception as error:
             self.missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             return None
@@ -157,19 +159,19 @@ def run(
     only: str = "",
     watch: Watch = lambda title, done, rounds: None,
 ) -> SuiteReport:
-    """Run a suite on this machine; Ctrl-C ends the run and keeps completed comparisons.
+    """Run a suite on this machine; Ctrl-C ends the run but keeps completed comparisons.
 
     Args:
         suite: a name from SUITES.
-        peers: whether installed peers take part; the report names missing ones.
+        peers: whether installed peers take part; the report names missing peers.
         quick: run every path once with toy sizes.
-        malloc: "default" or "tuned"; the setting stays for the rest of the process.
+        malloc: "default" or "tuned"; the setting persists for the rest of the process.
         only: text that the title of a comparison must contain.
         watch: called before each comparison and after every round.
 
     Raises:
         InvalidInputError: the suite or malloc setting is unknown, or no title contains ``only``.
-        KeyboardInterrupt: Ctrl-C before the first comparison was completed.
+        KeyboardInterrupt: Ctrl-C was pressed before the first comparison was completed.
         NotEqualError: a contestant returned a wrong result.
         UnsupportedError: malloc cannot be tuned on this machine.
         ImportError: the suite requires a library that is not installed.
@@ -193,5 +195,5 @@ def run(
             raise
         interrupted = True
     if not measurements:
-        raise InvalidInputError(f"only: got {only!r}, want a part of a case's name")
+        raise InvalidInputError(f"only: got {only!r}, want part of a case's name")
     return SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)

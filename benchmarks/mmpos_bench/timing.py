@@ -1,4 +1,4 @@
-"""Measure calls in one process; contestants alternate, so that fluctuations of the machine affect all of them."""
+"""Measure calls in one process, alternating contestants so that fluctuations of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import repeat
 Call = Callable[[], object]
 
 Tick = Callable[[int, int], None]
-"""Callback with the number of completed rounds and of all rounds, called after every round."""
+"""Callback that receives the number of completed rounds and the total number of rounds after every round."""
 
 _SHORTEST = 2e-4  # minimum seconds of a turn that estimates the time of a call
 _FEWEST = 3  # minimum turns of a contestant, even if it exceeds its time budget
@@ -22,7 +22,7 @@ _FEWEST = 3  # minimum turns of a contestant, even if it exceeds its time budget
 class Budget:
     """Time budget of a measurement."""
 
-    seconds: float = 1.0  # per contestant; one call of a slow contestant may take longer
+    seconds: float = 1.0  # per contestant; a single call to a slow contestant may take longer
     rounds: int = 25  # number of rounds, in each of which every contestant has a turn
 
 
@@ -53,10 +53,10 @@ Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
 def compare(
     calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = lambda done, rounds: None
 ) -> dict[str, Timing]:
-    """Measure contestants by the clock of this machine.
+    """Measure contestants with this machine's clock.
 
     A turn consists of as many calls as fit into the contestant's share of a round. Slower contestants skip rounds at
-    even intervals, but have at least three turns if there are at least three rounds.
+    even intervals, but get at least three turns if there are at least three rounds.
     """
     once = {call: _once(call) for call in calls.values()}
     share = budget.seconds / budget.rounds
@@ -69,7 +69,7 @@ def compare(
 
 
 def _once(call: Call) -> float:
-    """Return the seconds of a warm call, after one warm-up call."""
+    """Measure how many seconds one call takes, after a warm-up call."""
     call()
     count, took = 1, _turn(call, 1)
     while took * count < _SHORTEST:
@@ -79,7 +79,7 @@ def _once(call: Call) -> float:
 
 
 def _turn(call: Call, count: int) -> float:
-    """Return the seconds per call."""
+    """Make calls for one turn and return the seconds per call."""
     begin = time.perf_counter()
     for _ in repeat(None, count):
         call()
@@ -100,9 +100,9 @@ def in_turns(
         calls: the contestants by name.
         rounds: number of rounds after warm-up.
         warm: number of warm-up rounds.
-        seconds: runs a turn of a call and returns its seconds per call.
-        tick: called after every round except warm-up rounds.
-        plays: whether a call has a turn in a round.
+        seconds: function that runs one turn of a call and returns the seconds per call.
+        tick: function called after every round except warm-up rounds.
+        plays: function that returns whether a call has a turn in a round.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warm, rounds):

@@ -1,4 +1,4 @@
-"""Documents of the position benchmarks, and their ids computed by a loop independent of the library."""
+"""Documents for the position benchmarks, with ids computed by a loop that is independent of the library."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ PROMPTED: dict[str, list[Document]] = {
 
 
 def tokens_of(part: Text | Grid) -> int:
-    """Return the number of tokens of a text, an image or a video."""
+    """Return the number of tokens in a text, image or video."""
     return part.frames * part.height * part.width if isinstance(part, Grid) else part.length
 
 
 def counts(documents: list[Document]) -> dict[str, int]:
-    """Return the numbers of tokens, images and documents."""
+    """Count tokens, images and documents."""
     parts = [part for document in documents for part in document]
     images = sum(isinstance(part, Grid) for part in parts)
     return {"tokens": sum(map(tokens_of, parts)), "images": images, "documents": len(documents)}
 
 
 def loop_ids(documents: list[Document], scheme: str) -> Ids:
-    """Compute ids of packed documents with text, still images and, for "wan", videos.
+    """Compute the ids of packed documents with text, still images and, for "wan", videos.
 
     Args:
-        documents: parts of each document.
-        scheme: "rope-tie", "rope-tie-v2", "mrope", "flux" (images without references) or "wan".
+        documents: the parts of each document.
+        scheme: "rope-tie", "rope-tie-v2", "mrope", "flux" (images without reference images) or "wan".
 
     Returns:
         (axes, tokens) ids.
@@ -96,18 +96,18 @@ def loop_ids(documents: list[Document], scheme: str) -> Ids:
 
 
 def _plane(grid: Grid) -> Ids:
-    """Return the (2, tokens) row and column of every patch, from 0."""
+    """Return (2, tokens) rows and columns of all patches, starting at 0."""
     return np.indices((grid.height, grid.width), dtype=np.float64).reshape(2, -1)
 
 
 def _tie(grid: Grid) -> tuple[Ids, int]:
-    """Return ids with rows w + 1 apart and columns h + 1 apart, so that both axes span the ids up to the next text."""
+    """Return ids with rows w + 1 apart and columns h + 1 apart, so that both axes span all ids up to the next text."""
     down, right = grid.width + 1.0, grid.height + 1.0
     return (_plane(grid) + 1) * [[down], [right]], int(down * right) - 1
 
 
 def _tie_v2(grid: Grid) -> tuple[Ids, int]:
-    """Return ids with distance 1 around the middle of the ids that the tokens would have as text."""
+    """Return ids spaced by 1 around the middle of the ids that the tokens would have as text."""
     height, width = grid.height, grid.width
     middle = (height * width + 1) / 2
     return _plane(grid) - [[(height - 1) / 2], [(width - 1) / 2]] + middle, height * width
@@ -118,12 +118,12 @@ def _mrope(grid: Grid) -> tuple[Ids, int]:
 
 
 def _latent(grid: Grid) -> tuple[Ids, int]:
-    """Return frame, row and column from 0, regardless of preceding parts."""
+    """Return frames, rows and columns starting at 0, regardless of preceding parts."""
     return np.indices((grid.frames, grid.height, grid.width), dtype=np.float64).reshape(3, -1) + 1, 0
 
 
-# Number of axes; function of an image's ids relative to the last text id, and of its advance; whether text ids advance
-# or stay 0.
+# By scheme: the number of axes, a function that returns an image's ids relative to the last text id and its advance,
+# and whether text ids advance rather than stay at 0.
 _LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
     "rope-tie": (2, _tie, True),
     "rope-tie-v2": (2, _tie_v2, True),

@@ -1,4 +1,4 @@
-"""Markdown extension that turns the examples in pages and docstrings of mmpos into code blocks."""
+"""Markdown extension that turns the examples in the pages and docstrings of mmpos into code blocks."""
 
 import re
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Fingerprints of positions, with which a trainer verifies that it uses the positions of the rollout.
+"""Fingerprints of positions, which let a trainer verify that it uses the same positions as the rollout.
 
 The ids of a document have one canonical form, however they are stored: the ids of the first token, then the steps from
 each token to the next, run-length encoded. The ids can be recovered from the form, so two documents have the same form
-exactly if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
+if and only if their ids are equal. A fingerprint is a BLAKE2b hash of the form.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def fingerprint(
             attention_mask of the same shape. Integers or floats; a float is read as the first convergent of its
             continued fraction that equals it in float64, which is n/d itself if d² is below 2**52 / |n/d|. Leave out a
             text row, which is not an axis.
-        attention_mask: (batch, length), or (tokens,) for packed ids, of 0 and 1; the ids of tokens masked by 0 are
+        attention_mask: (batch, length), or (tokens,) for packed ids, of 0s and 1s; the ids of tokens masked by 0 are
             ignored.
-        cu_seqlens: (documents + 1,) first token of each packed document, padding included, then the total; with None
-            each row of a batch, or the whole of packed ids, is one document.
+        cu_seqlens: (documents + 1,) index of the first token of each packed document, counting padding, then the total;
+            with None, each row of a batch is one document, and packed ids are a single document.
         denominators: denominators of integer ids, as returned by ``PositionTable.rationals``: one for all ids, or an
-            array of the shape of position_ids without axes.
+            array with the shape of position_ids without the axes.
 
     Returns:
         "mmpos2:" and 32 hexadecimal digits for each document; the number is the version of the canonical form.
@@ -88,7 +88,7 @@ class ExactIds:
     Args:
         numerators: (axes, tokens) int64, or int32 without denominators.
         denominators: (axes, tokens) or (1, tokens) int64; None if all are 1.
-        lengths: (documents,) tokens of each document.
+        lengths: (documents,) number of tokens in each document.
     """
 
     numerators: Array
@@ -116,7 +116,7 @@ class ExactIds:
         """
         new = np.zeros(self.numerators.shape[1] + 1, np.bool_)
         new[first] = new[first + 1] = new[-1] = True
-        for row in self.numerators:  # row by row, since numpy allocates small arrays faster
+        for row in self.numerators:  # work row by row, since numpy allocates small arrays faster
             steps = row[1:] - row[:-1]
             new[2:-1] |= steps[1:] != steps[:-1]
         for row in () if self.denominators is None else self.denominators:
@@ -142,7 +142,7 @@ def _differences(a: IntArray, over_a: IntArray, b: IntArray, over_b: IntArray) -
     integers, rest = np.divmod(a, over_a)
     integers_b, rest_b = np.divmod(b, over_b)
     same = over_a == over_b
-    over = np.where(same, over_a, over_a * over_b)  # below 2**62
+    over = np.where(same, over_a, over_a * over_b)  # the products are below 2**62
     rest = np.where(same, rest - rest_b, rest * over_b - rest_b * over_a)
     carry, rest = np.divmod(rest, over)
     common = np.gcd(rest, over)
@@ -166,7 +166,7 @@ def read_ids(
     cu_seqlens: npt.ArrayLike | None = None,
     denominators: npt.ArrayLike | None = None,
 ) -> ExactIds:
-    """Read exact ids of any accepted shape, with the arguments and errors of ``fingerprint``."""
+    """Read exact ids in any accepted shape; arguments and errors are those of ``fingerprint``."""
     if isinstance(position_ids, PositionTable):
         others = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "denominators": denominators}
         for name, argument in others.items():
@@ -220,7 +220,7 @@ def _table_ids(positions: PositionTable) -> ExactIds:
 
 
 def _host_array(name: str, value: Any) -> Array:
-    """Convert to numpy without gradients; refuse a tensor on a device, or of a dtype that may have rounded ids."""
+    """Convert to numpy without gradients; refuse a tensor on a device, or one whose dtype may have rounded ids."""
     if hasattr(value, "detach"):
         if value.device.type != "cpu":
             raise InvalidInputError(f"{name}: got a tensor on {value.device}, want a tensor on the CPU: call .cpu()")
@@ -279,7 +279,7 @@ def _within_int32(numerators: Array, over: IntArray, columns: IntArray) -> IntAr
 def _fractions(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
     """Return numerators and denominators of floats, with one denominator for all if possible."""
     low, high = float(values.min()), float(values.max())
-    if not (low >= INT32_MIN and high <= INT32_MAX):  # true for NaN as well
+    if not (low >= INT32_MIN and high <= INT32_MAX):  # this is true for NaN as well
         raise InvalidInputError("position_ids must be finite and within int32")
     over, numerators = 1, np.rint(values)
     while not (fits := numerators / over == values).all():

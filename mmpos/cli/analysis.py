@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from tokenize import TokenError  # numpy reads headers with it
+from tokenize import TokenError  # numpy parses headers with it
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -69,7 +69,7 @@ def check(
     ] = None,
     axes: Axes = None,
     padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
-    tolerance: Annotated[float, typer.Option(help="Largest allowed distance of an id from the exact one.")] = 0.0,
+    tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
@@ -92,7 +92,7 @@ def check(
 def _scheme_and_start(
     specs: Specs, name: str | None, axes: int | None, config: Path | None
 ) -> tuple[Scheme | None, int]:
-    """Return the scheme of a name or model, None if neither is given, and the id of each document's first token."""
+    """Return the scheme of a name or model (None without either), and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
         if name is None and axes is None:
@@ -105,7 +105,7 @@ def _scheme_and_start(
 
 
 def model_of(config: Path) -> ModelSettings:
-    """Read the settings of a model from a config.json, a folder with one, or standard input."""
+    """Read a model's settings from a config.json, a folder that contains one, or standard input."""
     from mmpos.integrations.models import from_hf_config
 
     return from_hf_config(read_config(config))
@@ -122,7 +122,7 @@ def read_array(path: Path) -> npt.NDArray[np.generic]:
 
 
 def _mapped(path: Path, name: str) -> npt.NDArray[np.generic]:
-    """Memory-map the array of a file, so that a header with a false size allocates nothing."""
+    """Memory-map the array in a file, so that a header with a false size allocates nothing."""
     try:
         with path.open("rb") as file:
             beginning = file.read(6)
@@ -142,7 +142,7 @@ def _json(diagnosis: Diagnosis) -> str:
     want = diagnosis.want and [int(value) if value.denominator == 1 else str(value) for value in diagnosis.want]
     got = diagnosis.got and [value if math.isfinite(value) else str(value) for value in diagnosis.got]
     values = {**vars(diagnosis), "got": got, "want": want, "message": str(diagnosis)}
-    # The first concerns keys; the others have a value per token or per segment.
+    # The first field concerns keys; the others hold one value per token or per segment.
     for name in ("unknown_tokens", "wrong", "owner", "segment_starts"):
         del values[name]
     return report.json_lines(values)
@@ -187,7 +187,7 @@ def compare(
 
 
 def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings in the order of the names, or all."""
+    """Measure the named schemes and encodings in the order of the names, or all of them if there are no names."""
     from mmpos.analysis.compare import measure, measure_encodings
     from mmpos.encodings import ENCODINGS
 
@@ -222,7 +222,7 @@ def _complete_allocation(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RotationFlags:
-    """The options of the rotation of q and k."""
+    """The options for the rotation of q and k."""
 
     head_dim: HeadDim = 128
     theta: Theta = 10000.0
@@ -271,7 +271,7 @@ def ids(
 
 
 @plot.command(
-    help="Draw the attention of one patch by position alone: the mean cosine between its phases and those of every "
+    help="Draw the attention of one patch from position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
 @flat
@@ -286,7 +286,7 @@ def attention(
     ] = None,
     rotation: RotationFlags,
 ) -> None:
-    """Draw the attention of one patch by position alone."""
+    """Draw the attention of one patch from position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
 
     several = len(rotation.allocation or ()) > 1
@@ -300,7 +300,7 @@ def attention(
 
 @plot.command()
 def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
-    """Draw phase errors by id: of float32 angles, of Transformers, and of integer turns."""
+    """Draw phase errors against id, for float32 angles, Transformers and integer turns."""
     from mmpos.analysis.plot import plot_phase_error
     from mmpos.rotary import Rotary
 
@@ -315,7 +315,7 @@ def growth(
         list[str] | None, scheme_option("all with a next position", "Repeat to compare several. ")
     ] = None,
 ) -> None:
-    """Draw how many ids an image consumes by its number of patches, for squares and strips of one row."""
+    """Draw how many ids an image consumes against its number of patches, for squares and one-row strips."""
     from mmpos.analysis.plot import plot_growth
 
     schemes = [make_scheme(name) for name in scheme] if scheme else None
@@ -332,7 +332,7 @@ def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
 
 
 def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:
-    """Place the documents by every scheme."""
+    """Place the documents with every scheme."""
     specs = read_specs(documents)
     names: list[str | None] = [*schemes] if schemes else [None]
     return [place_specs(specs, name, start, axes) for name in names]

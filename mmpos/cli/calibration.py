@@ -19,8 +19,8 @@ def measure(folder: Path, layers: int | None = None, **options: Any) -> Calibrat
 
     Args:
         folder: folder with a config.json.
-        layers: number of layers to measure: costs are measured with this number and with twice this number of layers,
-            and extrapolated to all. None measures the complete model.
+        layers: number of layers to measure. Costs are measured with this number and with twice this number of layers,
+            and extrapolated to all layers. None measures the complete model.
         options: device, dtype, and arguments of ``calibrate``.
 
     Raises:
@@ -37,13 +37,13 @@ def measure(folder: Path, layers: int | None = None, **options: Any) -> Calibrat
 def extrapolate(few: Calibration, twice: Calibration, language: float, vision: float) -> Calibration:
     """Extrapolate costs, which are affine in the number of layers, to all layers.
 
-    The overhead, which the parts of the model share, is extrapolated with the scale of the language model.
+    The overhead, which the parts of the model share, is extrapolated with the scale for the language model.
 
     Args:
         few: calibration with a few layers.
-        twice: calibration with twice this number of layers; the result has its times.
-        language: scale of the language model: (all layers − few layers) / few layers.
-        vision: the same scale of the vision tower.
+        twice: calibration with twice this number of layers; the result keeps its times.
+        language: scale for the language model: (all layers − few layers) / few layers.
+        vision: the same scale for the vision tower.
     """
     costs = {}
     for field in fields(Cost):

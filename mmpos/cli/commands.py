@@ -94,7 +94,7 @@ Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
 
 
 def group(name: str, summary: str) -> typer.Typer:
-    """Add a group of commands to the program; without a command, it prints its help."""
+    """Add a group of commands to the program; without a command, the group prints its help."""
     commands = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
 
     @commands.callback(help=summary)
@@ -260,7 +260,7 @@ def show_help(
 
 @dataclass(frozen=True)
 class Placed:
-    """Documents of a command line, placed by a scheme.
+    """Documents from a command line, placed with a scheme.
 
     Args:
         documents: the documents.
@@ -276,7 +276,7 @@ class Placed:
 
 
 def place_specs(specs: Specs, scheme: str | None, start: int, axes: int | None) -> Placed:
-    """Place documents by the scheme of an option, else of their files, else rope-tie."""
+    """Place documents with the scheme named by an option, else in their files, else rope-tie."""
     segments = SegmentTable.from_documents(specs.documents)
     name, axes = scheme_of(specs, scheme, axes)
     name = DEFAULT if name is None else name

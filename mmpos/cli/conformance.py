@@ -1,4 +1,4 @@
-"""The commands of conformance: test any program with cases, print cases, and answer them with mmpos."""
+"""The conformance commands: test any program with cases, print cases, and answer them with mmpos."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def cases(
 
 @conformance.command()
 def answer() -> None:
-    """Answer cases from standard input with mmpos: a program to try [bold]run[/bold] with."""
+    """Answer cases from standard input with mmpos, as a program to try [bold]run[/bold] with."""
     for line in sys.stdin:
         try:
             request = json.loads(line)
@@ -192,7 +192,7 @@ def _scheme(scheme: dict[str, Any]) -> Scheme:
 
 
 def _continued(positions: PositionTable) -> dict[str, Any]:
-    """Return the ids of a single document, with its next position and delta if it has them."""
+    """Return the ids of a single document, with its next position and delta if they exist."""
     fields: dict[str, Any] = {"position_ids": _ids(positions)}
     if positions.resumable.all():
         fields["next_position"], fields["delta"] = positions.next_positions.item(), positions.deltas.item()

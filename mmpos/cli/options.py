@@ -63,7 +63,7 @@ def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
 
 
 def scheme_option(default: str, prefix: str = "") -> Any:
-    """Return the option that names a scheme, with its default in words and a prefix of its help."""
+    """Return the option that names a scheme, with its default in words and a prefix for its help."""
     return typer.Option(
         "--scheme",
         "-s",
@@ -82,12 +82,12 @@ Axes = Annotated[
 
 
 def make_scheme(name: str, axes: int | None = None) -> Scheme:
-    """Build the scheme of a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
+    """Build a scheme from a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
 
     Args:
         name: a name, or a module and its class or object, then parameters; or the label of a scheme, such as
-            ``v2pe(stride=16)``, which a shell requires in quotes.
-        axes: number of axes, for a scheme that has a choice.
+            ``v2pe(stride=16)``, which must be quoted in a shell.
+        axes: number of axes, for a scheme that offers a choice.
 
     Raises:
         InvalidInputError: the name or its parameters are invalid.
@@ -122,7 +122,7 @@ def _own(path: str) -> object:
         if (here := os.getcwd()) not in sys.path:
             sys.path.insert(0, here)
         return getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # the import of a module may raise anything
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise _refused(path, error) from error
 
 
@@ -138,7 +138,7 @@ def _build(scheme: object, head: str, parameters: dict[str, object]) -> Scheme:
             built = scheme(**parameters) if callable(scheme) else scheme
     except MmposError:
         raise
-    except Exception as error:  # a class of the user may raise anything
+    except Exception as error:  # a user's class may raise anything
         raise _refused(head, error) from error
     if not isinstance(built, Scheme):
         raise InvalidInputError(f"--scheme: got {head!r}, which is {type(built).__name__}, want a Scheme")
@@ -183,7 +183,7 @@ class Specs:
 
     Args:
         documents: the documents, in the order of the arguments.
-        scheme: the value of "scheme" in a JSON file; None if no file has it.
+        scheme: the value of "scheme" in a JSON file; None if no file contains it.
         axes: the value of "axes" in the same file.
     """
 
@@ -193,7 +193,7 @@ class Specs:
 
 
 def read_specs(arguments: Sequence[str]) -> Specs:
-    """Read the documents of command-line arguments, in order, and the scheme of JSON files.
+    """Read the documents that command-line arguments name, in order, and the scheme in JSON files.
 
     >>> read_specs(["3,2x3"]).documents
     [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
@@ -217,7 +217,7 @@ def read_specs(arguments: Sequence[str]) -> Specs:
 
 
 def read_config(config: Path) -> object:
-    """Read a config.json or standard input; return the path of a folder unchanged."""
+    """Read a config.json from a file or standard input; return the path of a folder unchanged."""
     if config.is_dir():
         return config
     try:
@@ -257,7 +257,7 @@ def _read(argument: str) -> Specs:
 
 
 def _input() -> Specs:
-    """Read specs, JSON or an image from standard input; an image is not valid UTF-8."""
+    """Read specs, JSON or an image from standard input; data that is not valid UTF-8 is an image."""
     name, data = "standard input", read_input()
     try:
         text = data.decode()

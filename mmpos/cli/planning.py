@@ -1,4 +1,4 @@
-"""The commands that plan training: from ready sequences to an index of balanced packs, and the costs for it."""
+"""The commands that plan training: build an index of balanced packs from ready sequences, and measure costs for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """The options of the distribution of packs."""
+    """The options for distributing packs."""
 
     tolerance: Annotated[
         float, typer.Option(min=0, help="Allowed relative difference of pack costs in a step, for more even labels.")
@@ -69,15 +69,15 @@ def plan_packs(
         Path | None, typer.Option(metavar="FILE", help="Plot of the steps to write: .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Plan balanced packs of ready sequences, and write the index for PlannedPacks.
+    """Plan balanced packs of ready sequences, and write the index that PlannedPacks reads.
 
-    Pixels are not read: sizes come from the columns of the files.
+    Pixels are not read: sizes come from the files' columns.
     """
     from mmpos.analysis.plot import plot_balance
     from mmpos.analysis.plot.canvas import picture_path
     from mmpos.data import Cost, plan, read_headers, write_index
 
-    picture_path(plot)  # fail early
+    picture_path(plot)  # check the path early
     if run.cost is not None and run.config is not None:
         raise InvalidInputError("--cost cannot be combined with --config")
     cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()
@@ -140,7 +140,7 @@ def calibrate_model(
 
 
 def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
-    """Open folders by their manifests, and other files as they are, in the order of the inputs."""
+    """Open folders through their manifests, and other files directly, in the order of the inputs."""
     from mmpos.data import SequenceShard, sequence_shards, shards
     from mmpos.data.stores import store_path
 
@@ -166,7 +166,7 @@ def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) ->
 
 
 def _sizes(name: str, text: str) -> list[int]:
-    """Read sizes that are separated by commas."""
+    """Read comma-separated sizes."""
     try:
         return [int(size) for size in text.split(",") if size.strip()]
     except ValueError:
@@ -191,7 +191,7 @@ def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: Run
 
 
 def _by_tokens(headers: Headers, costs: np.ndarray, planned: TrainingPlan) -> float:
-    """Return the cost of the slowest ranks over the mean, for packs that are filled by tokens, in random order."""
+    """Return the ratio of the slowest ranks' cost to the mean, for packs that are filled by tokens, in random order."""
     from mmpos.data import first_fit_decreasing
 
     packs = first_fit_decreasing(headers.tokens, planned.max_tokens)

@@ -109,7 +109,7 @@ class SequenceFlags:
     scheme: SchemeName = None
 
     def builder(self) -> SequenceBuilder:
-        """Return the sequence builder of these options."""
+        """Return the sequence builder for these options."""
         from mmpos.images import ImageProcessor
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
@@ -125,7 +125,7 @@ class SequenceFlags:
         return SequenceBuilder(_tokenizer(self.tokenizer or "bytes"), images=images, scheme=scheme, markers=markers)
 
     def _model_builder(self, folder: Path, backend: str) -> SequenceBuilder:
-        """Return the sequence builder of the model in a folder."""
+        """Return the sequence builder for the model in a folder."""
         from mmpos.integrations.models import from_hf_config
         from mmpos.sequence.builder import Markers, SequenceBuilder
 
@@ -135,7 +135,7 @@ class SequenceFlags:
             model = from_hf_config(folder)
             if model.start:
                 got = f"{model.model_type!r} with first id {model.start}"
-                raise UnsupportedError(f"got {got}, want a model with first id 0")
+                raise UnsupportedError(f"got {got}, want a model whose first id is 0")
             tokenizer = _model_tokenizer(folder)
             if model.placeholders.image is None:
                 if self.image_option:
@@ -149,7 +149,7 @@ class SequenceFlags:
 
 @dataclass(frozen=True)
 class WorkFlags:
-    """The options for the execution and for broken records."""
+    """The options for execution and for broken records."""
 
     no_patches: Annotated[bool, typer.Option("--no-patches", help="Do not write pixels.")] = False
     on_error: Annotated[Literal["raise", "skip"], typer.Option(help="Action for a broken record.")] = "raise"
@@ -246,14 +246,14 @@ def _tokenizer(name: str) -> Any:
 
 
 def _model_tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of a model; its chat template may be in a file of the processor."""
+    """Read the tokenizer of a model; its chat template may be in one of the processor's files."""
     from mmpos.rotary.hf_config import read_json
 
     with needed_for("the tokenizer of --config", extra="hf"):
         from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # missing or broken files raise many types
+    except Exception as error:  # missing or broken files raise exceptions of many types
         got = f"{type(error).__name__} ({str(error).strip()[:200]})"
         raise InvalidInputError(f"{folder / 'tokenizer.json'}: got {got}, want the tokenizer of the model") from error
     for name in ("chat_template.json", "processor_config.json"):
@@ -287,7 +287,7 @@ def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
 
 
 def _value(name: str, kind: object, value: str) -> object:
-    """Read a value as JSON; text may omit the quotes unless it has escapes such as line breaks."""
+    """Read a value as JSON; text may omit the quotes unless it contains escapes, such as line breaks."""
     if kind == "str" and not value.startswith('"'):
         return value
     if kind in ("str | int", "str | int | None") and not value.isdigit():
@@ -299,7 +299,7 @@ def _value(name: str, kind: object, value: str) -> object:
 
 
 def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequence[Reader]:
-    """Open the inputs; join rows of Curator into samples, and split large files of other formats."""
+    """Open the inputs; join Curator's rows into samples, and split large files of other formats."""
     from mmpos.data import SampleReader, shards, split_shards
 
     if format_name == "curator":
@@ -308,10 +308,10 @@ def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequen
 
 
 class ShownProgress:
-    """Progress on stderr with the rate and the time left: a bar, or a line every few seconds and at the end.
+    """Progress on stderr, with the rate and the time left: a bar, or a line every few seconds and one at the end.
 
     Args:
-        readers: readers of the shards. If most of a few of them know their number of records, the time left is
+        readers: readers of the shards. If most of a few sampled readers know their number of records, the time left is
             estimated from records, else from shards.
         bar: function that updates the bar; None writes lines.
     """
@@ -340,7 +340,7 @@ class ShownProgress:
             self._last_line = now
 
     def _share(self, progress: Progress) -> float:
-        """Estimate the completed fraction of the work of this run."""
+        """Estimate the fraction of this run's work that is complete."""
         if self._records and not progress.reused:
             return min((progress.counts.documents + progress.counts.skipped) / self._records, 1.0)
         left = progress.shards - progress.reused

@@ -1,4 +1,4 @@
-"""The commands that find out by which positions an engine rotates keys."""
+"""The commands that find out which positions an engine rotates keys by."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def checkpoint(
 ) -> None:
     """Write a small checkpoint of an architecture, in which keys differ only by their rotation.
 
-    Any engine that loads checkpoints can be probed with it, by ordinary requests: all tokens and image patches have
-    the same hidden state in every layer.
+    Any engine that loads checkpoints can be probed with it through ordinary requests, because all tokens and image
+    patches have the same hidden state in every layer.
     """
     from mmpos.analysis.probe import write_checkpoint
 
@@ -134,7 +134,7 @@ def _summary(name: str, verdict: Verdict) -> str:
 
 
 def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
-    """Return the sentences of a layer, and a map of its tokens: right or wrong, or else read or unknown."""
+    """Return the sentences about a layer, and a map of its tokens: right or wrong, or else read or unknown."""
     verdict = verdicts[name]
     sentences = paragraphs(_sentences(verdicts, name, meant))
     compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
@@ -142,7 +142,7 @@ def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> st
 
 
 def _sentences(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:
-    """Return the sentences of a layer; without intended positions, it is also compared with the first layer."""
+    """Return the sentences about a layer; without intended positions, also compare it with the first layer."""
     first = next(iter(verdicts))
     unlike = _unlike(verdicts[name].readings[0], first, verdicts[first].readings[0]) if meant is None else []
     return [*verdicts[name].sentences, *unlike]
@@ -169,7 +169,7 @@ def _models(
     from mmpos.rotary.hf_config import hf_layer_types
 
     values, types = read_config(config), list[str]()
-    with suppress(MmposError):  # from_hf_config raises the same error for the model
+    with suppress(MmposError):  # from_hf_config below raises the same error
         types = hf_layer_types(values)
     numbers = {name: _number(name) for name in names}
     kinds = {
@@ -187,12 +187,12 @@ def _models(
                 hint = "pass --layer-type, or put the number of each layer into the name of its array"
                 raise InvalidInputError(f"{name}: {error}; {hint}") from error
         if models[kind].second_rotary is not None:
-            raise UnsupportedError(f"{config}: got a model with a second rotary for the channels of a pair, want one")
+            raise UnsupportedError(f"{config}: got a model with two rotaries for the channels of a pair, want one")
     return kinds, {name: models[kind] for name, kind in kinds.items()}
 
 
 def _number(name: str) -> int | None:
-    """Return the layer number in the name of an array: after "layer", or else the last number.
+    """Return the layer number in the name of an array: the number after "layer", or else the last number.
 
     >>> _number("model.layers.3.self_attn.attn1"), _number("arr_4"), _number("keys")
     (3, 4, None)
@@ -224,7 +224,7 @@ def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
 
 
 def _dump(path: Path) -> Arrays:
-    """Read the arrays of a dump by name."""
+    """Read the arrays of a dump, and return them by name."""
     if path.suffix == ".npy":
         return {"keys": read_array(path)}
     try:
@@ -253,7 +253,7 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 def _meant(
     dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
 ) -> Meant | None:
-    """Return the intended positions, or None without any."""
+    """Return the intended positions, or None if none were passed."""
     from mmpos.analysis.probe import Meant
 
     sources = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}

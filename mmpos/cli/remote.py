@@ -38,11 +38,11 @@ _OPTIONS = {
     "tls.root_certificates": "--tls-ca",
     "tls.certificate": "--tls-cert",
 }
-"""Arguments that errors of the client name, and the options that set them here."""
+"""Arguments that the client's errors name, and the options that set them here."""
 
 
 def _problem(message: str) -> str:
-    """Describe why no server answered, without the details of gRPC."""
+    """Describe why no server answered, without gRPC's details."""
     for argument, option in _OPTIONS.items():
         message = message.replace(argument, option)
     if message.startswith(("tls", "--tls")):
@@ -60,7 +60,7 @@ def _file(description: str) -> Any:
 
 @dataclass(frozen=True)
 class Connection:
-    """The options of the connection to a server."""
+    """The options for the connection to a server."""
 
     server: Annotated[
         str,
@@ -75,7 +75,7 @@ class Connection:
 
     @contextmanager
     def client(self, timeout: float, profile: str | None = None) -> Iterator[Client]:
-        """Open a client of the server; if the server does not answer, the error names a remedy."""
+        """Open a client for the server; if the server does not answer, the error names a remedy."""
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for each failed handshake
         from mmpos.client import Client, Tls
 
@@ -89,7 +89,7 @@ class Connection:
             raise ServiceUnavailableError(f"{self.server}: {_problem(str(error))}") from error
         except ServiceTimeoutError as error:
             remedy = "check that mmpos serve is running, or pass a longer --timeout"
-            raise ServiceTimeoutError(f"{self.server}: got no answer in {timeout:g} s; {remedy}") from error
+            raise ServiceTimeoutError(f"{self.server}: got no answer within {timeout:g} s; {remedy}") from error
 
 
 @remote.command()

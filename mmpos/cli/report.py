@@ -46,7 +46,7 @@ def show(out: Console, table: Table) -> None:
 
 @contextmanager
 def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr, and yield a function of done, total and label that updates it; None without a terminal."""
+    """Show a bar on stderr, and yield its update function of done, total and label, or None without a terminal."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield None
@@ -64,7 +64,7 @@ def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterat
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Create a table with a line under its header only; the columns in ``right`` are aligned right."""
+    """Create a table with a line only under its header; the columns in ``right`` are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -81,7 +81,7 @@ def show_values(values: Mapping[str, str]) -> None:
 
 
 def print_positions(out: Console, segments: SegmentTable, positions: PositionTable) -> None:
-    """Print a table of segments per document, all ids of short documents, the next position and the delta."""
+    """Print each document's table of segments, all its ids if it is short, its next position and its delta."""
     if not positions.num_documents:
         out.print("no documents")
     for d in range(min(positions.num_documents, _MAX_DOCUMENTS)):
@@ -101,7 +101,7 @@ def print_positions(out: Console, segments: SegmentTable, positions: PositionTab
 
 
 def heading(positions: PositionTable, document: int) -> str:
-    """Return a line with the number of tokens, the scheme and the axes of a document."""
+    """Return a line with a document's number of tokens, scheme and axes."""
     length = int(positions.lengths[document])
     axes = ", ".join(axis_names(positions.axes))
     return f"{counted(length, 'token', ',')}, scheme {positions.scheme}, positions ({axes})"
@@ -110,7 +110,7 @@ def heading(positions: PositionTable, document: int) -> str:
 def segment_table(
     segments: SegmentTable, positions: PositionTable, document: int, names: Sequence[str] | None = None
 ) -> Table:
-    """Create a table with a line per segment: tokens, description, first and last position, and steps.
+    """Create a table with one line per segment: tokens, description, first and last position, and steps.
 
     Args:
         segments: the segments of the batch.
@@ -153,7 +153,7 @@ def schemes_table() -> Table:
 
 
 def settings_table(settings: ModelSettings) -> Table:
-    """Make a table of the settings of a model that are not None, including the fields of rotary and placeholders."""
+    """Create a table of a model's settings that are not None, including the fields of rotary and placeholders."""
     parts = {"rotary": settings.rotary, "second_rotary": settings.second_rotary, "placeholders": settings.placeholders}
     names = ("image_markers", "video_markers", "start", "spatial_merge_size", "temporal_merge_size", "patch_size")
     values: dict[str, object] = {"model_type": settings.model_type, "scheme": settings.scheme.label}
@@ -214,7 +214,7 @@ def save_html(option: str, path: Path, text: str) -> None:
     """Write an HTML page.
 
     Args:
-        option: name of the option with the path, for errors.
+        option: name of the option that sets the path, for errors.
         path: path of the file, ending in .html.
         text: content of the page.
 
@@ -248,7 +248,7 @@ def position(values: Sequence[Fraction]) -> str:
 
 
 def _ending(positions: PositionTable, document: int) -> str:
-    """Return a line with the next position and the delta of a document, or the reason why it has none."""
+    """Return a line with the next position and the delta of a document, or why the document has none."""
     if not positions.resumable[document]:
         return f"no next position: in {positions.scheme} the end is not a single integer id"
     following, delta = positions.documents[[NEXT_POSITION, DELTA], document].tolist()
@@ -275,7 +275,7 @@ def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token
     s = int(np.searchsorted(positions.offset, token, side="right")) - 1
     parts = [("col", positions.step_col)]
     if segments.kind[segment] >= CLIP:
-        return ""  # it has several pieces with different steps
+        return ""  # the segment has several pieces with different steps
     if segments.kind[segment] in (TEXT, AUDIO):
         parts = [("token", positions.step_col)]
     else:
@@ -291,7 +291,7 @@ def _steps(positions: PositionTable, segments: SegmentTable, segment: int, token
 
 
 def _dense_rows(positions: PositionTable) -> list[str]:
-    """Format the ids of a few tokens, one line per axis, with columns aligned right."""
+    """Format the ids of a few tokens, one line per axis, with right-aligned columns."""
     ids = exact(positions)
     lines = [["token", *map(str, range(len(ids)))]]
     for axis, name in enumerate(axis_names(positions.axes)):

@@ -1,4 +1,4 @@
-"""Client of the service, with the same arguments, results and exceptions as the calls in process."""
+"""Client for the service, with the same arguments, results and exceptions as calls in process."""
 
 from mmpos.support.extras import needed_for
 

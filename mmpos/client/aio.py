@@ -37,7 +37,7 @@ def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Corout
 
 
 class AsyncClient(BaseClient[grpc.aio.Channel]):
-    """Asynchronous client of a service of mmpos. See BaseClient for the arguments.
+    """Asynchronous client for an mmpos service. See BaseClient for the arguments.
 
     >>> AsyncClient(["replica-0:50051", "replica-1:50051"])
     AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
@@ -113,7 +113,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     def _connection(self) -> OpenChannel[grpc.aio.Channel]:
         self._channels.forget_closed_loops()
-        # No other task runs between the check and the opening, so no channel is opened twice.
+        # No other task runs between the check and the call that opens a channel, so no channel is opened twice.
         return self._channels.get(
             lambda: self._connect(grpc.aio.secure_channel, grpc.aio.insecure_channel),
             lambda channel: None,
@@ -172,6 +172,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
 
 def _being_cancelled() -> bool:
-    """Return whether the running task is being cancelled; else a cancelled call means a closed channel."""
+    """Return whether the running task is being cancelled; if not, a cancelled call means a closed channel."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

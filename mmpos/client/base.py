@@ -1,4 +1,4 @@
-"""Base class of both clients: addresses, options, and the channels of each process."""
+"""Base class of the two clients: addresses, options, and the channels of each process."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _KEEP: Any = object()
 
 
 class BaseClient(Generic[C]):
-    """Client of a service of mmpos.
+    """Client for an mmpos service.
 
     The first call opens the channel, one per process (and event loop), so a client can be pickled and used by the
-    workers of a DataLoader. A client that has made a call before a fork raises an error in the child, since gRPC would
-    hang there, unless GRPC_ENABLE_FORK_SUPPORT=1 was in the environment before grpc was imported. No call may run in
-    another thread while a process forks. Start methods other than "fork" have no such limits.
+    workers of a DataLoader. If a client made a call before a fork, it raises an error in the child, because gRPC would
+    hang there, unless GRPC_ENABLE_FORK_SUPPORT=1 was set in the environment before grpc was imported. No call may run
+    in another thread while a process forks. Start methods other than "fork" have no such limits.
 
     A call that no server answers (UNAVAILABLE, including a broken connection) is retried after 0.1, 0.3, 0.9 …
     seconds; retries are safe because no call changes anything on the server. If a server that has answered this client
-    before disappears, it is assumed to restart, and calls wait for it within their timeout. If no server has ever
-    answered, or TLS fails, the call raises an error with the cause after a second or two.
+    before disappears, it is assumed to be restarting, and calls wait for it within their timeout. If no server has ever
+    answered, or TLS fails, the call raises an error that names the cause after a second or two.
 
     Args:
         addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
-            "host:port". Calls rotate over several servers, except servers that fail their health checks. Names in a
+            "host:port". If there are several servers, calls rotate over those that pass their health checks. Names in a
             list are resolved once, when the channel opens.
         profile: name of the model's settings on the server; None selects the server's default profile.
         timeout: maximum seconds per call, retries included; for a stream, maximum seconds per answer.
-        attempts: maximum number of attempts per call, 1 to 5; with 1 no call is retried or waits for a server.
+        attempts: maximum number of attempts per call, 1 to 5; with 1, calls are neither retried nor wait for a server.
         tls: certificates; None disables TLS.
         token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
-            changes. Without tls a token is only sent to servers on this machine.
-        metadata: pairs of name and value sent with every call.
-        window: maximum number of unanswered requests of a stream.
+            changes. Without tls, a token is sent only to servers on this machine.
+        metadata: (name, value) pairs sent with every call.
+        window: maximum number of unanswered requests in a stream.
         shared_memory: maximum bytes of shared memory for the tensors of all running calls of a process, kept for later
-            calls. The server must run on this machine with --shared-memory; with any other server the first call
+            calls. The server must run on this machine with --shared-memory; with any other server, the first call
             raises UnsupportedError. With 0, all tensors are sent in messages; tensors of streams, cos_sin and angles
             always are.
 

@@ -1,4 +1,4 @@
-"""Calls of both clients as data, each defined once: its arguments, and how to fill its request and read its response.
+"""The calls of both clients as data, each defined once: arguments, and how to fill the request and read the response.
 
 ``Client`` sends a call and waits; ``AsyncClient`` sends it and awaits the answer.
 """
@@ -56,7 +56,7 @@ Read = Callable[[Any], T]
 
 @dataclass(frozen=True)
 class Rpc(Generic[R_co]):
-    """Method of the service.
+    """A method of the service.
 
     Args:
         path: full name of the method.
@@ -92,10 +92,10 @@ def _raise(error: MmposError) -> NoReturn:
 
 @dataclass(frozen=True)
 class Prepared(Generic[T_co]):
-    """Request that is ready to be sent.
+    """A request that is ready to be sent.
 
     Args:
-        data: bytes of the request.
+        data: the serialized request.
         parse: function that parses the response.
         read: function that reads the parsed response.
     """
@@ -107,12 +107,12 @@ class Prepared(Generic[T_co]):
 
 @dataclass(frozen=True)
 class ServiceCall(Generic[T_co]):
-    """Call that fills a new request for each attempt.
+    """A call that fills a new request for each attempt.
 
     Args:
-        method: method to call; its stream takes the same call as an item.
-        put: function that fills a request and returns the function that reads the response; it keeps large tensors
-            outside the message or puts them into shared memory.
+        method: method to call; its streaming variant accepts the same call as an item.
+        put: function that fills a request and returns the function that reads the response; large tensors are kept
+            outside the message or put into shared memory.
         shares: whether tensors of the call may be in shared memory.
         refused: function that turns an error of the whole call into a result.
         waits: whether the call waits for a server that has disappeared.
@@ -128,7 +128,7 @@ class ServiceCall(Generic[T_co]):
         """Create the request.
 
         Args:
-            message: request of a stream to fill; None creates a new request of the method.
+            message: stream request to fill; None creates a new request of the method.
             memory: shared memory for the tensors of the request and the answer.
 
         Raises:
@@ -146,11 +146,11 @@ class ServiceCall(Generic[T_co]):
 
 
 Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
-"""Function from the profile of a client and the arguments of its method to the call."""
+"""Function that maps a client's profile and the arguments of its method to the call."""
 
 
 def documented(method: F, maker: Maker[P, T]) -> F:
-    """Copy the name, docstring and signature of the function that makes a call to the method of a client."""
+    """Give a client method the name, docstring and signature of the function that creates its call."""
     original = signature(maker)
     _, *parameters = original.parameters.values()
     result = original.return_annotation.removeprefix("ServiceCall[").removesuffix("]")
@@ -163,7 +163,7 @@ def documented(method: F, maker: Maker[P, T]) -> F:
 
 
 def _answer(read: Callable[..., T], *arguments: object) -> T:
-    """Read a part of an answer; errors become a ServiceError, since the caller did nothing wrong."""
+    """Read a part of an answer; errors become ServiceErrors, since the caller did nothing wrong."""
     try:
         return read(*arguments)
     except MmposError as error:
@@ -190,15 +190,15 @@ def place(
     Args:
         segments: documents, as a SegmentTable, Spans or InputIds.
         scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
-        start: id of each document's first token, a number for all or (documents,).
-        strict: whether two grids without text between them are an error; with None the scheme decides.
+        start: id of each document's first token: one number for all, or (documents,).
+        strict: whether two grids without text between them are an error; None lets the scheme decide.
         views: methods to apply to the placed table in this order: Take, Window, Decode, Shard, Pad.
 
     Returns:
         A new PositionTable.
 
     Raises:
-        MmposError: see ``mmpos.place`` and the views; also LimitExceededError for a limit of the server.
+        MmposError: see ``mmpos.place`` and the views; also LimitExceededError if a limit of the server is exceeded.
         ServiceError: the server did not answer.
     """
     if not isinstance(segments, SegmentTable | Spans | InputIds):
@@ -213,7 +213,7 @@ def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsRe
         query: documents, scheme, views, and whether to return the table or ids.
 
     Raises:
-        MmposError: see ``query.run``; also LimitExceededError for a limit of the server.
+        MmposError: see ``query.run``; also LimitExceededError if a limit of the server is exceeded.
         ServiceError: the server did not answer.
     """
     if not isinstance(query, PositionsQuery):
@@ -250,7 +250,7 @@ BuildResponse = sequences_pb2.BuildResponse | sequences_pb2.StreamBuildResponse
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings for building documents; see ``build`` for the arguments."""
+    """The settings for building documents; see ``build`` for the arguments."""
 
     profile: str | None
     scheme: str | Scheme | None
@@ -291,13 +291,13 @@ def build(
             of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
         scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
         start: id of the first token.
-        patches: whether to return patches; without them no image is decoded.
+        patches: whether to return patches; if not, no image is decoded.
 
     Returns:
         A new InterleavedSequence, with the same image hashes as a call in process.
 
     Raises:
-        MmposError: see ``SequenceBuilder.build``; also LimitExceededError for a limit of the server.
+        MmposError: see ``SequenceBuilder.build``; also LimitExceededError if a limit of the server is exceeded.
         ServiceError: the server did not answer.
     """
     settings = BuildSettings(profile, scheme, start, patches)
@@ -326,8 +326,8 @@ def build_batch(
 
     Args:
         documents: parts of each document; see ``build``.
-        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" returns each error in
-            place of its sequence.
+        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" returns each error
+            instead of the sequence.
         scheme: see ``build``.
         start: id of the first token of every document.
         patches: see ``build``.
@@ -336,7 +336,7 @@ def build_batch(
         One sequence or error per document.
 
     Raises:
-        MmposError: see ``build``; with errors="return" only errors of the whole call.
+        MmposError: see ``build``; with errors="return", only errors of the whole call.
         ServiceError: the server did not answer.
     """
     return batch_call(BuildSettings(profile, scheme, start, patches), documents, errors)
@@ -386,7 +386,7 @@ def _outcome(
 
 
 def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) -> InterleavedSequence:
-    """Read the sequence of one document or raise its first error; both refer to the caller's parts."""
+    """Read the sequence of one document, or raise its first error; both refer to the caller's parts."""
     if result.WhichOneof("outcome") == "error":
         error = get_error(result.error)
         raise _of_part(error, sent.names) or sent.error or error
@@ -446,7 +446,7 @@ def cos_sin(
         New tensors, float32 or complex64, on the device of the positions.
 
     Raises:
-        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError for a limit of the server.
+        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError if a limit of the server is exceeded.
         ServiceError: the server did not answer.
     """
     one_of("layout", layout, tuple(_TABLES))
@@ -479,7 +479,7 @@ def angles(
         A new float32 tensor on the device of the positions.
 
     Raises:
-        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError for a limit of the server.
+        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError if a limit of the server is exceeded.
         ServiceError: the server did not answer.
     """
 
@@ -508,14 +508,14 @@ def apply_rotary(
         k: keys, or None.
         positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
         rotary: rotation; None selects the profile's rotation.
-        layout: "thd", "bshd" or "bhsd"; None is thd for three dimensions and bshd for four.
-        conjugate: rotate by the negative angles.
+        layout: "thd", "bshd" or "bhsd"; None means thd for three dimensions and bshd for four.
+        conjugate: whether to rotate by the negated angles.
 
     Returns:
         New tensors on the device of q.
 
     Raises:
-        MmposError: see ``apply_rotary``; also LimitExceededError for a limit of the server.
+        MmposError: see ``apply_rotary``; also LimitExceededError if a limit of the server is exceeded.
         UnsupportedError: q or k requires gradients.
         ServiceError: the server did not answer.
     """
@@ -557,7 +557,7 @@ def _put_rotation(
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
-    """Refuse tensors for properties that a server cannot see."""
+    """Check the properties of tensors that a server cannot see."""
     with needed_for("rotations", extra="all"):
         import torch
 
@@ -578,7 +578,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
 
 
 def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:
-    """Read a tensor of an answer, moved to the device of ``like`` if that is a tensor."""
+    """Read a tensor from an answer, and move it to the device of ``like`` if that is a tensor."""
     import torch
 
     tensor = _answer(get_torch, name, message, memory)

@@ -1,4 +1,4 @@
-"""Channels of gRPC: target, options, conversion of errors, waiting for servers, and trace context."""
+"""gRPC channels: target, options, error conversion, waiting for servers, and trace context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STREAMS = [
 ]
 
 _OPTIONS = {
-    # No limit here: the server limits the size of its answers.
+    # Set no limit here, since the server limits the size of its answers.
     "grpc.max_receive_message_length": -1,
     # gRPC retries a call only while it buffers the request, by default up to 256 KiB.
     "grpc.per_rpc_retry_buffer_size": 2**31 - 1,
@@ -47,18 +47,18 @@ _OPTIONS = {
     "grpc.http2.max_pings_without_data": 0,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 5_000,
-    # No settings from DNS records.
+    # Ignore settings from DNS records.
     "grpc.service_config_disable_resolution": 1,
-    # Separate connections, so that none is shared with a parent process.
+    # Use separate connections, so that none is shared with a parent process.
     "grpc.use_local_subchannel_pool": 1,
 }
 
 
 class OpenChannel(Generic[C]):
-    """Channel of a client, with its unary methods, which gRPC prepares once for many calls.
+    """A client's channel, with its unary methods, which gRPC prepares once for many calls.
 
     Args:
-        channel: channel of gRPC.
+        channel: the gRPC channel.
     """
 
     def __init__(self, channel: C) -> None:
@@ -66,7 +66,7 @@ class OpenChannel(Generic[C]):
         self._methods: dict[str, Any] = {}
 
     def method(self, path: str) -> Any:
-        """Return the callable for the method of this path, from bytes to bytes."""
+        """Return the callable for the method with this path, which takes and returns bytes."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
@@ -75,7 +75,7 @@ class OpenChannel(Generic[C]):
 
 
 class ProcessChannels(Generic[C]):
-    """Channels of a client by process and, if any, event loop.
+    """A client's channels, by process and, if there is one, by event loop.
 
     A channel that a parent opened before a fork stays unused and unclosed in the child, since using or closing it would
     affect the parent's connection.
@@ -100,7 +100,8 @@ class ProcessChannels(Generic[C]):
                     "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
-            # No lock, since a fork could copy a held lock: the second of two threads drops the channel it opened.
+            # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
+            # opened.
             opened = OpenChannel(connect())
             connection = self._open.setdefault(key, opened)
             if connection is not opened:
@@ -124,7 +125,7 @@ def _fork_support() -> bool:
 
 
 def service_config(attempts: int, balanced: bool) -> dict[str, object]:
-    """Return the service config of gRPC, which sets retries and load balancing."""
+    """Return the gRPC service config, which sets retries and load balancing."""
     retry = {
         "maxAttempts": attempts,
         "initialBackoff": f"{FIRST_BACKOFF}s",
@@ -146,7 +147,7 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
 
 
 def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
-    """Return the options of a channel."""
+    """Return the options for a channel."""
     first = destination.addresses[0]
     balanced = len(destination.addresses) > 1 or first.startswith("dns:")
     config = json.dumps(service_config(destination.attempts, balanced))
@@ -166,7 +167,7 @@ def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
 
 
 def target(addresses: tuple[str, ...]) -> str:
-    """Return the target for gRPC: a single address unchanged, several ones resolved, since gRPC takes no list of names.
+    """Return the gRPC target: a single address unchanged, several resolved, since gRPC does not accept a list of names.
 
     Raises:
         ServiceUnavailableError: a name cannot be resolved.
@@ -192,15 +193,15 @@ def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipad
     return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
 
 
-# Message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
+# The message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
 # (grpc/grpc#36066). A second attempt finds the status, unless the connection merely broke.
 _FAILED_WRITE = "Internal error from Core"
 
-# Message of a server's transport for a call that it dropped unread because too many calls were waiting.
+# The message of a server's transport for a call that it dropped unread because too many calls were waiting.
 _DROPPED = "CANCELLED"
 
 
-# Messages of grpc for a failed TLS handshake, and their causes.
+# The messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
     "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
     "Hostname Verification Check failed": "tls.server_name: the server's certificate is valid only for other names",
@@ -209,7 +210,7 @@ _UNTRUSTED = {
     "ls handshake failed": "tls: the handshake failed",
 }
 
-# Message of grpc's ValueError for a call on a channel that another thread has closed.
+# The message of grpc's ValueError for a call on a channel that another thread has closed.
 _CLOSED = "Cannot invoke RPC"
 
 
@@ -218,17 +219,17 @@ class UntrustedError(ServiceUnavailableError):
 
 
 def closed() -> ServiceError:
-    """Return the error of a call on a channel that was closed during the call."""
+    """Return the error for a call on a channel that was closed during the call."""
     return ServiceError("CANCELLED: the client was closed")
 
 
 def was_closed(error: ValueError) -> bool:
-    """Return whether grpc raised this error because the channel is closed, and not for a wrong argument."""
+    """Return whether grpc raised this error because the channel is closed, and not because of a wrong argument."""
     return str(error).startswith(_CLOSED)
 
 
 def unreadable() -> MmposError:
-    """Return the error of an answer that is not a message, worded like gRPC's error for streams."""
+    """Return the error for an answer that is not a message, worded like gRPC's error for streams."""
     return from_status("INTERNAL", "Exception deserializing response!")
 
 
@@ -275,7 +276,7 @@ _BROKEN = ("Socket closed", "Connection reset")
 class Reach:
     """Record of whether the servers of a client have ever answered it.
 
-    If a server has answered and disappears, it is probably restarting, and calls wait for it. If no server has ever
+    If a server that has answered disappears, it is probably restarting, and calls wait for it. If no server has ever
     answered, the address is probably wrong, and waiting would only hide this. TLS errors are permanent, so no call
     waits after one.
 
@@ -295,12 +296,12 @@ class Reach:
         return Patience(timeout, self)
 
     def waits(self, error: MmposError) -> bool:
-        """Return whether a call that failed with this error is retried while time is left."""
+        """Return whether to retry a call that failed with this error while time is left."""
         absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add the likely causes to the error of a connection that the server closes at once."""
+        """Add the likely causes to the error for a connection that the server closes at once."""
         message = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
             return error
@@ -315,7 +316,7 @@ class Reach:
 
 
 class Patience:
-    """Remaining time of one call, or of one answer of a stream.
+    """The time left for one call, or for one answer in a stream.
 
     Args:
         timeout: seconds from now.
@@ -327,7 +328,7 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, always above 0."""
+        """Seconds left, always above 0."""
         return max(self._end - monotonic(), 0.001)
 
     def pause(self, error: MmposError) -> float | None:
@@ -337,7 +338,7 @@ class Patience:
 
 
 def traced(metadata: Metadata) -> Metadata:
-    """Add the trace context of the current span of OpenTelemetry to the metadata of a call, if there is one.
+    """Add the trace context of the current OpenTelemetry span, if there is one, to the metadata of a call.
 
     The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
     """

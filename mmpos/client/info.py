@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SchemeInfo:
-    """Scheme known to the server.
+    """A scheme known to the server.
 
     Args:
         name: name of the scheme.
@@ -38,15 +38,15 @@ class LimitsInfo:
     """Limits of one request.
 
     Args:
-        request_bytes: bytes of a request.
-        response_bytes: bytes of the tensors in a reply.
-        documents: documents.
-        segments: segments of the documents and of the tables after each view.
-        tokens: tokens, padding included.
-        images: images and videos.
-        pixels: pixels of all images before resizing.
-        views: views of a query.
-        shared_bytes: bytes of tensors in shared memory, both ways.
+        request_bytes: size of a request in bytes.
+        response_bytes: size of the tensors in a reply, in bytes.
+        documents: number of documents.
+        segments: number of segments in the documents, and in the tables after each view.
+        tokens: number of tokens, including padding.
+        images: number of images and videos.
+        pixels: number of pixels in all images before resizing.
+        views: number of views in a query.
+        shared_bytes: bytes of tensors in shared memory, in both directions.
     """
 
     request_bytes: int
@@ -69,7 +69,7 @@ class ProfileInfo:
         scheme: name of the scheme.
         begin_token_id: token id before the patches of an image, or None.
         end_token_id: token id after the patches of an image, or None.
-        placeholders: token ids of patches, audio and row ends.
+        placeholders: token ids for patches, audio and row ends.
         patch_size: side of a patch in pixels.
         spatial_merge_size: patches merged along each side.
         rotary: whether the profile has a rotation.
@@ -109,7 +109,7 @@ class ServerInfo:
 
 
 def get_info(message: pb.GetInfoResponse) -> ServerInfo:
-    """Read the info of a message."""
+    """Read the server's info from a message."""
     return ServerInfo(
         version=message.version,
         schemes=tuple(_same(SchemeInfo, scheme, parameters=tuple(scheme.parameters)) for scheme in message.schemes),

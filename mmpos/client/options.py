@@ -30,7 +30,7 @@ class Tls:
         root_certificates: certificate authorities to trust; None trusts gRPC's defaults.
         certificate: client certificate, if the server requires one.
         key: private key of the client certificate.
-        server_name: name that the server's certificate must contain; None is the host of the first address.
+        server_name: name that the server's certificate must contain; None means the host of the first address.
 
     Raises:
         InvalidInputError: a value has the wrong type, or only one of certificate and key is set.
@@ -78,14 +78,14 @@ Pair = tuple[str, str]
 
 @dataclass
 class _Read:
-    """Version of a token file and its token, in one object so that threads cannot mix two versions."""
+    """A token file's version and its token, in one object so that threads cannot mix two versions."""
 
     latest: tuple[tuple[int, ...], Pair] | None = None
 
 
 @dataclass(frozen=True)
 class Token:
-    """Bearer token of a client; its repr never shows the token.
+    """A client's bearer token; its repr never shows the token.
 
     Args:
         source: token, or the path of a file that holds only the token.
@@ -117,13 +117,13 @@ class Token:
         """Return the metadata pair for a call that begins now.
 
         Raises:
-            InvalidInputError: no readable token was in the file, now or earlier.
+            InvalidInputError: no readable token was found in the file, now or earlier.
         """
         if isinstance(self.source, str):
             return put_token(self.source)
         latest = self._read.latest
         try:
-            # Taken before reading, so that a version written meanwhile is read at the next call.
+            # The version is taken before reading, so that one written meanwhile is read at the next call.
             version = file_version(os.stat(self.source))
             if latest is None or version != latest[0]:
                 text = self.source.read_text(encoding="ascii", errors="replace").strip()
@@ -135,7 +135,7 @@ class Token:
             if latest is None:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise InvalidInputError(
-                    f"token: got {self.source} ({reason}), want a file with only the token"
+                    f"token: got {self.source} ({reason}), want a file that holds only the token"
                 ) from None
         return latest[1]
 
@@ -144,7 +144,7 @@ class Token:
 
 
 def _fault(text: str) -> str:
-    """Describe a file without a token; the text is not quoted, since any word of it may be a token."""
+    """Describe what is wrong with a token file; its text is not quoted, since any word of it may be a token."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     pairs = any(len(words) == 2 for words in lines)
     return "names and tokens: this looks like the token file of a server" if pairs else "no token in it"
@@ -202,7 +202,7 @@ class Destination:
         return cls(tuple(addresses), attempts, tls, checked_token, budget)
 
     def metadata(self, options: CallOptions) -> Metadata:
-        """Return the metadata of a call that begins now.
+        """Return the metadata for a call that begins now.
 
         Raises:
             InvalidInputError: the token cannot be read.
@@ -223,7 +223,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of calls; see BaseClient for the arguments.
+    """Options for calls; see BaseClient for the arguments.
 
     Raises:
         InvalidInputError: an argument is wrong; the message names it.
@@ -279,10 +279,10 @@ def _check_clear(addresses: Sequence[str]) -> None:
 
 def _metadata(metadata: object) -> Metadata:
     if not isinstance(metadata, list | tuple):
-        raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of pairs of name and value")
+        raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of (name, value) pairs")
     for i, pair in enumerate(metadata):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidInputError(f"metadata[{i}]: got {pair!r}, want a pair of name and value")
+            raise InvalidInputError(f"metadata[{i}]: got {pair!r}, want a (name, value) pair")
         key, value = pair
         if not isinstance(key, str) or not _KEY.fullmatch(key) or key.startswith("grpc-"):
             raise InvalidInputError(f"metadata[{i}]: got name {key!r}, want a-z, 0-9, '_', '-', '.', not 'grpc-…'")

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 LEAST = 65_536
-"""Minimum size of an object; a smaller tensor is as fast in its message."""
+"""Minimum size of an object; smaller tensors are just as fast in their messages."""
 
 
 class SharedObject:
-    """Mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
+    """A mapped shared memory object with a name in /dev/shm (Linux); only its user may open it.
 
     The process that created the object removes it when this object is garbage-collected, or at exit. A server that
     has opened the object keeps its mapping.
@@ -56,13 +56,13 @@ class SharedObject:
                 descriptor = os.memfd_create(self.key[1:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             else:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            # Registered first, so that the object is also removed if the next steps fail.
+            # Register this first, so that the object is removed even if the next steps fail.
             self.remove = finalize(self, _remove, path, descriptor, os.getpid())
-            # Allocate all pages now, so that a lack of memory is an error here and not a SIGBUS at a later write.
+            # Allocate all pages now, so that a lack of memory raises an error here and not a SIGBUS at a later write.
             os.posix_fallocate(descriptor, 0, size)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if sealed:
-                import fcntl  # missing on other systems
+                import fcntl  # other systems do not have it
 
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", path)
@@ -75,13 +75,13 @@ class SharedObject:
 
 def _remove(path: str, descriptor: int, process: int) -> None:
     os.close(descriptor)
-    if os.getpid() == process:  # a forked child only has a copy and must not remove it
+    if os.getpid() == process:  # a forked child has only a copy and must not remove it
         with suppress(FileNotFoundError):
             os.unlink(path)
 
 
 class SharedObjects:
-    """Thread-safe pool of the shared memory objects of one process, in use or kept for the next call.
+    """A thread-safe pool of the shared memory objects of one process, in use or kept for the next call.
 
     Args:
         prefix: prefix of the objects' names.
@@ -143,7 +143,7 @@ class SharedObjects:
             raise LimitExceededError(
                 f"shared_memory: got {size} bytes besides {self._used} in use, want at most {self._budget} in total"
             )
-        # Rounded up by about an eighth, so that calls of similar size reuse the same regions.
+        # Round up by about an eighth, so that calls of similar size reuse the same regions.
         step = max(LEAST, 1 << max(size.bit_length() - 3, 0))
         size = min(-(-size // step) * step, self._budget - self._used)
         while self._idle and self._used + sum(region.size for region in self._idle) + size > self._budget:
@@ -159,9 +159,9 @@ TRIES = 3
 
 
 class Lease(Beside):
-    """Shared memory of one call; implements ``mmpos.rpc.tensors.Memory``, and is a context manager around the call.
+    """Shared memory for one call; it implements ``mmpos.rpc.tensors.Memory``, and is a context manager around the call.
 
-    If the call succeeds, its objects are reused. After a failure they are abandoned, since the server may still use
+    If the call succeeds, its objects are reused. If it fails, they are abandoned, since the server may still use
     them.
 
     Args:
@@ -195,8 +195,8 @@ class Lease(Beside):
         """Reserve a region for the tensors of the answer.
 
         Args:
-            request: message that is to name the region; its own tensors must have their regions already.
-            size: size in bytes; None takes the size of earlier answers to similar requests, or the rest of the budget.
+            request: message that will name the region; its own tensors must have their regions already.
+            size: size in bytes; None uses the size of earlier answers to similar requests, or the rest of the budget.
 
         Raises:
             LimitExceededError: the region does not fit the budget.
@@ -209,7 +209,7 @@ class Lease(Beside):
             request.output.key, request.output.byte_size = self._output.key, size
 
     def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of a tensor of the answer.
+        """Copy the bytes of a tensor in the answer.
 
         Raises:
             InvalidInputError: the bytes are not in the reserved region.
@@ -237,7 +237,7 @@ class Lease(Beside):
         self._taken, self._output = [], None
         if not isinstance(error, OutputError):
             return False
-        # With a margin, since the first refusal knows the size of the patches but not the number of ids.
+        # Add a margin, since the size of the patches is known at the first refusal, but the number of ids is not.
         self.needed = self._pool.expected[self._kind] = error.needed + error.needed // 8 + LEAST
         return not self._last
 
@@ -248,11 +248,11 @@ class Lease(Beside):
 
 
 class Pool:
-    """Shared memory of a client in one process.
+    """A client's shared memory in one process.
 
     Args:
         budget: maximum total bytes.
-        info: info of the server.
+        info: the server's info.
 
     Raises:
         UnsupportedError: the server does not accept shared memory, or this system is not Linux.
@@ -277,7 +277,7 @@ class Pool:
 
 
 class ProcessPools:
-    """Pools of a client by process, so that a forked child does not use its parent's pool.
+    """A client's pools, by process, so that a forked child does not use its parent's pool.
 
     Args:
         budget: maximum bytes of each pool; 0 disables them.

@@ -1,4 +1,4 @@
-"""Streams: a window of unanswered queries, which threads or tasks write and read."""
+"""Streams: a window of unanswered queries, with threads or tasks that send queries and read answers."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Answer = positions_pb2.StreamPlaceResponse | sequences_pb2.StreamBuildResponse
 
 @dataclass(frozen=True)
 class Stream(Generic[Q, T]):
-    """Stream of calls, as data.
+    """A stream of calls, as data.
 
     Args:
         method: method of the stream.
-        call: function that returns the call of an item.
+        call: function that returns the call for an item.
         refused: function that turns the error of an item into a result, or raises it.
     """
 
@@ -83,7 +83,7 @@ def stream_build(settings: BuildSettings, errors: Errors) -> Stream[Sequence[Seq
 
 @dataclass(frozen=True)
 class _Entry(Generic[Q, T]):
-    """Item of a stream: its request, or the error with which the client refused it."""
+    """An item of a stream: its request, or the error with which the client refused it."""
 
     id: int
     item: Q
@@ -94,10 +94,10 @@ class Unanswered(Generic[Q, T]):
     """Unanswered items of a stream in order, up to a maximum number.
 
     Args:
-        stream: stream of the items.
-        options: options of the client: maximum number of items, and seconds that an answer may take.
+        stream: the stream that the items belong to.
+        options: the client's options: maximum number of items, and seconds that an answer may take.
         attempts: maximum number of consecutive streams that break without an answer.
-        reach: whether the servers have ever answered; a server that has disappeared may take longer.
+        reach: whether the servers have ever answered; an answer may take longer if the server has disappeared.
     """
 
     def __init__(self, stream: Stream[Q, T], options: CallOptions, attempts: int, reach: Reach) -> None:
@@ -111,7 +111,7 @@ class Unanswered(Generic[Q, T]):
 
     @property
     def full(self) -> bool:
-        """Whether no further item may be added."""
+        """Whether no more items may be added."""
         return len(self._entries) >= self._size
 
     @property
@@ -166,7 +166,7 @@ class Unanswered(Generic[Q, T]):
         if isinstance(error, UntrustedError) or not isinstance(error, ServiceUnavailableError | ServiceOverloadedError):
             raise error
         if not self.requests():
-            return 0.0  # no attempt is lost
+            return 0.0  # this does not count as an attempt
         if not self._broken:
             self._patience = self._reach.patience(self._timeout)
         self._broken += 1
@@ -177,7 +177,7 @@ class Unanswered(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """Return the error of a stream that does not answer."""
+    """Return the error for a stream that does not answer."""
     return ServiceTimeoutError(f"stream: no answer in {timeout:g} seconds")
 
 
@@ -187,7 +187,7 @@ _END: Any = object()
 
 
 class ThreadLink:
-    """Open stream that its own threads write and read, so that neither direction blocks the other."""
+    """An open stream that its own threads write and read, so that neither direction blocks the other."""
 
     def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
@@ -213,7 +213,7 @@ class ThreadLink:
         self._requests.put(request)
 
     def finish(self) -> None:
-        """End the requests of the stream."""
+        """End the stream of requests."""
         self._requests.put(None)
 
     def receive(self, timeout: float) -> Answer | MmposError | None:
@@ -253,7 +253,7 @@ def thread_results(
                 item = next(items, _END)
                 more = item is not _END
                 if link is not None and link.ready and not len(unanswered):
-                    link.close()  # it ended while no item was unanswered
+                    link.close()  # the stream ended while no item was unanswered
                     link = None
                 request = unanswered.add(item) if more else None
                 if link is None:
@@ -272,14 +272,14 @@ def thread_results(
                 else:
                     yield unanswered.result(answer)
         if link is not None:
-            link.receive(timeout)  # read to the end, so that the server does not see an abandoned stream
+            link.receive(timeout)  # read to the end, so that the server does not see the stream as abandoned
     finally:
         if link is not None:
             link.close()
 
 
 class TaskLink:
-    """Open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
+    """An open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
 
     def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -313,11 +313,11 @@ class TaskLink:
         self._requests.put_nowait(request)
 
     def finish(self) -> None:
-        """End the requests of the stream."""
+        """End the stream of requests."""
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Return the answer, the error that ended the stream, or None at its end; start to read the next answer."""
+        """Return the answer, the error that ended the stream, or None at its end; start reading the next answer."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())
@@ -378,7 +378,9 @@ async def task_results(
                 elif link is not None and not more:
                     link.finish()
         if link is not None:
-            await _first(link, None, timeout)  # read to the end, so that the server does not see an abandoned stream
+            await _first(
+                link, None, timeout
+            )  # read to the end, so that the server does not see the stream as abandoned
     finally:
         if pull is not None:
             pull.cancel()

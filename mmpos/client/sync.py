@@ -37,7 +37,7 @@ def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
 
 
 class Client(BaseClient[grpc.Channel]):
-    """Blocking, thread-safe client of a service of mmpos. See BaseClient for the arguments.
+    """Blocking, thread-safe client for an mmpos service. See BaseClient for the arguments.
 
     >>> Client("localhost:50051", profile="qwen-vl")
     Client('localhost:50051', profile='qwen-vl', timeout=30)
@@ -63,7 +63,8 @@ class Client(BaseClient[grpc.Channel]):
 
         Args:
             queries: queries for ``query``; if a query depends on an earlier result, set ``window=1``.
-            errors: "raise" raises the error of a query and ends; "return" yields it in place of the result.
+            errors: "raise" raises the error of a query and ends the stream; "return" yields the error instead of the
+                result.
 
         Raises:
             MmposError: see ``query``; raised while iterating.
@@ -84,7 +85,7 @@ class Client(BaseClient[grpc.Channel]):
 
         Args:
             batches: documents of each batch; see ``build_batch``.
-            errors: see ``build_batch``; with "return" a batch that is refused as a whole yields its error for every
+            errors: see ``build_batch``; with "return", a batch that is refused as a whole yields its error for every
                 document.
             scheme: see ``build``.
             start: see ``build``.

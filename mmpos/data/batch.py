@@ -34,7 +34,7 @@ _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
 
 
 class _WholeType(type):
-    """Metaclass whose name in error messages of other libraries says what to do instead.
+    """Metaclass whose name, printed in the error messages of other libraries, says what to do instead.
 
     accelerate's dispatcher and torch's default_collate expect tensors, and print the type of any other argument.
     """
@@ -46,31 +46,31 @@ class _WholeType(type):
 
 @dataclass(frozen=True, eq=False)
 class Batch(metaclass=_WholeType):
-    """Batch of documents, packed in one row or padded to rows of equal length; all values except pixels are integers.
+    """Batch of documents, packed into one row or padded to rows of equal length; all values except pixels are integers.
 
-    FSDP2's mixed precision, which casts floating-point tensors, changes nothing: positions are stored as the integers
-    of their table, even if ids are fractional.
+    FSDP2's mixed precision, which casts floating-point tensors, does not affect positions: they are stored as a table
+    of integers, even if their ids are fractional.
 
     Args:
         keys: record id of each document; the parts of a split document have the same key.
         positions: position table on the host.
         device_positions: position table as a small tensor for ``apply_rotary``; moves with the batch.
         input_ids: (tokens,) packed or (batch, seq) padded, int64.
-        labels: int64 of the shape of input_ids; IGNORE_INDEX on tokens that are not trained on, on padding, and on the
-            first token of each document, which nothing predicts.
-        text_positions: int32 of the shape of input_ids; index of each token in its document, as if all tokens were
-            text. They continue through padding after a document and are 0 on padding before one.
-        cu_seqlens: (documents + 1,) int32 first token of each document, padding included, then the total.
+        labels: int64 with the shape of input_ids; IGNORE_INDEX for tokens that are not trained on, for padding, and for
+            the first token of each document, which no token predicts.
+        text_positions: int32 with the shape of input_ids; index of each token in its document, as if all tokens were
+            text. The indices continue through padding after a document and are 0 for padding before it.
+        cu_seqlens: (documents + 1,) int32 first token of each document, including padding, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
-        patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as made by the
-            processor of a model; None without pixels.
+        patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as returned by a
+            model's processor; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
         image_spans: (spans, 2) int64 first patch token of each image and one past the last, as columns of
             ``positions.dense()`` and indices into ``input_ids.view(-1)``. An image with row separators, which are not
             patches, has a span per row; a clip has one per run of patches between its audio; in a shard, each piece of
             an image or a row has one.
         feature_spans: (spans, 2) int64 rows of the vision encoder's features for each span of image_spans; the encoder
-            makes one row per token of grid_thw.
+            returns one row per token of grid_thw.
         shifted: whether each label is at the token that predicts it; see ``shift_labels``.
         world_size: number of context-parallel ranks that share the batch; 1 for a whole batch.
         audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, including audio inside
@@ -104,7 +104,9 @@ class Batch(metaclass=_WholeType):
         for name in _PER_TOKEN:
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
-                raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}, want {shape}, that of input_ids")
+                raise InvalidInputError(
+                    f"{name}: got shape {tuple(tensor.shape)}, want {shape}, the shape of input_ids"
+                )
         for spans, features in (_SPANS[:2], _SPANS[2:]):
             want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
             if got != want:
@@ -112,17 +114,17 @@ class Batch(metaclass=_WholeType):
 
     @property
     def packed(self) -> bool:
-        """Whether the documents are packed in one row."""
+        """Whether the documents are packed into one row."""
         return self.input_ids.dim() == 1
 
     @property
     def max_seqlen(self) -> int:
-        """Number of tokens of the longest document, padding included."""
+        """Number of tokens in the longest document, including padding."""
         return self.positions.max_seqlen
 
     @property
     def fill(self) -> float:
-        """Fraction of the tokens that are not padding."""
+        """Fraction of tokens that are not padding."""
         padding = int(self.positions.segment_lengths[self.positions.is_padding].sum())
         return 1 - padding / self.positions.num_tokens
 
@@ -132,12 +134,12 @@ class Batch(metaclass=_WholeType):
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Expand the position ids of all tokens on the device of the batch.
+        """Expand the position ids of all tokens on the batch's device.
 
         Args:
-            dtype: int32 (default), int64 or float64; fractional schemes support float64 only.
-            text_row: whether to prepend text_positions as a row: for schemes with three axes, Transformers takes
-                [4, batch, seq], and finds the documents of a packed row in the first of the four.
+            dtype: int32 (default), int64 or float64; fractional schemes support only float64.
+            text_row: whether to prepend text_positions as a row. For schemes with three axes, Transformers expects [4,
+                batch, seq] and uses the first of the four rows to find the documents in a packed row.
 
         Returns:
             (axes, tokens) or (axes, batch, seq); with text_row, axes + 1 rows.
@@ -157,7 +159,7 @@ class Batch(metaclass=_WholeType):
         return ids
 
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
-        """Make the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal within each document.
+        """Return the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal within each document.
 
         Padding tokens attend to nothing and are not attended to. flex_attention returns zeros for their fully masked
         rows, where a plain softmax would return NaN.
@@ -167,7 +169,7 @@ class Batch(metaclass=_WholeType):
                 including row separators and the audio of a clip.
 
         Returns:
-            a function on the device of the batch, for B = 1 and Q = KV = tokens if the batch is packed, else for
+            a function on the batch's device, for B = 1 and Q = KV = tokens if the batch is packed, else for
             B = documents and Q = KV = length.
 
         Raises:
@@ -225,8 +227,8 @@ class Batch(metaclass=_WholeType):
     def shift_labels(self) -> Batch:
         """Move each label one position to the left in its document, to the token that predicts it; idempotent.
 
-        A model that computes its own loss takes unshifted labels and shifts them itself. It cannot do so in a shard,
-        where adjacent tokens may be on other ranks: compare logits and shifted labels token by token there.
+        A model that computes its own loss expects unshifted labels and shifts them itself. It cannot do so in a shard,
+        where adjacent tokens may be on other ranks; for a shard, compare logits and shifted labels token by token.
         """
         if self.shifted:
             return self
@@ -246,12 +248,12 @@ class Batch(metaclass=_WholeType):
         Args:
             rank: 0 to world_size − 1.
             world_size: number C of context-parallel ranks.
-            layout: "zigzag" or "contiguous"; for a packed batch also "zigzag-sequence" or "contiguous-sequence"; see
+            layout: "zigzag" or "contiguous"; for a packed batch, also "zigzag-sequence" or "contiguous-sequence"; see
                 PositionTable.shard.
 
         Raises:
             InvalidInputError: the length of a document is not a multiple of 2C (zigzag) or C; collate with multiple_of.
-            UnsupportedError: a "…-sequence" layout for a padded batch, whose rows would be torn apart.
+            UnsupportedError: a "…-sequence" layout for a padded batch, whose rows it would cut apart.
         """
         if str(layout).endswith("sequence") and not self.packed:
             raise UnsupportedError(
@@ -293,22 +295,23 @@ class Batch(metaclass=_WholeType):
             batched: whether to add a batch dimension of 1 to a packed batch, as Transformers expects.
 
         Returns:
-            max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and if present
-            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are also in shift_labels, which
-            keeps the losses of Transformers from shifting them again.
+            max_seqlen, input_ids, labels, cu_seqlens, grid_thw, image_spans, feature_spans, and, if present,
+            attention_mask, patches, audio_spans and audio_feature_spans. Shifted labels are also returned as
+            shift_labels, which keeps Transformers from shifting them again in its losses.
 
         Raises:
             InvalidInputError: positions is neither "ids" nor "table".
-            UnsupportedError: text_row or batched with patches, which models of Transformers would ignore (see
-                ModelCollator); or position_ids of a fractional scheme, which mixed precision would round. The
-                arguments raise it later if accelerate's dispatcher is about to split them over ranks: see RankLoader.
+            UnsupportedError: text_row or batched with patches, which Transformers models would ignore (see
+                ModelCollator); or position_ids of a fractional scheme, which mixed precision would round. The returned
+                arguments raise this error later if accelerate's dispatcher is about to split them across ranks; see
+                RankLoader.
         """
         one_of("positions", positions, ("ids", "table"))
         options = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
         if self.patches is not None and any(options.values()):
             name = next(name for name, value in options.items() if value)
             raise UnsupportedError(
-                f"{name}: got True for a batch with patches, which a model of Transformers would ignore, want "
+                f"{name}: got True for a batch with patches, which a Transformers model would ignore, want "
                 "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
             )
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
@@ -317,7 +320,7 @@ class Batch(metaclass=_WholeType):
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
-                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds"
+                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds ids"
                 )
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if batched and self.packed:
@@ -329,13 +332,13 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Refuse access as a mapping of arguments, as by Trainer; iteration also ends up here.
+        """Raise an error: Trainer expects a mapping of arguments, which a batch is not; iteration ends up here as well.
 
         Raises:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "batch: got a Batch in place of the arguments of a model, want ModelCollator(settings) as data_collator "
+            "batch: got a Batch instead of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
         )
 
@@ -354,7 +357,7 @@ class Batch(metaclass=_WholeType):
 
 
 class ModelArguments(dict[str, Any]):
-    """Arguments of a model, which refuse to be split over ranks.
+    """Model arguments that refuse to be split across ranks.
 
     accelerate's dispatcher creates a mapping of this class from descriptions of the tensors, and then cuts each tensor
     to the number of rows of the first, including cu_seqlens and patches.
@@ -370,10 +373,10 @@ class ModelArguments(dict[str, Any]):
 
 
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Merge the spans of rows into (images, 2) spans from the first patch to one past the last; not for shards.
+    """Merge row spans into (images, 2) spans from the first patch to one past the last; not for shards.
 
     Args:
-        image_spans: (spans, 2) spans of images, or of their rows if these end in separators.
+        image_spans: (spans, 2) spans of images, or of their rows if the rows end in separators.
         feature_spans: (spans, 2) feature rows of each span, as in Batch.
         grid_thw: (images, 3) frames, height, width after merging.
     """
@@ -387,7 +390,7 @@ def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) 
 
 
 def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of spans, and the feature row of each."""
+    """Return the tokens in the spans and the feature row of each token."""
     firsts, lengths = spans[:, 0], spans[:, 1] - spans[:, 0]
     before = lengths.cumsum(0) - lengths
     token = torch.repeat_interleave(firsts - before, lengths)
@@ -396,7 +399,7 @@ def _indexed(spans: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
-    """Return (tokens,) index of the document of each token, -1 for padding."""
+    """Return the (tokens,) document index of each token, -1 for padding."""
     segments = np.arange(positions.num_segments)
     document = np.searchsorted(positions.documents[FIRST_SEGMENT], segments, side="right") - 1
     document[positions.is_padding] = -1
@@ -404,7 +407,7 @@ def _documents(positions: PositionTable) -> npt.NDArray[np.int32]:
 
 
 def _images(spans: Tensor, tokens: int) -> Tensor:
-    """Return (tokens,) index of the image of each token, -1 outside images, without device synchronization."""
+    """Return the (tokens,) image index of each token, -1 outside images, without device synchronization."""
     token = torch.arange(tokens, device=spans.device)
     if not len(spans):
         return torch.full_like(token, -1)

@@ -1,4 +1,4 @@
-"""Collate examples into a batch, packed in one row or padded to rows of equal length."""
+"""Collate examples into a batch, packed into one row or padded to rows of equal length."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Collator that concatenates documents in one row; a picklable collate_fn for DataLoader.
+    """Collator that concatenates documents into one row; a picklable collate_fn for DataLoader.
 
     Args:
         multiple_of: multiple to which every document is padded, within its cu_seqlens; 2 * world_size for zigzag
             context parallelism.
-        length: number of tokens of every batch, for static shapes; the remaining tokens form one more document of
+        length: number of tokens in every batch, for static shapes; the remaining tokens form one more document of
             padding. None adds no padding.
         pad_token_id: value of input_ids on padding.
     """
@@ -72,7 +72,7 @@ class PaddedCollator:
     Args:
         side: side of the padding, "right" or "left".
         multiple_of: multiple to which the length is rounded up.
-        length: number of tokens of every row, for static shapes; None uses the length of the longest document.
+        length: number of tokens in every row, for static shapes; None uses the length of the longest document.
         pad_token_id: value of input_ids on padding.
     """
 
@@ -94,7 +94,7 @@ class PaddedCollator:
         return _collate(examples, self, self.side, self._sizes)
 
     def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
-        """Return the size of every row, and 0, as no padding follows the last."""
+        """Return the size of every row, and 0 because no padding follows the last row."""
         lengths = [example.num_tokens for example in examples]
         seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
         for i, length in enumerate(lengths):
@@ -118,7 +118,7 @@ class _Arrays(NamedTuple):
     feature_spans: IntArray
     audio_spans: IntArray | None
     audio_feature_spans: IntArray | None
-    row_length: int  # number of tokens of every document if all are equal, else 0
+    row_length: int  # number of tokens in every document if they are all equal, else 0
     scheme: str | None  # common scheme of all documents, if any
     fractional: bool
     pixels: bool  # whether any example has patches
@@ -215,7 +215,7 @@ def _write(
         start, stop = stop + (size - example.num_tokens if side == "left" else 0), stop + size
         sequence, here = example.sequence, slice(start, start + example.num_tokens)
         input_ids[here], labels[here], types[here] = sequence.input_ids, example.labels, sequence.token_type_ids
-        labels[start] = IGNORE_INDEX  # nothing predicts the first token
+        labels[start] = IGNORE_INDEX  # no token predicts the first one
         text_positions[start:stop] = np.arange(stop - start)
         attention_mask[here] = 1
         image_starts.append(sequence.image_spans[:, 0] + start)
@@ -268,7 +268,7 @@ def _flatten(examples: object) -> list[Example]:
 
 
 def _check_fit(examples: Sequence[Example]) -> None:
-    """Raise an error for the first example without tokens, or with another number of axes than the first."""
+    """Raise an error for the first example that has no tokens or differs from the first one in its number of axes."""
     axes = examples[0].sequence.positions.axes
     for i, example in enumerate(examples):
         if not example.num_tokens:
@@ -281,7 +281,7 @@ def _check_fit(examples: Sequence[Example]) -> None:
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
-    """Concatenate the pixels of all images, which must have one dtype and shape; None without pixels."""
+    """Concatenate the pixels of all images, which must have the same dtype and shape; return None without pixels."""
     numbered = [(i, example.sequence.patches) for i, example in enumerate(examples) if len(example.sequence.grid_thw)]
     kinds = [None if patches is None else (str(patches.dtype), *patches.shape[1:]) for _, patches in numbered]
     for (i, _), kind in zip(numbered, kinds, strict=True):

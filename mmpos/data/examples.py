@@ -37,14 +37,14 @@ __all__ = [
 
 
 class RecordError(InvalidInputError):
-    """Error of an unusable record; names the record, the field, what it got and what it wants."""
+    """Error for an unusable record; names the record, the field, the value it got and the value it wants."""
 
 
 OnImageError = Literal["drop", "skip-document", "raise"]
 
 
 class ImageError(RecordError):
-    """Error of a record with an unreadable image, if images have their own policy.
+    """Error for a record with an unreadable image, raised if images have their own error policy.
 
     Attributes:
         on_error: "raise" or "skip"; overrides the policy for records.
@@ -74,7 +74,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Part of a document, with a flag whether to train on it.
+    """Part of a document, with a flag for whether to train on it.
 
     Args:
         part: any part that SequenceBuilder accepts: text, token ids, image bytes, a path, a Grid, a Video, a Clip …
@@ -112,10 +112,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BrokenImage:
-    """Part in place of an image, a video or audio that cannot be resolved.
+    """Part that replaces an image, a video or audio that cannot be resolved.
 
     Args:
-        error: error of the reference.
+        error: error raised when the reference was resolved.
         kind: "image", "video" or "audio".
     """
 
@@ -139,11 +139,11 @@ IGNORE_INDEX = -100
 """Label of tokens that are not trained on: the default ignore_index of torch's cross_entropy."""
 
 Format = Callable[[Record, Location], Document]
-"""Function that makes a document from a raw record and its location."""
+"""Function that converts a raw record and its location to a document."""
 
 
 class Builder(Protocol):
-    """Protocol of builders of sequences: a SequenceBuilder, or a client of the service."""
+    """Protocol of sequence builders: a SequenceBuilder, or a client of the service."""
 
     def build(self, parts: Sequence[object], /) -> InterleavedSequence:
         """Build the sequence of the parts."""
@@ -172,7 +172,7 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, markers and patches included."""
+        """Number of tokens, including markers and patches."""
         return self.sequence.input_ids.size
 
     def slice(self, start: int, stop: int) -> Example:
@@ -211,19 +211,19 @@ class Example:
 
 
 MakeExample = Callable[[Record, Location], Example]
-"""Function that makes an example from a raw record and its location: a Preprocess, ``get_example``, or your own."""
+"""Function that converts a raw record and its location to an example: a Preprocess, ``get_example``, or your own."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Picklable callable that makes an Example from a raw record, for the loader and all engines.
+    """Picklable callable that converts a raw record to an Example, for the loader and all engines.
 
     Args:
-        format: makes a document from a record: one of mmpos.data.formats, or your own. A conversation format without a
+        format: converts a record to a document: one of mmpos.data.formats, or your own. A conversation format without a
             template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
-        builder: makes a sequence from the parts of the document.
-        train_markers: whether to train on [IMG], [/IMG] and row separators of images in trained pieces, and on the
-            markers of audio in them; patches and audio are never trained on.
+        builder: builds a sequence from the parts of the document.
+        train_markers: whether to train on the [IMG], [/IMG] and row separators of images in trained pieces, and on
+            audio markers in them; patches and audio are never trained on.
         on_image_error: policy for an image or a video that cannot be read, regardless of the policy for other errors:
             "drop" removes it and its markers from the document and joins the texts around it; "skip-document" skips
             the record; "raise" raises. None treats it like any other error of the record. A document with nothing left
@@ -237,9 +237,11 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         if not callable(self.format):
-            raise InvalidInputError(f"format: got {type(self.format).__name__}, want a callable of record and location")
+            raise InvalidInputError(
+                f"format: got {type(self.format).__name__}, want a callable that takes a record and a location"
+            )
         if not callable(getattr(self.builder, "build", None)):
-            raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with build")
+            raise InvalidInputError(f"builder: got {type(self.builder).__name__}, want an object with a build method")
         if callable(for_tokenizer := getattr(self.format, "for_tokenizer", None)):
             object.__setattr__(self, "format", for_tokenizer(getattr(self.builder, "tokenizer", None)))
         boolean("train_markers", self.train_markers)
@@ -253,7 +255,7 @@ class Preprocess:
             raise InvalidInputError(f"on_image_error: got {got}, want None, or SequenceBuilder(images=…)")
 
     def __call__(self, record: Record, location: Location) -> Example:
-        """Make the example of a record.
+        """Convert a record to an example.
 
         Raises:
             RecordError: the record is invalid; the error names it and the field or part.
@@ -283,7 +285,7 @@ class Preprocess:
         return replace(example, dropped_images=tuple(broken.values()))
 
     def _broken_images(self, document: Document, location: Location) -> dict[int, str]:
-        """Build each image separately, and return the errors of those that fail, by the index of their part."""
+        """Build each image separately, and return the errors of those that fail, keyed by part index."""
         broken: dict[int, str] = {}
         for i, part in enumerate(document.parts):
             if isinstance(part, BrokenImage):
@@ -319,7 +321,7 @@ class Preprocess:
 
 
 def _where(document: Document, location: Location) -> str:
-    """Return the name of a document in errors."""
+    """Return the name of a document for error messages."""
     return str(location) if document.key == str(location) else f"{document.key} ({location})"
 
 

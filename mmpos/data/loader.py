@@ -26,7 +26,7 @@ from mmpos.support.files import local_path
 __all__ = ["BatchDataset"]
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # with defaults, which typing.TypeVar has only since Python 3.13
+    from typing_extensions import TypeVar  # typing.TypeVar has defaults only since Python 3.13
 
     _Item = TypeVar("_Item", default=Any)
 else:
@@ -61,10 +61,10 @@ class BatchDataset(IterableDataset[_Item]):
 
     Args:
         shards: readers from ``mmpos.data.readers`` or your own, the same on every rank.
-        preprocess: makes an example from a record, in the workers.
+        preprocess: converts a record to an example, in the workers.
         batching: a Packer for packed batches or a Batcher for padded ones; it is copied, not modified.
-        collate: makes a batch from a group of examples, in the workers; None yields Packs or lists of examples.
-        seed: seed of all shuffling.
+        collate: collates a group of examples into a batch, in the workers; None yields Packs or lists of examples.
+        seed: seed for all shuffling.
         epoch: first epoch; see set_epoch.
         shuffle: 0 keeps the given order; n shuffles the shards, and the records in windows of n. Each worker holds one
             window of undecoded records in memory.
@@ -130,7 +130,8 @@ class BatchDataset(IterableDataset[_Item]):
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
-        # Shared memory, so that persistent workers see the next epoch, and this process sees that workers exist.
+        # These are in shared memory so that persistent workers see the next epoch, and this process sees that workers
+        # exist.
         self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
@@ -144,14 +145,15 @@ class BatchDataset(IterableDataset[_Item]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also in running workers; a loaded state finishes its own epoch first."""
+        """Set the epoch of the next iteration, even in running workers; a loaded state finishes its own epoch first."""
         self._epoch.fill_(integer("epoch", epoch, minimum=0))
         self._chosen.fill_(True)
 
     def num_batches(self, num_workers: int = 0) -> int | None:
         """Count the batches of the next epoch on this rank from the sizes of records, without reading any.
 
-        Sizes are known for shards with lengths (SequenceShard); a Batcher without max_tokens needs only their count.
+        Sizes are known for shards with lengths (SequenceShard); a Batcher without max_tokens needs only the number of
+        records.
 
         Args:
             num_workers: number of workers of the DataLoader.
@@ -175,23 +177,23 @@ class BatchDataset(IterableDataset[_Item]):
 
     @property
     def generator(self) -> None:
-        """None, since all shuffling follows from the seed; accelerate reads this before it splits a dataset over ranks.
+        """None, since all shuffling follows from the seed; accelerate reads it before splitting a dataset across ranks.
 
         Raises:
-            UnsupportedError: the dataset is already split over ranks; splitting it again would lose batches.
+            UnsupportedError: the dataset is already split across ranks; splitting it again would lose batches.
         """
         if self._split.world_size > 1:
             raise UnsupportedError(
                 f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split over ranks again, want it unchanged: load through mmpos.data.RankLoader"
+                "is about to split across ranks again, want it unchanged: load through mmpos.data.RankLoader"
             )
 
     def __iter__(self) -> Iterator[_Item]:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
-        # A state continues its own epoch, whatever epoch was set since.
+        # A state continues its own epoch, whatever epoch has been set since.
         self._in_workers.fill_(get_worker_info() is not None)
         if self._state is not None:
-            self._check(self._state)  # again, since the state may have been loaded in another process
+            self._check(self._state)  # checked again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._worker_split(), self._streamed
         feed = self._feed(self._readers(epoch), split, epoch)
@@ -220,7 +222,7 @@ class BatchDataset(IterableDataset[_Item]):
         return {**self._stream.state_dict(), "version": _VERSION, "epoch": self._streamed, "of": self._identity()}
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Resume the next iteration from a state; later iterations use its epoch as well, unless set_epoch was called.
+        """Resume the next iteration from a state; later iterations also use its epoch, unless set_epoch was called.
 
         Raises:
             InvalidInputError: the state is from a dataset with other arguments, or from another worker.
@@ -289,7 +291,7 @@ class BatchDataset(IterableDataset[_Item]):
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
-    """Return (records,) tokens of each record, or ones if sizes do not matter; None if they are unknown."""
+    """Return the (records,) token counts, ones if sizes do not matter, or None if the sizes are unknown."""
     if isinstance(batching, Packer) and (batching.split_text or batching.overlong == "truncate"):
         return None
     if not isinstance(batching, Packer | Batcher):
@@ -321,7 +323,7 @@ class _Sizes:
 
     @staticmethod
     def example(record: Record, location: Location) -> Example:
-        """Make an example with this number of tokens, which takes no memory."""
+        """Create an example that has this number of tokens but takes no memory."""
         tokens = np.broadcast_to(np.int64(0), record["tokens"])
         return Example(str(location), cast(InterleavedSequence, SimpleNamespace(input_ids=tokens)), tokens)
 
@@ -332,7 +334,7 @@ def _distributed() -> bool:
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
-        raise InvalidInputError(f"rank: got rank {rank} and world_size {world_size}, want both or none")
+        raise InvalidInputError(f"rank: got rank {rank} and world_size {world_size}, want both or neither")
     if rank is not None and world_size is not None:
         return rank, world_size
     if _distributed():

@@ -31,16 +31,17 @@ __all__ = ["MODEL_INPUTS", "Model", "ModelCollator", "ModelInputs", "ProcessedIn
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Arguments of the models of one type for a pack, besides input_ids, labels and the bounds of documents.
+    """Arguments that models of one type expect for a pack, besides input_ids, labels and the document bounds.
 
     Args:
-        text_row: position_ids are [4, batch, seq] with the text row first, else [batch, seq]; the model finds the
-            starts of documents in the text row or in the only row.
-        images: the model takes pixel_values and image_grid_thw, or those of videos, and mm_token_type_ids; else only
-            text.
-        planes: pixel_values are (patches, 3, patch_size, patch_size), not (patches, values).
-        seq_idx: layers without attention take the document of each token.
-        expert_types: moe_mm_token_type_ids select the experts of each token, with markers of images counted as images.
+        text_row: whether position_ids are [4, batch, seq] with the text row first; else they are [batch, seq]. The
+            model finds the document starts in the text row or in the only row.
+        images: whether the model takes pixel_values and image_grid_thw, or their counterparts for videos, and
+            mm_token_type_ids; else it takes only text.
+        planes: whether pixel_values are (patches, 3, patch_size, patch_size) instead of (patches, values).
+        seq_idx: whether layers without attention take the document of each token.
+        expert_types: whether moe_mm_token_type_ids select the experts of each token, with image markers counted as
+            images.
     """
 
     text_row: bool = False
@@ -87,7 +88,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 class Model(Protocol):
-    """Protocol of the settings of a model that `mmpos.from_hf_config` returns."""
+    """Protocol of the model settings that `mmpos.from_hf_config` returns."""
 
     @property
     def model_type(self) -> str:
@@ -144,22 +145,23 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class ModelCollator:
-    """Picklable collator that makes the arguments of an unpatched Transformers model, also for Trainer.
+    """Picklable collator that returns the arguments of an unpatched Transformers model; works with Trainer as well.
 
-    A pack becomes one row with separate documents: eager attention, SDPA and FlexAttention read the bounds of documents
-    from position_ids, FlashAttention reads them from cu_seq_lens_q and cu_seq_lens_k. The arguments include
-    use_cache=False: with a cache, which the nested config of a language model requests even under Trainer,
-    Transformers ignores the bounds, and all tokens of the row would attend to each other.
+    A pack becomes one row with separate documents. Eager attention, SDPA and FlexAttention read the document bounds
+    from position_ids; FlashAttention reads them from cu_seq_lens_q and cu_seq_lens_k. The arguments include
+    use_cache=False: with a cache, which the nested config of a language model requests even under Trainer, Transformers
+    ignores the bounds, and all tokens of the row would attend to each other.
 
     Args:
-        settings: settings of the model, from `mmpos.from_hf_config`; batches must be placed with its scheme.
-        images: ImageProcessor that made the patches, which converts uint8 patches to pixel_values; None creates it from
-            the settings when needed. Patches made by the processor of the model are passed on unchanged.
-        collate: makes the batch, packed or padded.
+        settings: settings of the model, from `mmpos.from_hf_config`; batches must be placed with the model's scheme.
+        images: ImageProcessor that made the patches; it converts uint8 patches to pixel_values. None creates one from
+            the settings when needed. Patches from the model's processor are passed on unchanged.
+        collate: collator that makes the batch, packed or padded.
 
     Raises:
         UnsupportedError: models of this type do not separate the documents of a pack, or are not known to.
-        InvalidInputError: an argument has another class, or images and settings differ in order or size of patches.
+        InvalidInputError: an argument has the wrong type, or images and settings differ in the order or size of
+            patches.
     """
 
     settings: Model
@@ -199,10 +201,10 @@ class ModelCollator:
 
         Returns:
             use_cache, input_ids, labels and position_ids (from the position table, or text positions for models with
-            one axis); for a pack cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
-            takes it; for a padded batch attention_mask; for images mm_token_type_ids, moe_mm_token_type_ids if the
-            model takes it, pixel_values and image_grid_thw before merging, or those of videos. Shifted labels are also
-            in shift_labels.
+            one axis); for a pack, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
+            takes it; for a padded batch, attention_mask; for images, mm_token_type_ids, moe_mm_token_type_ids if the
+            model takes it, pixel_values and image_grid_thw before merging, or their counterparts for videos. Shifted
+            labels are also returned as shift_labels.
 
         Raises:
             InvalidInputError: the batch has positions of another scheme or placeholders of another model, or collate
@@ -239,7 +241,7 @@ class ModelCollator:
             if len(batch.grid_thw):
                 raise _text_alone("batch", counted(len(batch.grid_thw), "image"), kind)
             if types.any():
-                raise _text_alone("batch", "placeholders of images", kind)
+                raise _text_alone("batch", "image placeholders", kind)
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
             raise UnsupportedError(
@@ -265,7 +267,7 @@ class ModelCollator:
             )
 
     def _token_types(self, batch: Batch) -> Tensor:
-        """Return the type of each token: 0 for text, 1 for patches of images, 2 for patches of videos."""
+        """Return the type of each token: 0 for text, 1 for image patches, 2 for video patches."""
         tokens = batch.input_ids
         types = torch.zeros_like(tokens)
         for kind, placeholder in enumerate((self.settings.placeholders.image, self.settings.placeholders.video), 1):
@@ -281,7 +283,7 @@ class ModelCollator:
         return types
 
     def _expert_types(self, tokens: Tensor, types: Tensor) -> Tensor:
-        """Return the types of tokens, with 1 also for the markers around images."""
+        """Return the token types, with 1 for the markers around images as well."""
         types = types.clone()
         for marker in self.settings.image_markers or ():
             types += tokens.eq(marker)
@@ -297,7 +299,8 @@ class ModelCollator:
         if len(pixels) != int(counts.sum()):
             raise InvalidInputError(f"patches: got {len(pixels)}, want {int(counts.sum())} as in grid_thw")
         video = types.view(-1)[batch.image_spans[:, 0]].eq(2)
-        # GLM fills all placeholders with images or all with videos: if there are both, frames are passed as images.
+        # GLM fills all placeholders with images or all with videos, so if a batch has both, frames are passed as
+        # images.
         if not video.any() or (self.settings.video_markers is not None and not video.all()):
             return {"pixel_values": pixels, "image_grid_thw": grid_thw}
         in_video = video.repeat_interleave(counts)
@@ -307,7 +310,7 @@ class ModelCollator:
         return {"pixel_values": pixels[~in_video], "image_grid_thw": grid_thw[~video], **videos}
 
     def _pixel_values(self, patches: Tensor | None) -> Tensor:
-        """Convert patches to the pixel_values of the model's processor; float patches from it are unchanged."""
+        """Convert patches to the pixel_values of the model's processor; return that processor's float patches as is."""
         if patches is None:
             raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
@@ -331,32 +334,32 @@ _OWN_PIXELS = "ProcessedInputs with the output of the processor"
 
 
 def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
-    """Make the error for images in packs of a text-only model."""
+    """Return the error for images in packs of a text-only model."""
     known = ", ".join(sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images))
     want = f"text only, or padded rows from its own processor, or one of {known}"
     return UnsupportedError(f"{name}: got {got} for {kind!r}, want {want}")
 
 
 def _documents(cu_seqlens: Tensor) -> Tensor:
-    """Return (tokens,) int32 index of the document of each token."""
+    """Return the (tokens,) int32 document index of each token."""
     document = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
     return document.repeat_interleave(cu_seqlens.diff())
 
 
 @dataclass(frozen=True)
 class ProcessedInputs:
-    """Picklable callable that makes an Example from the output of a model's processor for one document.
+    """Picklable callable that converts the output of a model's processor for one document to an Example.
 
     A record has input_ids, (tokens,) or (1, tokens), and optionally image_grid_thw and pixel_values, video_grid_thw,
-    pixel_values_videos and second_per_grid_ts, all as returned by the processor: arrays, tensors on the host, or
-    lists. Optional labels, of the shape of input_ids, select the trained tokens; the default trains on everything but
-    patches. The field id or key is the key of the example.
+    pixel_values_videos and second_per_grid_ts, all as returned by the processor: arrays, tensors on the host, or lists.
+    Optional labels, with the shape of input_ids, select the trained tokens; the default trains on everything but
+    patches. The field id or key becomes the key of the example.
 
     Args:
         settings: settings of the model, from `mmpos.from_hf_config`.
 
     Raises:
-        InvalidInputError: settings has another class.
+        InvalidInputError: settings has the wrong type.
     """
 
     settings: Model
@@ -365,7 +368,7 @@ class ProcessedInputs:
         _check_settings(self.settings)
 
     def __call__(self, record: Record, location: Location) -> Example:
-        """Make the example of a record.
+        """Convert a record to an example.
 
         Raises:
             RecordError: the record has no tokens, has padding, or has grids or pixels that do not match its tokens; the
@@ -421,7 +424,7 @@ class ProcessedInputs:
     def _patches(
         self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float32] | None:
-        """Return (patches, values) of images and videos, in token order."""
+        """Return the (patches, values) of images and videos, in token order."""
         sources = [_array(record.get(name), np.float32) for name in ("pixel_values", "pixel_values_videos")]
         counts = grid_thw.prod(axis=1) * self.settings.spatial_merge_size**2
         for name, pixels, where in zip(("pixel_values", "pixel_values_videos"), sources, (~video, video), strict=True):
@@ -438,7 +441,7 @@ class ProcessedInputs:
 
 
 def _tokens(name: str, values: object) -> IntArray:
-    """Return (tokens,) integers of one document, without a batch dimension of 1."""
+    """Return the (tokens,) integers of one document, dropping a batch dimension of 1."""
     array = host_array(name, values)
     return int_array(name, array[0] if array.ndim == 2 and len(array) == 1 else array, (None,))
 

@@ -29,10 +29,14 @@ __all__ = [
 Overlong = Literal["raise", "truncate", "drop"]
 
 MIN_PIECE = 32
-"""Minimum tokens on either side of a cut that fills a pack; documents longer than a pack are cut where necessary."""
+"""Minimum number of tokens on either side of a cut that fills a pack; documents longer than a pack are cut where
+necessary.
+"""
 
 HELD_PACKS = 16
-"""Maximum tokens that a Packer holds, in packs: more give fuller packs but need memory, mostly for pixels."""
+"""Maximum number of tokens that a Packer holds, in packs; a larger value fills packs better but needs more memory,
+mostly for pixels.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,7 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the examples, without padding."""
+        """Number of tokens in the examples, excluding padding."""
         return sum(example.num_tokens for example in self.examples)
 
     @property
@@ -64,12 +68,12 @@ class PackCounts:
 
     Args:
         packs: packs returned.
-        tokens: tokens in these packs, without padding.
+        tokens: tokens in these packs, excluding padding.
         capacity: total capacity of these packs in tokens.
-        splits: cuts through documents, all parts of which were kept.
+        splits: cuts through documents whose parts were all kept.
         truncated: examples that lost their end.
         dropped: examples that were dropped.
-        tokens_lost: tokens lost by truncating and dropping.
+        tokens_lost: tokens lost to truncation and dropping.
     """
 
     packs: int = 0
@@ -87,24 +91,24 @@ class PackCounts:
 
 
 class Packer:
-    """Packer of a stream of examples; it buffers examples and combines those that fill a pack best.
+    """Packer for a stream of examples; it buffers examples and combines those that fill a pack best.
 
     A pack starts with the oldest example, so that none waits forever, and continues with the longest ones that still
     fit. With split_text, the remaining space is filled with the head of a document, cut between two text tokens; the
     rest of the document becomes another example that keeps its position ids.
 
-    To resume, add the ``pending`` examples of a Packer in order to a new one with the same arguments: this returns no
-    packs, and the new Packer continues exactly as the old one would; only its counts restart.
+    To resume, add the ``pending`` examples of a Packer, in order, to a new Packer with the same arguments. This returns
+    no packs, and the new Packer continues exactly as the old one would; only its counts restart.
 
     Args:
         max_tokens: maximum number of tokens in a pack.
         buffer: maximum number of examples held between calls; together they have at most HELD_PACKS times max_tokens
             tokens.
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
-        multiple_of: multiple to which documents count as padded; see PackedCollator.
+        multiple_of: multiple to which the size of each document is rounded up; see PackedCollator.
         overlong: policy for examples that do not fit: those longer than max_tokens, or, with split_text, those with an
-            image or audio longer than max_tokens. "raise" raises a RecordError, "truncate" cuts before the part that
-            does not fit, "drop" drops the example; the last two are counted.
+            image or audio longer than max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that
+            does not fit; "drop" drops the example. The last two are counted.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class Packer:
         return PackCounts(**self._counts)
 
     def add(self, example: Example) -> list[Pack]:
-        """Add an example, and return the packs that make the buffer small enough again.
+        """Add an example, and return the packs that must leave to keep the buffer within its limits.
 
         Raises:
             RecordError: the example cannot be packed, and overlong is "raise"; the Packer is unchanged.
@@ -167,7 +171,7 @@ class Packer:
         fits = self._sizes[first] <= self.max_tokens
         chosen = [self._release(first) if fits else self._split(first, _last_cut(self._held[first], self.max_tokens))]
         gap = self.max_tokens - self._size(chosen[0])
-        # In one pass from the longest, oldest first among equals, since the gap only shrinks.
+        # One pass from the longest, oldest first among equals, is enough, since the gap only shrinks.
         for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
             if size <= gap:
                 chosen.append(self._release(number))
@@ -208,7 +212,7 @@ class Packer:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
 
     def _admit(self, example: Example) -> Example | None:
-        """Return the example, its part that can be packed, or None if it is dropped."""
+        """Return the example, the part of it that can be packed, or None if it is dropped."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
@@ -248,8 +252,8 @@ Group: TypeAlias = Pack | Sequence[Example]
 class Batching(Protocol):
     """Protocol of objects that group a stream of examples.
 
-    Adding the pending examples of one to a new one with the same settings, in order, returns no groups, and the new
-    one continues exactly as the old one would. Examples may be cut only with ``Example.slice``.
+    Adding the pending examples of one object, in order, to a new object with the same settings returns no groups, and
+    the new object continues exactly as the old one would. Examples may be cut only with ``Example.slice``.
     """
 
     @property
@@ -264,11 +268,11 @@ class Batching(Protocol):
 
 
 class Batcher:
-    """Grouping of a fixed number of examples into a batch, in order of arrival.
+    """Batching of a fixed number of examples at a time, in order of arrival.
 
     Args:
         batch_size: number of examples in a batch.
-        max_tokens: maximum number of tokens of an example; None accepts any.
+        max_tokens: maximum number of tokens in an example; None accepts any.
         drop_last: whether to drop an incomplete last batch.
     """
 

@@ -30,7 +30,7 @@ __all__ = [
 OnError = Literal["raise", "skip"]
 
 Line = Mapping[str, object]
-"""Fields of a skipped record: source, index, key, error and facts; for dropped images also their number."""
+"""Fields of a skipped record: source, index, key, error and facts; for dropped images, also their number."""
 
 MAX_SKIPPED = 0.1
 """Default fraction of records that may be skipped."""
@@ -45,11 +45,11 @@ _logger = logging.getLogger(__name__)
 class SkipLimit:
     """Limit on the records that one worker may skip among the first 1,000 that it reads.
 
-    If more are unusable, the configuration is probably wrong, for example the format, rather than the records.
+    If more are unusable, the configuration, for example the format, is probably wrong rather than the records.
 
     Args:
         share: largest fraction of these records that may be skipped, 0 to 1; ten may always be skipped.
-        records: number of records read before, if a run resumes.
+        records: number of records already read, if a run resumes.
         skipped: number of these records that were skipped.
 
     Raises:
@@ -76,17 +76,17 @@ class SkipLimit:
         if self._records > _FIRST:
             return
         self._skipped += 1
-        # Reasons are grouped without the record, numbers and quoted text.
+        # Reasons that differ only in the record, numbers or quoted text are grouped together.
         reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
         self._reasons[reason] += 1
         self._examples.setdefault(reason, message)
         self._check(_FIRST, f" of {_FIRST:,}")
 
     def end(self) -> None:
-        """Check the limit on the records so far, if they are fewer than 1,000.
+        """Check the limit on the records read so far if there are fewer than 1,000.
 
         Raises:
-            InvalidInputError: as skip.
+            InvalidInputError: as in skip.
         """
         if self._records < _FIRST:
             self._check(self._records)
@@ -108,10 +108,10 @@ class Quarantine:
     """Policy of one worker for unusable records.
 
     Args:
-        on_error: "raise" raises the error; "skip" counts the record, logs a warning and passes a line on to keep.
+        on_error: "raise" raises the error; "skip" counts the record, logs a warning and passes a line to keep.
         keep: called with each line, for example a QuarantineFile.
         limit: limit on skipped records.
-        facts: further fields of each line.
+        facts: additional fields of each line.
 
     Attributes:
         skipped: number of records skipped so far.
@@ -131,7 +131,7 @@ class Quarantine:
         self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:
-        """Raise the error of a record; or count the record, log a warning and keep its line.
+        """Raise the error of a record, or count the record, log a warning and keep its line.
 
         Args:
             location: shard and index of the record.
@@ -139,7 +139,7 @@ class Quarantine:
             error: error that names the record.
 
         Raises:
-            RecordError: the error, if on_error is "raise"; for an ImageError its own policy decides.
+            RecordError: the error, if on_error is "raise"; for an ImageError, its own policy decides.
             InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
@@ -213,7 +213,7 @@ def json_line(line: Line) -> bytes:
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the lines of all quarantine files in a folder; returns an empty list if the folder is missing."""
+    """Read the lines of all quarantine files in a folder; return an empty list if the folder is missing."""
     return [line for path in sorted(Path(folder).glob("*.jsonl")) for line in _lines(path)]
 
 

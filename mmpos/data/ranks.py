@@ -58,11 +58,11 @@ class _Progress:
 class RankLoader(Generic[_Item]):
     """Loader that yields the whole batches of this rank, the same number on every rank.
 
-    A RankLoader is not a DataLoader, so accelerate, which would split the batches of a DataLoader over ranks, leaves
-    it unchanged: a BatchDataset already gives each rank its own batches. Every rank must create a RankLoader and
-    iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
+    A BatchDataset already gives each rank its own batches, but accelerate would split the batches of a DataLoader
+    across ranks again. It leaves a RankLoader unchanged, since that is not a DataLoader. Every rank must create a
+    RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
 
-    Keeping the number of steps even takes one all-reduce of three bytes per step over gloo on the host, before the
+    Keeping the number of steps equal takes one all-reduce of three bytes per step over gloo on the host, before the
     batch is yielded. Ranks wait there for the slowest loader, as they would for its gradients; no device waits.
 
     Args:
@@ -75,8 +75,8 @@ class RankLoader(Generic[_Item]):
             steps and would restart at the first epoch when a run resumes.
 
     Raises:
-        InvalidInputError: loader is not iterable, or even is invalid; in the first step, on every rank: a rank has no
-            batch to repeat.
+        InvalidInputError: loader is not iterable, or even is invalid; or, raised on every rank in the first step, a
+            rank has no batch to repeat.
     """
 
     def __init__(self, loader: Iterable[_Item], even: Even | None = None, *, endless: bool = False) -> None:
@@ -98,7 +98,7 @@ class RankLoader(Generic[_Item]):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of batches on every rank in the next epoch; None if a rank does not know it.
+        """Number of batches on every rank in the next epoch, or None if any rank does not know it.
 
         The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
         loader. A collective operation: every rank must read this property.
@@ -107,7 +107,7 @@ class RankLoader(Generic[_Item]):
         steps: int | None = _length(self.loader) if count is None else count(getattr(self.loader, "num_workers", 0))
         if self._group is None:
             return steps
-        # The minimum, the maximum as the minimum of negated numbers, and whether all are known.
+        # Reduce the minimum, the maximum as the minimum of negated numbers, and whether all are known.
         shared = torch.tensor([steps or 0, -(steps or 0), steps is not None], dtype=torch.int64)
         distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._group)
         fewest, most, known = shared.tolist()
@@ -147,10 +147,10 @@ class RankLoader(Generic[_Item]):
         """Resume the next iteration after the latest batch of a state; call this on every rank.
 
         The batches equal those of an uninterrupted epoch, even if the rank was repeating. If the epoch had ended, the
-        next iteration yields none.
+        next iteration yields no batches.
 
         Raises:
-            InvalidInputError: the state is not from a RankLoader, or the loader rejects its part.
+            InvalidInputError: the state is not from a RankLoader, or the loader rejects its part of the state.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
@@ -224,7 +224,7 @@ _END = object()
 
 
 def _length(loader: object) -> int | None:
-    """Return the number of batches of a loader; None if it has no length, like a DataLoader of a stream."""
+    """Return the number of batches of a loader, or None if it has no length, like a DataLoader over a stream."""
     try:
         return len(cast(Sized, loader))
     except TypeError:

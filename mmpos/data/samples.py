@@ -1,4 +1,4 @@
-"""Join rows of NeMo Curator's interleaved tables into samples, one per record, and write documents as such rows."""
+"""Join rows of NeMo Curator's interleaved tables into samples, one per record, and write documents as such tables."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class TableReader(Reader, Protocol):
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reader that joins the rows of each sample into a record ``{"id": …, "rows": […]}``, as ``Curator`` reads.
+    """Reader that joins the rows of each sample into a record ``{"id": …, "rows": […]}``, as ``Curator`` expects.
 
     The rows of a sample must be adjacent, possibly across row groups, in any order. If a row cannot be read, or the
-    rows of a sample are not adjacent, the whole sample is an error. The column ``sample_id`` is read before the rows.
+    rows of a sample are not adjacent, the whole sample becomes an error. The column ``sample_id`` is read before the
+    rows.
 
     Args:
         reader: reader of the rows, of a Parquet file or of a Lance fragment.
@@ -75,7 +76,7 @@ class SampleReader:
         return self.reader.source
 
     def count(self) -> int | None:
-        """Return the number of samples; None if the column of ids cannot be read."""
+        """Return the number of samples, or None if the id column cannot be read."""
         try:
             return len(self._samples()[0]) - 1
         except (OSError, pa.ArrowException):
@@ -101,7 +102,7 @@ class SampleReader:
                 yield here, _joined(here, sample, int(places[index]))
 
     def _samples(self) -> tuple[IntArray, IntArray]:
-        """Return (samples + 1,) first rows, and (samples,) number of separate runs of rows with the id of a sample."""
+        """Return (samples + 1,) first rows, and (samples,) number of separate runs of rows with each sample's id."""
         codes = _codes(self.reader.column(_ID))
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         places: IntArray = np.bincount(codes[starts])[codes[starts]]
@@ -121,7 +122,7 @@ def _joined(here: Location, rows: Sequence[Raw], places: int) -> Raw:
 
 
 def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
-    """Join the rows of each sample into one row of ``id`` and ``rows``, for a Stage with the format Curator.
+    """Join the rows of each sample into one row with ``id`` and ``rows``, for a Stage with the format Curator.
 
     Args:
         table: all rows of the samples, in any order.
@@ -130,7 +131,7 @@ def join_samples(table: pa.Table | pa.RecordBatch) -> pa.Table:
         a table with one row per sample, in the order of their first rows.
 
     Raises:
-        InvalidInputError: the table has no column of ids.
+        InvalidInputError: the table has no id column.
     """
     argument: object = table
     if not isinstance(argument, pa.Table | pa.RecordBatch):
@@ -160,7 +161,7 @@ def _codes(ids: pa.ChunkedArray) -> IntArray:
 
 
 def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -> int:
-    """Write documents as rows of NeMo Curator to a Parquet file that its InterleavedParquetReader reads.
+    """Write documents as NeMo Curator rows to a Parquet file that Curator's InterleavedParquetReader reads.
 
     Each text and each image is a row; an image is the bytes of its file in ``binary_content``, or its path in
     ``source_ref``.

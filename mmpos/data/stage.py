@@ -24,7 +24,7 @@ STAGE_SCHEMA = pa.schema(
     [
         *(field.with_nullable(True) for field in SCHEMA),
         pa.field("axes", pa.int32()),  # number of axes of the positions
-        pa.field("error", pa.string()),  # why there is no example; then all other columns but key are null
+        pa.field("error", pa.string()),  # why there is no example; all other columns except key are then null
     ]
 )
 """Columns of the output of a stage: for each record, a ready sequence or an error."""
@@ -32,14 +32,14 @@ STAGE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Stage:
-    """Picklable, stateless callable that makes ready examples from a batch of records.
+    """Picklable, stateless callable that converts a batch of records to ready examples.
 
     An unusable record becomes a row with its ``error`` and never fails the batch.
 
     Args:
-        preprocess: makes an example from a record and its location, as for a loader.
+        preprocess: converts a record and its location to an example, as for a loader.
         patches: whether to keep pixels.
-        source: column with the origin of a record, such as "path", for errors and keys; None uses "batch".
+        source: column with the origin of a record, such as "path", for error messages and keys; None uses "batch".
     """
 
     preprocess: MakeExample
@@ -49,14 +49,16 @@ class Stage:
     def __post_init__(self) -> None:
         call: object = self.preprocess
         if not callable(call):
-            raise InvalidInputError(f"preprocess: got {type(call).__name__}, want a callable of record and location")
+            raise InvalidInputError(
+                f"preprocess: got {type(call).__name__}, want a callable that takes a record and a location"
+            )
         boolean("patches", self.patches)
         source: object = self.source
         if source is not None and not isinstance(source, str):
             raise InvalidInputError(f"source: got {source!r}, want the name of a column or None")
 
     def __call__(self, block: Block) -> pa.Table:
-        """Make the examples of a batch.
+        """Convert a batch of records to examples.
 
         Args:
             block: the records; its columns are the fields that the format reads.
@@ -76,7 +78,7 @@ class Stage:
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
     def example(self, record: Record, here: Location) -> Example:
-        """Make the example of one record, without patches if ``patches`` is False.
+        """Convert one record to an example, without patches if ``patches`` is False.
 
         Raises:
             RecordError, LimitExceededError: the record is unusable.
@@ -115,7 +117,7 @@ def read_examples(block: pa.Table | pa.RecordBatch) -> Iterator[Example]:
         block: a table with the columns of ``STAGE_SCHEMA`` and possibly others.
 
     Raises:
-        InvalidInputError: a column is missing or has another type, or a row is invalid.
+        InvalidInputError: a column is missing or has the wrong type, or a row is invalid.
     """
     argument: object = block
     if not isinstance(argument, pa.Table | pa.RecordBatch):
@@ -160,7 +162,7 @@ def _records(block: Block) -> list[dict[str, Any]]:
         raise InvalidInputError(f"block: got {type(block).__name__}, want an Arrow table or numpy columns by name")
     flat = [name for name, column in block.items() if not column.ndim]
     if flat:
-        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one for each record")
+        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one value per record")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
         raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want equal numbers")

@@ -91,7 +91,7 @@ class StorePath:
         return self.parent / name
 
     def exists(self) -> bool:
-        """Return whether the path is a file or a folder; a folder of a store exists if there are files below it."""
+        """Return whether the path is a file or a folder; a folder in a store exists if there are files below it."""
         if not self.is_url:
             return os.path.exists(self.text)
         return self._info().type.name != "NotFound"
@@ -101,12 +101,12 @@ class StorePath:
         return bool(self._info().is_file) if self.is_url else os.path.isfile(self.text)
 
     def identity(self) -> dict[str, object]:
-        """Return JSON-compatible metadata of a file that changes whenever the file is rewritten.
+        """Return JSON-compatible file metadata that changes whenever the file is rewritten.
 
         Returns:
-            ``size`` in bytes; for a file on this machine also ``changed``, its modification and status change times
-            in nanoseconds; for an object ``version``, its ETag or checksum if the store has one, else the time of the
-            last change.
+            ``size`` in bytes; for a file on this machine, also ``changed``, its modification and status change times in
+            nanoseconds; for an object, also ``version``, its ETag or checksum if the store has one, else the time of
+            the last change.
 
         Raises:
             OSError: the file does not exist, or the store does not answer; the error names the path.
@@ -132,14 +132,15 @@ class StorePath:
     def open(self, buffer: int = _BUFFER) -> io.BufferedReader:
         """Open a file for reading and seeking.
 
-        A store that sends fewer bytes than the file has raises an error; the file never appears shorter than it is.
+        If a store sends fewer bytes than the file contains, reading raises an error; the file never appears shorter
+        than it is.
 
         Args:
             buffer: bytes per request to a store in sequential reads.
 
         Raises:
-            OSError: here or in a later read: the file does not exist, cannot be read, or the store failed even after
-                the retries of its client library; the error names the path and has an errno.
+            OSError: the file does not exist or cannot be read, or the store failed even after its client library
+                retried; raised here or in a later read. The error names the path and has an errno.
         """
         if not self.is_url:
             return open(self.text, "rb")
@@ -187,8 +188,8 @@ class StorePath:
     def create(self, data: bytes) -> bool:
         """Create a file exclusively: exactly one of several callers with different data gets True.
 
-        On this machine a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, Google Cloud Storage
-        ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
+        On this machine, a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, and Google Cloud
+        Storage uses ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
 
         Args:
             data: the content, which must be unique to this caller: after a lost response, the caller recognises its
@@ -220,7 +221,7 @@ class StorePath:
         """List the files that match this path as a pattern, sorted.
 
         Args:
-            folders: suffix of the names of folders to list as well; None lists files only.
+            folders: name suffix of folders to list as well; None lists only files.
 
         Raises:
             OSError: see ``glob``.
@@ -240,7 +241,7 @@ class StorePath:
         return sorted(path for path, is_file in paths if is_file or (folders and path.name.endswith(folders)))
 
     def make_folder(self) -> None:
-        """Create a folder and its parents; does nothing in an object store, which has no folders."""
+        """Create a folder and its parents; do nothing in an object store, which has no folders."""
         if not self.is_url:
             os.makedirs(self.text, exist_ok=True)
         elif self._scheme not in _ARROW:
@@ -260,7 +261,7 @@ class StorePath:
                 self._filesystem().delete_file(self._key)
 
     def _split(self) -> tuple[str, str]:
-        """Return the path without the options of the URL, and the options."""
+        """Return the path without the URL options, and the options."""
         url = _URL.fullmatch(self.text)
         options = (url[4] if url else None) or ""
         return self.text[: len(self.text) - len(options)], options
@@ -271,7 +272,7 @@ class StorePath:
 
     @property
     def _root(self) -> str:
-        """URL of the bucket with the options, from which a filesystem is opened."""
+        """URL of the bucket with its options, from which a filesystem is opened."""
         url = _URL.fullmatch(self.text)
         assert url is not None, "paths on this machine have no root"
         return f"{url[1]}://{url[2]}{url[4] or ''}"
@@ -334,8 +335,8 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
     StorePath(text='s3://bucket/folder/a.parquet')
 
     Args:
-        name: name of the argument in errors.
-        path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` is this machine.
+        name: name of the argument in error messages.
+        path: path on this machine, or URL with a scheme that pyarrow.fs or fsspec opens; ``file:`` means this machine.
 
     Raises:
         InvalidInputError: the URL holds credentials, which would be printed and stored, or an unknown option.
@@ -352,12 +353,14 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
     names_user = at and scheme not in _USERS and not anonymous
     if names_user or ":" in user or re.search(r":(?!\d+$)", host):
         want = "credentials in the environment or the configuration of the store"
-        raise InvalidInputError(f"{name}: got a URL of {scheme} with credentials, want {want}")
+        raise InvalidInputError(f"{name}: got a URL with the scheme {scheme} and credentials, want {want}")
     if unknown := set(parse_qs(options[1:], keep_blank_values=True)) - (_OPTIONS if scheme in _ARROW else set()):
         want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
-        raise InvalidInputError(f"{name}: got a URL of {scheme} with the option {min(unknown)!r}, want {want}")
+        raise InvalidInputError(
+            f"{name}: got a URL with the scheme {scheme} and the option {min(unknown)!r}, want {want}"
+        )
     if scheme == "file":
-        # file:///a is /a, and so is file:/a, which pathlib makes of it.
+        # file:///a means /a, and so does file:/a, which pathlib turns it into.
         slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
         if len(slashes) == 2 and authority != "localhost":
             raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")
@@ -370,7 +373,7 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
 
     Args:
         path: the file.
-        options: options of ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
+        options: options for ``pyarrow.parquet.ParquetFile``; a ``buffer_size`` is raised to 8 MiB for a store.
 
     Raises:
         OSError, pyarrow.ArrowException: see ParquetFile; an OSError from a store names the path and has an errno.
@@ -385,7 +388,7 @@ def open_parquet(path: StorePath, **options: Any) -> ParquetFile:
 
 
 class _ObjectFile(io.RawIOBase):
-    """Seekable file over an object of a store; its errors name the URL.
+    """Seekable file over an object in a store; its errors name the URL.
 
     Args:
         path: URL of the object.
@@ -431,7 +434,7 @@ class _ObjectFile(io.RawIOBase):
 
 @lru_cache(maxsize=64)
 def _filesystem(root: str, pid: int) -> tuple[Any, str]:
-    """Open the filesystem of a bucket, and return it with the path of the bucket inside it.
+    """Open the filesystem of a bucket, and return the filesystem and the path of the bucket inside it.
 
     The cache is keyed by process, since connections do not survive a fork.
     """
@@ -446,7 +449,7 @@ def _filesystem(root: str, pid: int) -> tuple[Any, str]:
 
 
 def _fsspec(root: str) -> tuple[Any, str]:
-    """Open the filesystem of a bucket with fsspec, and return it with the path of the bucket inside it."""
+    """Open the filesystem of a bucket with fsspec, and return the filesystem and the path of the bucket inside it."""
     with needed_for("URLs", extra="data"):
         import fsspec
         from fsspec.registry import known_implementations
@@ -456,17 +459,19 @@ def _fsspec(root: str) -> tuple[Any, str]:
         return filesystem, str(base)
     except ImportError as error:
         module = known_implementations[scheme]["class"].partition(".")[0]
-        if module == "fsspec":  # the module is part of fsspec, but needs another package
+        if module == "fsspec":  # the module is part of fsspec but needs another package
             module = getattr(error.__cause__, "name", None) or str(error)
         raise missing(f"{scheme} URLs", module.replace("_", "-"), extra=None) from error
     except ValueError as error:
         if scheme in known_implementations:
             raise
-        raise InvalidInputError(f"{root}: got a URL of {scheme!r}, want a scheme of pyarrow.fs or fsspec") from error
+        raise InvalidInputError(
+            f"{root}: got a URL with the scheme {scheme!r}, want a scheme of pyarrow.fs or fsspec"
+        ) from error
 
 
 def _unwrapped(filesystem: Any) -> Any:
-    """Return a filesystem of pyarrow as one of fsspec, which supports patterns."""
+    """Return the fsspec equivalent of a pyarrow filesystem, which supports patterns."""
     with needed_for("URLs", extra="data"):
         from fsspec.implementations.arrow import ArrowFSWrapper
     handler = getattr(filesystem, "handler", None)
@@ -520,7 +525,7 @@ def _linked(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def _errors_of(path: StorePath) -> Iterator[None]:
-    """Convert every error of a store to an OSError that names the path and has an errno."""
+    """Convert every store error to an OSError that names the path and has an errno."""
     try:
         yield
     except (MmposError, ImportError):
@@ -530,13 +535,13 @@ def _errors_of(path: StorePath) -> Iterator[None]:
 
 
 def _number(error: Exception, path: StorePath) -> int:
-    """Return the errno for an error of a store, by its type, its HTTP status, or its message without the path."""
+    """Return the errno for a store error, based on its type, its HTTP status, or its message without the path."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     if isinstance(error, PermissionError | FileNotFoundError):
         return errno.EACCES if isinstance(error, PermissionError) else errno.ENOENT
     response = getattr(error, "response", error)
-    if isinstance(response, dict):  # an error of botocore
+    if isinstance(response, dict):  # a botocore error
         status = response["ResponseMetadata"]["HTTPStatusCode"]
     else:
         status = getattr(response, "status_code", getattr(response, "status", None))

@@ -58,7 +58,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Split:
-    """Share of one consumer, a worker of a rank, in the records.
+    """Share of the records that one consumer, a worker of a rank, reads.
 
     >>> Split(rank=1, world_size=2).portions(3)
     [Portion(shard=1, first=0, step=1)]
@@ -69,10 +69,10 @@ class Split:
         rank: 0 to world_size − 1.
         world_size: number of ranks.
         worker: 0 to num_workers − 1.
-        num_workers: number of workers of each rank, the same for all; 1 if a rank loads in its own process.
-        by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that
-            numbers of records differ by at most one per shard, but every consumer reads through all shards; "auto" is
-            "shards" if there are at least as many shards as consumers, else "records".
+        num_workers: number of workers per rank, the same for all ranks; 1 if a rank loads in its own process.
+        by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that record
+            counts differ by at most one per shard, but every consumer reads through all shards; "auto" means "shards"
+            if there are at least as many shards as consumers, else "records".
 
     Raises:
         InvalidInputError: a number is out of range, or by is invalid.
@@ -93,7 +93,7 @@ class Split:
 
     @property
     def consumers(self) -> int:
-        """Number of workers of all ranks."""
+        """Total number of workers of all ranks."""
         return self.world_size * self.num_workers
 
     @property
@@ -102,7 +102,7 @@ class Split:
         return self.worker * self.world_size + self.rank
 
     def portions(self, num_shards: int) -> list[Portion]:
-        """Return the portions of this consumer for this number of shards."""
+        """Return the portions that this consumer reads if there are this many shards."""
         consumer, consumers = self.consumer, self.consumers
         if self.by == "shards" or (self.by == "auto" and num_shards >= consumers):
             return [Portion(shard) for shard in range(consumer, num_shards, consumers)]
@@ -111,12 +111,12 @@ class Split:
 
 
 def shard_order(num_shards: int, seed: int, epoch: int) -> IntArray:
-    """Return (shards,) order in which an epoch reads the shards, the same for every consumer."""
+    """Return the (shards,) order in which an epoch reads the shards, the same for every consumer."""
     return np.random.default_rng((seed, epoch)).permutation(num_shards)
 
 
 def record_order(num_records: int, seed: int, epoch: int, consumer: int, window: int) -> IntArray:
-    """Return (records,) order of the records in one window of one consumer."""
+    """Return the (records,) order of the records in one window of one consumer."""
     return np.random.default_rng((seed, epoch, consumer, window)).permutation(num_records)
 
 
@@ -134,7 +134,7 @@ class Bookmark(NamedTuple):
         portion: index of the portion in which the current window starts.
         record: index in the shard of the first record that may belong to the window.
         window: number of the window.
-        done: number of records of the window before this point.
+        done: number of records in the window before this point.
     """
 
     portion: int
@@ -151,7 +151,7 @@ class Entry(NamedTuple):
 
     Args:
         origin: identity of the record, to read it again.
-        location: shard and index, for messages.
+        location: shard and index, for error messages.
         raw: the record, or its error.
         after: bookmark after the record.
     """
@@ -167,7 +167,7 @@ class Feed:
     """Records that one consumer reads in one epoch.
 
     The concatenated records of its portions are cut into windows, and each window is shuffled. The current window is
-    in memory, undecoded; its start and the number of finished records are the entire state.
+    held in memory, undecoded; its start and the number of finished records are the entire state.
 
     Args:
         readers: readers of the shards in the order of the epoch.
@@ -228,7 +228,7 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Traced(Example):
-    """Example, or slice of one, with the identity of its record.
+    """Example, or a slice of one, with the identity of its record.
 
     Args:
         origin: identity of the record.
@@ -254,10 +254,10 @@ class _Traced(Example):
 
 
 Item: TypeAlias = Any
-"""Batch made by the collate function, or a group without one."""
+"""Batch returned by the collate function, or a group without one."""
 
 Collate = Callable[[Any], Item]
-"""Function that makes a batch from a group."""
+"""Function that collates a group into a batch."""
 
 
 class StreamState(TypedDict):
@@ -281,10 +281,10 @@ class Stages:
     """Steps from a record to a batch.
 
     Args:
-        preprocess: makes an example from a raw record and its location.
+        preprocess: converts a raw record and its location to an example.
         batching: an empty Packer or Batcher; it is copied.
-        collate: makes a batch from a group; None yields the groups.
-        threads: number of threads that preprocess a few records ahead; 0 uses the thread of the caller.
+        collate: collates a group into a batch; None yields the groups.
+        threads: number of threads that preprocess a few records ahead; 0 uses the caller's thread.
     """
 
     preprocess: MakeExample
@@ -301,13 +301,13 @@ class BatchStream(Iterator[Item]):
 
     The state between two batches is small: a bookmark after the last record read, the identities of the examples in
     the batching and in groups not yet yielded, and counts. A resumed stream reads and preprocesses these records
-    again, and yields byte for byte the batches of the interrupted one.
+    again, and its batches are byte for byte those of the interrupted stream.
 
     Args:
         feed: the records.
         stages: steps from a record to a batch.
         quarantine: policy for unusable records.
-        state: state of a stream with the same arguments to resume from.
+        state: state to resume from; it comes from a stream with the same arguments.
 
     Raises:
         InvalidInputError: the state does not match the shards.
@@ -418,12 +418,14 @@ class BatchStream(Iterator[Item]):
 
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
-                raise InvalidInputError("state: got more pending examples than the batching holds, want its own state")
+                raise InvalidInputError(
+                    "state: got more pending examples than the batching holds, want a state saved with this batching"
+                )
         self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 
     def _regroup(self, examples: list[Example]) -> Group:
-        """Make a group of these examples, as the batching did."""
+        """Group these examples again, as the batching did."""
         batching = self._batching
         return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 

@@ -1,4 +1,4 @@
-"""Position encodings for study and comparison: one idea per class, each tested in attention.
+"""Position encodings for study and comparison: one idea per class, each of them tested in attention.
 
 Shapes used throughout:
 
@@ -74,7 +74,7 @@ ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
         )
     }
 )
-"""Every encoding class by name. Without arguments, each builds an encoding for 48 channels in four heads."""
+"""All encoding classes by name. Without arguments, each of them builds an encoding for 48 channels in four heads."""
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names("mmpos.encodings", {"SelfAttention": "attention"}, extra="all", what="attention")

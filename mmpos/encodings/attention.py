@@ -1,4 +1,4 @@
-"""Self-attention with any position encoding: an additive table, a bias of the scores, or a rotation of q and k."""
+"""Self-attention with any position encoding: an additive table, an attention bias, or a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Attention of tokens at fixed positions: softmax(q·k/√d + bias)·v between two linear layers without bias.
+    """Self-attention at fixed positions: softmax(q·k/√d + bias)·v between two linear layers without bias.
 
-    A table is added to x, a bias to the scores; a rotation rotates q and k. A learned encoding trains the parameter
-    ``encoding.weights``. Everything else about positions is in non-persistent buffers, which no checkpoint holds.
+    A table is added to x, a bias is added to the scores, and a rotation is applied to q and k. A learned encoding
+    trains the parameter ``encoding.weights``. Everything else that depends on the positions is stored in non-persistent
+    buffers, so it is not part of a checkpoint.
 
     Args:
         dim: channels of x.
@@ -61,10 +62,10 @@ class SelfAttention(nn.Module):
         self._hide()
 
     def place(self, positions: npt.ArrayLike) -> None:
-        """Replace the positions; the number of tokens may change.
+        """Replace the positions; their number may change.
 
         Args:
-            positions: (seq,), or (axes, seq) for a rotation. From then on x has seq tokens.
+            positions: (seq,), or (axes, seq) for a rotation. Later calls expect seq tokens in x.
         """
         self.encoding.place(positions)
         self._hide()
@@ -100,12 +101,12 @@ class SelfAttention(nn.Module):
 
 
 class _PositionedEncoding(nn.Module):
-    """An encoding at fixed positions. This base class changes nothing; each subclass overrides add, rotate or bias."""
+    """An encoding at fixed positions. This base class applies none; each subclass overrides add, rotate or bias."""
 
     weights: nn.Parameter | None
     """Learned weights, or None."""
     index: Tensor
-    """int64 rows of the weights to use."""
+    """Indices of the weight rows to use, as int64."""
     values: Tensor
     """Values of an encoding without weights: floats, or the bits of float64 positions as int64."""
 
@@ -129,7 +130,7 @@ class _PositionedEncoding(nn.Module):
         try:
             self.fill()
         except InvalidInputError:
-            self.positions = before  # the buffers still belong to these
+            self.positions = before  # the buffers still hold these positions
             raise
 
     @property
@@ -155,7 +156,7 @@ class _PositionedEncoding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _PositionedEncoding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.fill()  # recomputed, since a cast from float32 to float64 would keep the float32 rounding
+        self.fill()  # recomputed, because a cast from float32 to float64 would keep the float32 rounding
         return self
 
 
@@ -183,10 +184,10 @@ class _Bias(_PositionedEncoding):
 
 class _Rotation(_PositionedEncoding):
     def fill(self) -> None:
-        self.encoding.angles(self.positions)  # raises unless the shape matches the axes
+        self.encoding.angles(self.positions)  # raises an error unless the shape matches the axes
         ids = real_positions("positions", self.positions)
         bits = torch.from_numpy(ids).expand(self.encoding.axes, -1).contiguous().view(torch.int64)
-        self.values = bits.to(self.values.device)  # int64, since casting a model changes only floats
+        self.values = bits.to(self.values.device)  # stored as int64, because casting a model changes only floats
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if q.dtype == torch.float64:
@@ -208,7 +209,7 @@ class _Rotation(_PositionedEncoding):
 
 
 def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_heads: int) -> _PositionedEncoding:
-    """Build the module of an encoding; raise an error unless it matches the channels and heads of the block."""
+    """Build the module for an encoding; raise an error unless it has the channels and heads of the block."""
     if isinstance(encoding, AdditiveTable):
         return _fitting(_Table, "dim", encoding.dim, dim)(encoding, positions)
     if isinstance(encoding, AttentionBias):

@@ -1,4 +1,4 @@
-"""Base classes of encodings: an additive table, a bias of the scores, or a rotation of q and k; learned or not."""
+"""Base classes of encodings: an additive table, an attention bias, or a rotation of q and k; learned or not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["AdditiveTable", "AttentionBias", "Encoding", "LearnedBias", "Learned
 
 
 DIM, NUM_HEADS, HEAD_DIM = 48, 4, 12
-"""Default sizes of every encoding. A head's channels form pairs for one, two or three axes."""
+"""Default sizes of all encodings. The channels of a head can be divided into pairs for one, two or three axes."""
 
 MAX_CHANNELS = MAX_HEAD_DIM
-"""Largest number of channels or heads of an encoding without weights."""
+"""Maximum number of channels or heads of an encoding without weights."""
 
 
 _HALF = 2**62  # the difference of two positions within ±2⁶² fits in int64
@@ -32,20 +32,20 @@ STANDARD_DEVIATION = 0.02
 
 
 class Encoding(ABC):
-    """Base class of position encodings; see its three subclasses below."""
+    """Base class of all position encodings; there is one subclass for each of the three kinds."""
 
     name: ClassVar[str]
 
 
 class AdditiveTable(Encoding):
-    """An encoding whose vectors are added to the embeddings."""
+    """An encoding that adds vectors to the embeddings."""
 
     dim: int
     """Number of channels."""
 
     @abstractmethod
     def table(self, positions: npt.ArrayLike) -> Float64Array:
-        """Return the vectors of positions.
+        """Return the vectors for the given positions.
 
         Args:
             positions: integers of any shape (...), or floats if the encoding accepts fractions.
@@ -54,19 +54,19 @@ class AdditiveTable(Encoding):
             (..., dim) float64, new.
 
         Raises:
-            InvalidInputError: the encoding does not accept a position; the message gives its index.
+            InvalidInputError: the encoding does not accept a position; the message contains the index of that position.
         """
 
 
 class AttentionBias(Encoding):
-    """An encoding whose values are added to the attention scores q·k/√d."""
+    """An encoding that adds values to the attention scores q·k/√d."""
 
     num_heads: int
     """Number of heads; each has its own bias."""
 
     @abstractmethod
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
-        """Compute the bias of the score of every query with every key.
+        """Compute the bias for every pair of query and key.
 
         Args:
             query_positions: (n,) positions of the queries.
@@ -83,17 +83,17 @@ class AttentionBias(Encoding):
 class Rotation(Encoding):
     """An encoding that rotates channel pairs of q and k by angles proportional to the positions.
 
-    Pair j is multiplied by [[cos, −sin], [sin, cos]] (*corrected*: a source prints the transpose for RoPE).
+    Pair j is multiplied by [[cos, −sin], [sin, cos]] (*corrected*: one source prints the transpose for RoPE).
     ``rotary`` defines the frequencies, axes and channel pairs.
     """
 
     def __post_init__(self) -> None:
-        _ = self.rotary  # raises if a parameter is wrong
+        _ = self.rotary  # raises an error if a parameter is wrong
 
     @property
     @abstractmethod
     def rotary(self) -> Rotary:
-        """The rotation as an argument of ``mmpos.rotary.apply_rotary``."""
+        """The rotation in the form that ``mmpos.rotary.apply_rotary`` takes."""
 
     @property
     def axes(self) -> int:
@@ -108,7 +108,7 @@ class Rotation(Encoding):
 
     @property
     def pair_channels(self) -> tuple[IntArray, IntArray]:
-        """(pairs,) first channels and (pairs,) second channels of the pairs."""
+        """First and second channel of each pair, each as an array (pairs,)."""
         pair = np.arange(self.rotary.num_pairs)
         if self.rotary.pairing == "adjacent":
             return 2 * pair, 2 * pair + 1
@@ -133,8 +133,8 @@ class Rotation(Encoding):
         """Rotate queries or keys.
 
         Args:
-            x: (n, head_dim), or (n, heads, head_dim) if axes differ between heads; channels from rotary_dim on are not
-                rotated.
+            x: (n, head_dim), or (n, heads, head_dim) if axes differ between heads; channels from index rotary_dim on
+                are not rotated.
             positions: (axes, n), or (n,) to use the same positions on all axes.
 
         Returns:
@@ -162,7 +162,7 @@ class LearnedTable(AdditiveTable):
 
     @abstractmethod
     def index(self, positions: npt.ArrayLike) -> IntArray:
-        """Return the row of every position, with the shape of positions."""
+        """Return the row for each position, in an array with the shape of positions."""
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
         return self.weights[self.index(positions)]
@@ -179,19 +179,19 @@ class LearnedBias(AttentionBias):
 
     @abstractmethod
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
-        """Return the row of every query with every key, (n, m)."""
+        """Return the row for each query and key, (n, m)."""
 
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
         return np.ascontiguousarray(np.moveaxis(self.weights[self.index(query_positions, key_positions)], -1, 0))
 
 
 def draw(rows: int, columns: int, seed: int) -> Float64Array:
-    """Draw normally distributed weights of shape (rows, columns), as for an untrained model."""
+    """Draw normally distributed weights of shape (rows, columns), as in an untrained model."""
     return np.random.default_rng(integer("seed", seed, minimum=0)).normal(0, STANDARD_DEVIATION, (rows, columns))
 
 
 def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
-    """Store a read-only copy of the weights, and their number of columns as the attribute ``columns``."""
+    """Store a read-only copy of the weights, and the number of columns in the attribute ``columns``."""
     array = host_array("weights", weights)
     if array.ndim != 2 or not array.size or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
         want = f"finite numbers of shape (rows, {columns})"
@@ -203,7 +203,7 @@ def _freeze(encoding: Encoding, weights: object, columns: str) -> None:
 
 
 def real_positions(name: str, value: object, ndim: int | None = None) -> Float64Array:
-    """Check that an array, of ``ndim`` dimensions unless None, holds finite numbers; return a new float64 array."""
+    """Check that an array of ``ndim`` dimensions (None: any) holds finite numbers; return a new float64 array."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iuf" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers or floats")
@@ -213,7 +213,7 @@ def real_positions(name: str, value: object, ndim: int | None = None) -> Float64
 
 
 def distances(query_positions: object, key_positions: object) -> IntArray:
-    """Compute j − i of every key j (m,) and query i (n,), integers within ±2⁶², as (n, m) int64."""
+    """Compute j − i, (n, m) int64, for all queries i (n,) and keys j (m,), integers within ±2⁶²."""
     queries = whole_positions("query_positions", query_positions, 1, minimum=-_HALF, below=_HALF)
     return whole_positions("key_positions", key_positions, 1, minimum=-_HALF, below=_HALF) - queries[:, None]
 
@@ -221,7 +221,7 @@ def distances(query_positions: object, key_positions: object) -> IntArray:
 def whole_positions(
     name: str, value: object, ndim: int | None = None, *, minimum: int | None = None, below: int | None = None
 ) -> IntArray:
-    """Check integers p of ``ndim`` dimensions (None: any) with minimum <= p < below; return a new int64 array."""
+    """Check that an array of ``ndim`` dimensions (None: any) holds integers in [minimum, below); return new int64."""
     array = _shaped(name, value, ndim)
     if array.dtype.kind not in "iu" and array.size:
         raise InvalidInputError(f"{name}: got dtype {array.dtype}, want integers")
@@ -242,7 +242,7 @@ def _shaped(name: str, value: object, ndim: int | None) -> Array:
 
 
 def _refuse(name: str, values: Array, wrong: npt.NDArray[np.bool_], want: str) -> None:
-    """Raise an error for the first wrong position, with its index in the name."""
+    """Raise an error for the first wrong position, and include the index of that position."""
     if not wrong.any():
         return
     at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))

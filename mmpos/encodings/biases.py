@@ -1,4 +1,4 @@
-"""Biases of the attention scores by distance: clipped, in buckets, linear, or none."""
+"""Biases for the attention scores that depend on distance: clipped, in buckets, linear, or none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLIPPED_AT = 16
 class ClippedRelative(LearnedBias):
     """The bias of query i and key j is row clip(j − i, −K, K) + K of 2K + 1 rows: constant beyond ±K.
 
-    Shaw adds a vector a to each key, q·(k + a). One number per head and row, as here, is the form of T5 and Swin.
+    Shaw adds a vector a to each key, q·(k + a). This class uses one number per head and row, as T5 and Swin do.
 
     Source: "Self-attention with relative position representations" (Shaw et al., 2018).
 
@@ -61,14 +61,14 @@ class ClippedRelative(LearnedBias):
         Args:
             max_distance: K.
             num_heads: number of heads.
-            seed: seed of the random numbers.
+            seed: seed of the random number generator.
         """
         rows = 2 * integer("max_distance", max_distance, minimum=0) + 1
         return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed))
 
     @property
     def max_distance(self) -> int:
-        """K, the distance from which on the bias is constant."""
+        """K, the distance beyond which the bias is constant."""
         return len(self.weights) // 2
 
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
@@ -81,11 +81,11 @@ NUM_BUCKETS, MAX_DISTANCE = 32, 128
 
 @dataclass(frozen=True, eq=False)
 class T5Buckets(LearnedBias):
-    """The bias of query i and key j is the row of the bucket of j − i.
+    """The bias of query i and key j is the row of weights for the bucket of j − i.
 
     Each direction has n buckets, of which the first e = ⌊n/2⌋ hold one distance each. A distance d >= e is in bucket
     e + ⌊(n − e)·log(d/e) / log(M/e)⌋, at most n − 1, where M is max_distance. Causal: all later keys are in bucket 0.
-    Bidirectional: half of the buckets serve keys at or before the query, the other half later keys.
+    Bidirectional: half of the buckets are for keys at or before the query, the other half for later keys.
 
     The floor is computed exactly, in integers: d is in bucket e + b or higher if d^(n−e) >= M^b·e^(n−e−b). Published
     code rounds float32 logarithms.
@@ -100,7 +100,7 @@ class T5Buckets(LearnedBias):
     Args:
         weights: (buckets, num_heads); drawn at random for 32 buckets by default.
         max_distance: M; distances from M on are in the last bucket.
-        bidirectional: whether keys after the query have buckets of their own.
+        bidirectional: whether keys after the query have separate buckets.
     """
 
     weights: Float64Array = field(default_factory=lambda: draw(NUM_BUCKETS, NUM_HEADS, 0), repr=False)
@@ -130,11 +130,11 @@ class T5Buckets(LearnedBias):
         """Draw the weights of an untrained model.
 
         Args:
-            num_buckets: number of buckets, both directions together.
+            num_buckets: number of buckets in both directions together.
             max_distance: M.
-            bidirectional: whether keys after the query have buckets of their own.
+            bidirectional: whether keys after the query have separate buckets.
             num_heads: number of heads.
-            seed: seed of the random numbers.
+            seed: seed of the random number generator.
         """
         rows = integer("num_buckets", num_buckets, minimum=2)
         return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed), max_distance, bidirectional)
@@ -145,7 +145,7 @@ class T5Buckets(LearnedBias):
 
     @cached_property
     def first_distances(self) -> IntArray:
-        """(n,) smallest distance in each bucket of one direction; read-only."""
+        """Smallest distance in each of the n buckets of one direction, (n,); read-only."""
         exact = self._per_direction // 2
         steps = self._per_direction - exact
 
@@ -158,7 +158,7 @@ class T5Buckets(LearnedBias):
         return distances
 
     def bucket(self, relative: npt.ArrayLike) -> IntArray:
-        """Return the bucket of every distance j − i of a key j from a query i, with the shape of relative."""
+        """Return the bucket for each distance j − i of a key j from a query i, with the shape of ``relative``."""
         ahead = whole_positions("relative", relative, minimum=-(2**63) + 1)
         distance = np.abs(ahead) if self.bidirectional else np.maximum(-ahead, 0)
         bucket = np.searchsorted(self.first_distances, distance, side="right") - 1
@@ -173,7 +173,8 @@ class Alibi(AttentionBias):
     """The bias of query i and key j is −m_h·|i − j|, with slopes m_h = 2^(−8h/H) for heads h = 1 … H.
 
     If H is not a power of two, the slopes of the largest power P < H come first, followed by every other slope of 2P,
-    as in the paper's code. The paper is causal, j <= i; for later keys this is the symmetric form of its authors.
+    as in the paper's code. The paper is causal, j <= i; for later keys, this class uses the symmetric form proposed by
+    its authors.
 
     Source: "Train short, test long" (Press et al., 2022).
 
@@ -212,8 +213,9 @@ def _geometric(num_heads: int) -> Float64Array:
 class NoPE(AttentionBias):
     """A bias of zero.
 
-    Without a mask, attention is permutation-equivariant and knows no positions. With a causal mask y_n is a mean over n
-    values, whose variance depends on n; a single layer still cannot tell the order of the keys before a query.
+    Without a mask, attention is permutation-equivariant and cannot depend on positions. With a causal mask, y_n is a
+    mean over n values, so its variance depends on n; a single layer still cannot tell the order of the keys before a
+    query.
 
     Source: kexue.fm 10347; "Transformer language models without positional encodings still learn positional
     information" (Haviv et al., 2022).
@@ -234,11 +236,11 @@ class NoPE(AttentionBias):
 
 
 def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
-    """Compute E[y_n²] = σ²/n of a component of uniform causal attention over n values, how NoPE encodes the position.
+    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values, which shows NoPE the position.
 
-    The formula holds for independent values of mean 0 and variance σ² under uniform attention, that is, at best before
-    training. Neighbouring positions hardly differ in it when n is large, and a reader of the source normalised it away
-    without loss in training.
+    The formula holds for independent values with mean 0 and variance σ² under uniform attention, that is, at best
+    before training. When n is large, its value hardly differs between neighbouring positions, and a reader of the
+    source normalised it away without any loss in training.
 
     Source: kexue.fm 10347; "Latent positional information is in the self-attention variance" (Chi et al., 2023).
 

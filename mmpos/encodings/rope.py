@@ -1,4 +1,4 @@
-"""Rotary position embedding with one, two or more axes, with one axis per head, and with unrotated pairs."""
+"""Rotary position embeddings with one, two or more axes, with one axis per head, and with unrotated pairs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Rope1D(Rotation):
     R_mᵀR_n = R_{n−m}: scores depend only on distances, norms are preserved, and adding the same c to all positions
     changes nothing.
 
-    *Corrected*: one source rotates the embedding once, before the network, instead of q and k in every layer. But
-    W_q R_p x is not R_p W_q x, so its scores depend on absolute positions. Its table has shape (seq, 1, dim/2), which
-    with a batch broadcasts along the batch index or fails; the right shape is (1, seq, dim/2).
+    *Corrected*: one source rotates the embedding once, before the network, instead of q and k in every layer. But W_q
+    R_p x is not R_p W_q x, so its scores depend on absolute positions. Its table has shape (seq, 1, dim/2), which for a
+    batch either broadcasts along the batch axis or raises an error; the right shape is (1, seq, dim/2).
 
-    Source: RoFormer (Su et al., 2021); the order of channels is that of GPT-NeoX.
+    Source: RoFormer (Su et al., 2021); the channels are in the order of GPT-NeoX.
 
     >>> Rope1D(head_dim=4).rotate([[1, 1, 0, 0]], [1]).round(6).tolist()
     [[0.540302, 0.99995, 0.841471, 0.01]]
@@ -45,7 +45,7 @@ class Rope1D(Rotation):
 
 @dataclass(frozen=True)
 class Rope1DAdjacent(Rotation):
-    """``Rope1D`` with channels (2j, 2j + 1) as pair j, as in RoFormer and GPT-J: the same up to the order of channels.
+    """``Rope1D`` with channels (2j, 2j + 1) as pair j, as in RoFormer and GPT-J: equal up to the order of channels.
 
     Source: RoFormer (Su et al., 2021).
 
@@ -68,7 +68,7 @@ class Rope1DAdjacent(Rotation):
 
 @dataclass(frozen=True)
 class Rope2D(Rotation):
-    """Rotate half of the channels by the row and the other half by the column, each as RoPE-1D of d/2 channels.
+    """Rotate half of the channels by the row and the other half by the column, each as in RoPE-1D with d/2 channels.
 
     Both axes have the same frequencies theta^(−4j/d). Rotating one pair by both ids would mix the two distances.
 
@@ -93,7 +93,7 @@ class Rope2D(Rotation):
 
 @dataclass(frozen=True)
 class RopeND(Rotation):
-    """``Rope2D`` with n axes: n equal parts of the channels, each as RoPE-1D of d/n channels.
+    """``Rope2D`` generalised to n axes: n equal parts of the channels, each rotated as in RoPE-1D with d/n channels.
 
     Source: kexue.fm 8397; "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -118,7 +118,7 @@ class RopeND(Rotation):
 
 @dataclass(frozen=True)
 class PRope(Rotation):
-    """``Rope1D`` that does not rotate pairs from ⌊p·d/2⌋ on; the others keep their frequencies.
+    """``Rope1D`` in which the pairs from ⌊p·d/2⌋ on are not rotated; the others keep their frequencies.
 
     This differs from ``partial_rotary_factor``, which also changes the frequencies: for d = 16 and p = 1/4 they are
     [1, 0.3162, 0, …] here and [1, 0.01] there.
@@ -130,7 +130,7 @@ class PRope(Rotation):
 
     Args:
         head_dim: channels of a head; even.
-        p: share of rotated pairs, 0 to 1.
+        p: fraction of the pairs that are rotated, 0 to 1.
         theta: base of the frequencies.
     """
 
@@ -146,13 +146,13 @@ class PRope(Rotation):
 
 @dataclass(frozen=True)
 class HoPE(Rotation):
-    """``Rope1D`` whose pairs alternate between rows and columns; the slowest pairs, those of time, are not rotated.
+    """``Rope1D`` whose pairs alternate between rows and columns; the slowest pairs belong to time and are not rotated.
 
-    In a long enough context even the slowest pair rotates past a quarter turn, and then similar tokens score lower than
-    dissimilar ones. A pair of frequency zero never does. Time is encoded only by rows and columns, which grow with it
-    in the position ids of the source.
+    In a long enough context, even the slowest pair rotates past a quarter turn, and then similar tokens score lower
+    than dissimilar ones. A pair with frequency zero never rotates. Time is encoded only by rows and columns, which grow
+    with time in the position ids of the source.
 
-    Source: "HoPE: Hybrid of Position Embedding" (Li et al., 2025, arXiv 2505.20444): 48 of 64 pairs turn.
+    Source: "HoPE: Hybrid of Position Embedding" (Li et al., 2025, arXiv 2505.20444): 48 of 64 pairs are rotated.
 
     >>> HoPE(head_dim=16, still=2).rotary.pair_axis.tolist()
     [1, 2, 1, 2, 1, 2, -1, -1]
@@ -177,12 +177,13 @@ class HoPE(Rotation):
 
 @dataclass(frozen=True)
 class MHRope(Rotation):
-    """``Rope1D`` in every head, by one axis per head: each axis has all frequencies in some heads.
+    """``Rope1D`` with one axis per head: each axis has all frequencies, but only in some of the heads.
 
-    If axes share the pairs of a head, each has only some of the frequencies. Here a head has a single axis, and later
-    layers combine the axes. Query heads that share a key head have its axis.
+    If several axes share the pairs of a head, each axis has only some of the frequencies. Here each head has a single
+    axis, and later layers combine the axes. Query heads that share a key head use the same axis as that key head.
 
-    Source: "Revisiting Multimodal Positional Encoding" (Huang et al., 2025, arXiv 2510.23095): 2, 3 and 3 of 8 heads.
+    Source: "Revisiting Multimodal Positional Encoding" (Huang et al., 2025, arXiv 2510.23095): its axes have 2, 3 and 3
+        of 8 heads.
 
     >>> MHRope(head_dim=4).rotate([[[1] * 4] * 4], [[1], [0], [0]]).round(4).tolist()[0][1:3]
     [[-0.3012, 0.99, 1.3818, 1.0099], [1.0, 1.0, 1.0, 1.0]]

@@ -23,7 +23,7 @@ class Integer(AdditiveTable):
 
     Values are unique, and p + k is always k away from p, but they are unbounded and soon larger than any embedding.
 
-    *Corrected*: one source counts 0 … L, one position more than a sequence of L tokens has.
+    *Corrected*: one source counts from 0 to L, one position more than a sequence of L tokens has.
 
     Source: the first attempt of "You could have designed state of the art positional encoding" (Fleetwood, 2024).
 
@@ -46,18 +46,19 @@ class Integer(AdditiveTable):
 
 @dataclass(frozen=True)
 class Normalised(AdditiveTable):
-    """PE(p) = p / (T − 1) in every channel, in [0, 1]; a sequence of one token has 0.
+    """PE(p) = p / (T − 1) in every channel, in [0, 1]; the only position of a one-token sequence maps to 0.
 
-    The vector of a position depends on the length of the sequence, and neighbours are closer in a longer one.
+    The vector of a position depends on the sequence length; the longer the sequence, the closer the vectors of
+    neighbours.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), the second idea that it rejects.
+    Source: "详解Transformer中的Positional Encoding" (2021), the second idea, which it rejects.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
 
     Args:
         dim: channels.
-        length: T; None for 1 + the largest position along the last axis of positions.
+        length: T; None uses 1 + the largest position along the last axis of positions.
     """
 
     dim: int = DIM
@@ -81,11 +82,11 @@ MAX_BITS = 63
 
 @dataclass(frozen=True)
 class Binary(AdditiveTable):
-    """Channel i is bit i of p, (p >> i) & 1, the least significant first.
+    """Channel i is bit i of p, (p >> i) & 1; the least significant bit comes first.
 
     Values are unique below 2^dim, but neighbours can be far apart: 7 and 8 differ in four bits.
 
-    *Corrected*: bit i toggles every 2^i positions and has the period 2^(i+1), so the most significant of n bits
+    *Corrected*: bit i toggles every 2^i positions and has period 2^(i+1), so the most significant of n bits
     toggles every 2^(n−1) positions; that is not its period.
 
     Source: "You could have designed state of the art positional encoding" (Fleetwood, 2024).
@@ -112,10 +113,10 @@ class Binary(AdditiveTable):
 class SingleSinusoid(AdditiveTable):
     """PE(p) = sin(ωp) in every channel.
 
-    *Corrected*: with a small ω neighbours are nearly equal, at most ω apart; with a large ω distant positions collide.
-    The original says the reverse.
+    *Corrected*: with a small ω, neighbours are nearly equal, at most ω apart; with a large ω, distant positions
+    collide. The source says the opposite.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), its step before several frequencies.
+    Source: "详解Transformer中的Positional Encoding" (2021), the step before it combines several frequencies.
 
     >>> SingleSinusoid(dim=1, omega=1.0).table([0, 1]).round(6).ravel().tolist()
     [0.0, 0.841471]
@@ -141,11 +142,11 @@ class SingleSinusoid(AdditiveTable):
 class Sinusoidal(AdditiveTable):
     """Channels 2k and 2k + 1 are sin(pω_k) and cos(pω_k), ω_k = theta^(−2k/d) for pair k = 0 … d/2 − 1.
 
-    PE(p + k) = M_k PE(p) with an orthogonal M_k, see ``shift``; PE(p)·PE(q) = Σ cos ω_k(p − q).
+    PE(p + k) = M_k PE(p) with an orthogonal M_k (see ``shift``); PE(p)·PE(q) = Σ cos ω_k(p − q).
 
     *Corrected*: the last pair of 512 channels divides p by 9646.616 = 10000^(510/512); one source multiplies. No two
-    integer positions share a vector, since for pair 0 alone p − q would have to be a multiple of 2π. So positions 1
-    and 513 differ, and the 63,000 "unique positions" of another source are just the approximate period 2π·10⁴ of the
+    integer positions share a vector, because pair 0 alone would require p − q to be a multiple of 2π. So positions 1
+    and 513 differ, and the 63,000 "unique positions" in another source are just the approximate period 2π·10⁴ of the
     slowest pair.
 
     Source: "Attention is all you need" (Vaswani et al., 2017).
@@ -164,11 +165,11 @@ class Sinusoidal(AdditiveTable):
 
     def __post_init__(self) -> None:
         even("dim", self.dim, maximum=MAX_CHANNELS)
-        _ = self.frequencies  # raises if theta is wrong
+        _ = self.frequencies  # raises an error if theta is wrong
 
     @cached_property
     def frequencies(self) -> Float64Array:
-        """(dim/2,) ω_k in rad per position, as in RoPE; read-only."""
+        """Frequencies ω_k in rad per position, (dim/2,), as in RoPE; read-only."""
         return Rotary(self.dim, self.theta, axes=1).inv_freq_array
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
@@ -198,7 +199,7 @@ class LearnedAbsolute(LearnedTable):
     [[1.0, 2.0], [0.5, 0.0]]
 
     Args:
-        weights: (L_max, dim) the table; drawn at random for 512 positions by default.
+        weights: the table, (L_max, dim); drawn at random for 512 positions by default.
     """
 
     weights: Float64Array = field(default_factory=lambda: draw(LENGTH, DIM, 0), repr=False)
@@ -212,7 +213,7 @@ class LearnedAbsolute(LearnedTable):
         Args:
             length: L_max.
             dim: channels.
-            seed: seed of the random numbers.
+            seed: seed of the random number generator.
         """
         return cls(draw(integer("length", length, minimum=1), integer("dim", dim, minimum=1), seed))
 

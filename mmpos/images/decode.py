@@ -1,7 +1,7 @@
 """Open images (files, bytes, Pillow images, arrays and tensors), decode them to samples, and convert these to RGB.
 
-Pillow opens files, so a size is read without decoding pixels. Pillow and torchvision decode and resize. Each is
-imported on first use.
+Pillow opens files, so that sizes can be read without decoding pixels. Either Pillow or torchvision decodes and resizes
+images; each package is imported on first use.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
 BACKENDS = ("torchvision", "pillow")
 
 MOST_READS = 2**14
-"""Largest number of reads before the pixels: Pillow reads each segment, chunk or block in Python; files have dozens."""
+"""Maximum number of reads before the pixels. Pillow reads each segment, chunk or block in Python; files have dozens."""
 
 MOST_SCANS = 100
-"""Largest number of scans of a JPEG. Encoders write about ten; a decoder passes over all pixels for each."""
+"""Maximum number of scans in a JPEG. Encoders write about ten; a decoder passes over all pixels once per scan."""
 
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 
@@ -95,31 +95,31 @@ class ImageSize:
 
 
 class Source(Protocol):
-    """An opened image that is not decoded yet."""
+    """An opened image that has not been decoded yet."""
 
     @property
     def size(self) -> ImageSize:
-        """Size after EXIF orientation."""
+        """Image size after EXIF orientation."""
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
-        """Return the upright samples (h, w, 1 | 3 | 4) as uint8 or uint16, possibly a view, and the content hash.
+        """Return the upright samples (h, w, 1 | 3 | 4) as uint8 or uint16, possibly as a view, and the content hash.
 
         Args:
             backend: one of BACKENDS.
-            least: (height, width) that the samples must cover if a JPEG is decoded at a reduced size; None decodes at
-                full size.
+            least: smallest (height, width) to which a JPEG may be reduced while it is decoded; None decodes at full
+                size.
         """
 
 
 def read_data_url(name: str, url: str) -> bytes:
-    """Decode a data: URL of an image (RFC 2397), percent-encoded or base64.
+    """Decode an image in a data: URL (RFC 2397), percent-encoded or in base64.
 
     Args:
-        name: name of the image, for errors.
-        url: URL that begins with "data:", in upper or lower case.
+        name: name of the image in error messages.
+        url: URL that begins with "data:" in upper or lower case.
 
     Raises:
-        InvalidInputError: the URL is malformed or not of an image.
+        InvalidInputError: the URL is malformed or does not contain an image.
     """
     head, comma, payload = url[5:].partition(",")
     media, *parameters = head.split(";")
@@ -141,10 +141,10 @@ def read_data_url(name: str, url: str) -> bytes:
 
 @contextmanager
 def open_source(image: object) -> Iterator[Source]:
-    """Open an image; read and check only its header.
+    """Open an image; only its header is read and checked.
 
     Raises:
-        InvalidInputError: the argument is not an image, or cannot be read.
+        InvalidInputError: the argument is not an image or cannot be read.
         LimitExceededError: a file has more than MOST_READS pieces, or more pixels than Pillow accepts.
     """
     if isinstance(image, bytes | bytearray | memoryview):
@@ -177,19 +177,19 @@ class _Reader:
         self._left = MOST_READS
 
     def read(self, size: int = -1) -> bytes:
-        """Read bytes. Ordinary files have few segments, chunks or blocks; attacks have millions."""
+        """Read bytes. Ordinary files contain few segments, chunks or blocks; malicious files contain millions."""
         self._left -= 1
         if self._left < 0:
             raise LimitExceededError(f"image: got a file of over {MOST_READS} segments, chunks or blocks, want fewer")
         return self._read(size)
 
     def allow(self, pixels: int) -> None:
-        """Allow the reads for this number of bytes of pixels: encoders write chunks of 8 KiB, with three reads each."""
+        """Allow reads for this many bytes of pixel data: encoders write chunks of 8 KiB, each read in three calls."""
         self._left += pixels // 1024
 
 
 def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
-    """Open a file up to its pixels; ``data`` returns all of its bytes."""
+    """Open a file and read it up to its pixels; ``data`` returns the whole content."""
     reader, image_module = _Reader(file), pillow()
     with guarded("file"):
         try:
@@ -207,10 +207,10 @@ class _File:
     """An opened image file.
 
     Args:
-        image: image as opened by Pillow.
-        reader: reader of the file.
+        image: image opened by Pillow.
+        reader: reader for the file.
         data: function that returns all bytes of the file.
-        header: number of bytes that Pillow has read, those before the pixels.
+        header: number of bytes before the pixels, which Pillow has read.
         orientation: EXIF orientation, 1 to 8.
     """
 
@@ -228,13 +228,13 @@ class _File:
         data, image = self.data(), self.image
         whole = image.size
         self.reader.allow(len(data))
-        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by others
+        is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by other JPEGs
         if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
-            raise LimitExceededError(f"image: got a JPEG of {scans} scans, want <= {MOST_SCANS}")
+            raise LimitExceededError(f"image: got a JPEG with {scans} scans, want <= {MOST_SCANS}")
         if is_jpeg and least is not None:
             image.draft(
                 None, least if self.orientation >= 5 else least[::-1]
-            )  # reduces by 2, 4 or 8, not below this size
+            )  # divides the size by 2, 4 or 8, but not below this size
         width, height = image.size
         with guarded(f"{image.format} file"):
             if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB") and image.size == whole:
@@ -257,7 +257,7 @@ class _File:
 
 
 def _fit_transparency(image: ImageFile, *, depth: int) -> None:
-    """Convert the transparent level or colour of a PNG to 8 bits; Pillow converts only the samples."""
+    """Convert the transparent level or colour of a PNG to 8 bits, because Pillow converts only the samples."""
     key = image.info.get("transparency")
     if image.mode == "L" and isinstance(key, int):
         image.info["transparency"] = key * 255 // (2**depth - 1)
@@ -303,23 +303,23 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
 
 
 def _orientation(image: Image) -> int:
-    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, since the pixels are still good."""
-    if "exif" not in image.info:  # Pillow would decode a whole PNG to look for it
+    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, because the pixels can still be used."""
+    if "exif" not in image.info:  # getexif would decode a whole PNG to look for it
         return 1
     try:
         orientation = image.getexif().get(0x0112, 1)
-    except Exception:  # Pillow raises errors of many types for damaged data
+    except Exception:  # Pillow raises errors of various types for damaged data
         return 1
     return int(orientation) if orientation in range(1, 9) else 1
 
 
 def _upright(size: tuple[int, int], orientation: int) -> ImageSize:
-    """Return the size after orientation of an image with size (width, height)."""
+    """Return the size that an image of size (width, height) has after orientation."""
     return ImageSize(*size) if orientation >= 5 else ImageSize(*size[::-1])
 
 
 def _orient(pixels: Array, orientation: int) -> Array:
-    """Return pixels (h, w, c) upright, as a view: 5 to 8 swap the axes, and the others mirror them."""
+    """Return an upright view of pixels (h, w, c): orientations 5 to 8 swap the axes, and the others mirror them."""
     if orientation >= 5:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -331,7 +331,7 @@ def _orient(pixels: Array, orientation: int) -> Array:
 
 @contextmanager
 def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file; errors of opening and reading name the path."""
+    """Open a file; errors raised while it is opened or read contain the path."""
     try:
         if "\0" in os.fsdecode(path):
             raise OSError("a path cannot contain a null byte")
@@ -342,13 +342,13 @@ def _opened(path: os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def is_of(module: str, name: str, image: object) -> bool:
-    """Return whether image is an instance of module.name, without importing the module."""
+    """Return whether an image is an instance of ``module.name``, without importing the module."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(image, kind)
 
 
 def _from_torch(tensor: Tensor) -> Samples:
-    """Return a tensor as an array with channels last that shares its memory."""
+    """Return an array with channels last that shares the memory of a tensor."""
     if tensor.device.type != "cpu" or str(tensor.layout) != "torch.strided":
         raise InvalidInputError(
             f"image: got a tensor on {tensor.device}, {tensor.layout}, want a dense tensor on the host"
@@ -371,17 +371,17 @@ def _checked(array: Array, dtypes: tuple[type[np.generic], ...], *, channels_las
 
 
 def samples(image: Image) -> Samples:
-    """Return the samples of a Pillow image: uint16 for 16-bit gray, RGBA if it may have transparency, otherwise RGB."""
+    """Return the samples of a Pillow image: uint16 for 16-bit gray, RGBA if it may be transparent, otherwise RGB."""
     if image.mode.startswith("I;16"):
-        gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow would clip it to 255
+        gray = np.asarray(image).astype(np.uint16, copy=False)[..., None]  # Pillow would clip the samples to 255
         key = image.info.get("transparency")
         if key is None:
             return gray
         return np.concatenate([gray, gray, gray, (gray != key) * np.uint16(65535)], axis=2)
     if image.mode in ("I", "F"):
-        raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want samples of 8 or 16 bits")
+        raise InvalidInputError(f"image: got a Pillow image of mode {image.mode!r}, want 8-bit or 16-bit samples")
     mode = "RGBA" if image.has_transparency_data else "RGB"
-    image.load()  # may change the size, for example of icons
+    image.load()  # may change the size, for example if the file is an icon
     array = np.empty((image.height, image.width, len(mode)), np.uint8)
     for rows in _strips(image.height, image.width):
         whole = rows.stop - rows.start == image.height
@@ -439,22 +439,22 @@ def torchvision() -> tuple[ModuleType, ModuleType]:
 def decode_jpeg(data: bytes) -> Pixels:
     """Decode a gray or RGB JPEG to pixels (h, w, 3) with torchvision, ignoring EXIF orientation."""
     torch, _ = torchvision()
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, since torch warns about read-only bytes
-    # The operator behind torchvision.io.decode_jpeg, which warns of its deprecation from 0.29 on; 3 is RGB.
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)  # a copy, because torch warns about read-only bytes
+    # Call the operator behind torchvision.io.decode_jpeg, which raises a deprecation warning from 0.29 on; 3 is RGB.
     planes = torch.ops.image.decode_jpeg(encoded, 3, False)
-    pixels: Pixels = planes.permute(1, 2, 0).numpy()  # already stored as rows of RGB, so no copy
+    pixels: Pixels = planes.permute(1, 2, 0).numpy()  # already stored as rows of RGB, so this needs no copy
     return pixels
 
 
 def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
-    """Resize pixels (h, w, 3), bicubic with antialiasing; return the same array if the size is right."""
+    """Resize pixels (h, w, 3) with antialiased bicubic interpolation; return the same array if the size is right."""
     if pixels.shape[:2] == (height, width):
         return pixels
     if backend == "pillow":
         image = pillow().fromarray(np.ascontiguousarray(pixels))
         return np.asarray(image.resize((width, height), pillow().Resampling.BICUBIC))
     torch, functional = torchvision()
-    # torch refuses negative strides and warns about read-only memory.
+    # torch does not support negative strides and warns about read-only memory.
     tensor = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)
     bicubic = functional.InterpolationMode.BICUBIC
     resized: Pixels = functional.resize(tensor, [height, width], bicubic, antialias=True).permute(1, 2, 0).numpy()
@@ -463,9 +463,10 @@ def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Convert errors of a decoder in this block to errors of mmpos.
+    """Convert decoder errors raised in the block to errors of mmpos.
 
-    Every exception means a damaged file: decoders raise OSError, SyntaxError, ValueError, struct.error and others.
+    Every exception is treated as a damaged file, since decoders raise OSError, SyntaxError, ValueError, struct.error
+    and others.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Cut pixels into patches and normalise them for a vision encoder, in C or, with the same result, in numpy."""
+"""Cut pixels into patches and normalise them for a vision encoder, in C or numpy, with the same results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "va
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""Factors and summands of the normalisation, one number per colour each."""
+"""Factors and summands of the normalisation, each with one number per colour."""
 
 
 def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:
     """Cut pixels (h, w, 3) into new patches (n, patch, patch, 3): uint8, or normalised float32.
 
-    The only copy is made straight from the pixels, whatever their strides.
+    Pixels are copied only once, directly into the patches, whatever their strides.
     """
     height, width, channels = pixels.shape
     shape = (height * width // patch**2, patch, patch, channels)
@@ -48,7 +48,7 @@ def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, 
 
 
 def levels(scale: npt.NDArray[np.float32], shift: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Compute the normalised value of each level of each colour, (3, 256)."""
+    """Compute the normalised value for each level of each colour, (3, 256)."""
     return np.arange(256, dtype=np.float32) * scale[:, None] + shift[:, None]
 
 
@@ -61,7 +61,7 @@ def cut(
     frames: int,
     out: Array,
 ) -> bool:
-    """Fill ``out`` with patches in C, with levels looked up in the table; return False if C cannot."""
+    """Fill ``out`` with patches in C, looking up levels in the table; return False if the C code cannot do so."""
     core = native.core
     return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
 
@@ -69,9 +69,9 @@ def cut(
 def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array, shift: Array) -> Array | Tensor:
     """Normalise patches (n, patch, patch, 3) to float32 (n, 3 * frames * patch * patch), as x * scale + shift.
 
-    A torch tensor gives a torch tensor on the same device.
+    The result for a torch tensor is a torch tensor on the same device.
     """
-    loaded = sys.modules.get("torch")  # a caller with a tensor has imported it
+    loaded = sys.modules.get("torch")  # a caller that has a tensor has already imported torch
     if not isinstance(patches, np.ndarray if loaded is None else (np.ndarray, loaded.Tensor)):
         raise InvalidInputError(f"patches: got {type(patches).__name__}, want a numpy array or a torch tensor")
     if str(patches.dtype).removeprefix("torch.") != "uint8":

@@ -1,4 +1,4 @@
-"""ImageProcessor: convert any image to the patches of a vision encoder and their grid."""
+"""ImageProcessor: convert any image to patches for a vision encoder and their grid."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class ProcessedImage:
     """Result of `ImageProcessor.process`.
 
     Args:
-        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller, or the result of
+        patches: (patches, patch_size, patch_size, 3), uint8 or float32, owned by the caller; or the result of
             `pixel_values`; None for an ImageSize.
-        grid: grid of tokens after merging; each token has spatial_merge_size**2 patches.
+        grid: grid of tokens after merging; each token covers spatial_merge_size**2 patches.
         size: (height, width) in pixels after resizing; None if only the grid is known.
         source_size: size after orientation and before resizing; None if only the grid is known.
-        content_hash: SHA-256 in hex. For paths and bytes it is that of the file, so both agree. For pixels it covers a
-            header (dtype and shape with channels last; for Pillow images mode, size, orientation, palette and
-            transparency) and the bytes of the pixels, so equal pixels from a file and from an array have different
-            hashes. None for an ImageSize.
+        content_hash: SHA-256 in hex. For paths and bytes, it is the hash of the file contents, so both agree. For
+            pixels, it covers a header (dtype and shape with channels last; for Pillow images, their mode, size,
+            orientation, palette and transparency) and the pixel bytes, so equal pixels from a file and from an array
+            have different hashes. None for an ImageSize.
     """
 
     patches: Array | None
@@ -63,22 +63,23 @@ class ImageProcessor:
         backend: "torchvision" (fast) or "pillow"; their pixels differ by a few levels.
         patch_size: side of a patch in pixels.
         spatial_merge_size: side, in patches, of the square that becomes one token.
-        min_pixels: images with fewer pixels are scaled up to this number. An image scaled down to max_pixels may end
-            below it.
+        min_pixels: images with fewer pixels are scaled up to this number. An image scaled down to max_pixels may end up
+            with fewer.
         max_pixels: largest number of pixels after resizing.
-        max_tokens: largest number of tokens after merging; None for no limit but max_pixels.
+        max_tokens: largest number of tokens after merging; None applies no limit other than max_pixels.
         order: "raster" for patches row by row; "merged" for the patches of each token in sequence, as in Qwen-VL.
-        dtype: "uint8", or "float32" for (x / 255 - mean) / std.
+        dtype: "uint8" for unchanged values, or "float32" for (x / 255 - mean) / std.
         mean: mean of red, green and blue, 0 to 1.
         std: standard deviation of red, green and blue, 0 to 1.
-        background: colour behind transparent pixels: red, green and blue, 0 to 255.
-        max_source_pixels: largest number of pixels before resizing; larger images are refused before memory is used.
-            Pillow has its own limit for files: it warns above PIL.Image.MAX_IMAGE_PIXELS and refuses twice as many.
+        background: red, green and blue of the colour behind transparent pixels, 0 to 255.
+        max_source_pixels: largest number of pixels before resizing; larger images are refused before any memory is
+            allocated. Pillow has its own limit for files: it warns above PIL.Image.MAX_IMAGE_PIXELS and refuses files
+            with twice as many.
         max_aspect_ratio: largest ratio of the long side to the short side before resizing.
-        small_images: how a side shorter than a token is enlarged: alone in "qwen-vl"; together with the other side in
-            "glm-v", rounded down, and in "paddleocr-vl", rounded to the nearest pixel.
-        scaled_decoding: whether to decode a JPEG at a half, a quarter or an eighth of its size if that covers its size
-            after resizing. This is faster, and pixels differ by a few levels.
+        small_images: how a side shorter than a token is enlarged: "qwen-vl" enlarges only that side; "glm-v" scales
+            both sides and rounds down; "paddleocr-vl" scales both sides and rounds to the nearest pixel.
+        scaled_decoding: whether to decode a JPEG at a half, a quarter or an eighth of its size if that is not smaller
+            than its size after resizing. This is faster, but pixels differ by a few levels.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -131,9 +132,9 @@ class ImageProcessor:
         """Compute the size of an image after resizing, from its size alone.
 
         Both sides become the nearest multiples of patch_size * spatial_merge_size. If the result is outside the range
-        from min_pixels to max_pixels (or max_tokens), both are scaled by one factor and rounded to stay inside. This is
-        ``smart_resize`` of Qwen-VL in Transformers, except that the maximum always holds and a side always has at least
-        one token.
+        from min_pixels to max_pixels (or max_tokens), both sides are scaled by the same factor and rounded so that they
+        stay inside it. This is ``smart_resize`` of Qwen-VL in Transformers, except that the maximum always holds and a
+        side always has at least one token.
 
         Args:
             height: rows of pixels.
@@ -150,15 +151,16 @@ class ImageProcessor:
     def grid(self, height: int, width: int) -> Grid:
         """Compute the grid of tokens after merging from the size of an image.
 
-        Source: ``smart_resize`` of Qwen2-VL, GLM-4V and PaddleOCR-VL in Transformers, operation by operation, so that
-        floats round in the same way. Results differ only if the original exceeds the maximum or gives no row.
+        Source: ``smart_resize`` of Qwen2-VL, GLM-4V and PaddleOCR-VL in Transformers, copied operation by operation so
+            that floats are rounded in the same way. Results differ only if the original exceeds the maximum or returns
+            no rows.
 
         Args:
             height: rows of pixels.
             width: columns of pixels.
 
         Returns:
-            The grid of `process` for any image of this size.
+            The grid that `process` returns for any image of this size.
 
         Raises:
             InvalidInputError: a side is below 1, or the aspect ratio is above max_aspect_ratio.
@@ -179,11 +181,11 @@ class ImageProcessor:
         if rows * columns * area > max_pixels:
             scale = math.sqrt(height * width / max_pixels)
             rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
-        most = max_pixels // area  # for a thin image whose only row was rounded to none
+        most = max_pixels // area  # for a thin image whose only row was rounded down to none
         return Grid(min(max(1, rows), most), min(max(1, columns), most))
 
     def _enlarged(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Scale both sides of an image with a side shorter than a token, unless small_images is "qwen-vl"."""
+        """Scale both sides of an image if one is shorter than a token, unless small_images is "qwen-vl"."""
         if min(height, width) >= factor or self.small_images == "qwen-vl":
             return height, width
         if self.small_images == "glm-v":
@@ -199,14 +201,14 @@ class ImageProcessor:
         """Read the size of an image, after EXIF orientation, from its header without decoding pixels.
 
         Args:
-            image: any image, see the class.
+            image: any image that the class supports.
 
         Returns:
-            Its height and width in pixels.
+            The height and width of the image in pixels.
 
         Raises:
-            InvalidInputError: the argument is not an image, or is unreadable, without pixels, or too thin.
-            LimitExceededError: the image has more than max_source_pixels, or its file too many segments, chunks or
+            InvalidInputError: the argument is not an image, or the image is unreadable, has no pixels or is too thin.
+            LimitExceededError: the image has more than max_source_pixels, or its file has too many segments, chunks or
                 blocks.
         """
         if isinstance(image, ImageSize):
@@ -221,17 +223,17 @@ class ImageProcessor:
         """Decode, resize and cut an image into patches.
 
         Args:
-            image: any image, see the class; it is not changed.
-            temporal_patch_size: number of frames in a patch; the patches are then the result of `pixel_values`,
-                computed without an intermediate uint8 array. None returns plain patches.
+            image: any image that the class supports; it is not changed.
+            temporal_patch_size: number of frames in a patch; the patches are then equal to the result of
+                `pixel_values`, but computed without an intermediate uint8 array. None returns plain patches.
 
         Returns:
-            New patches, or None in their place for an `ImageSize`; the grid is `grid(*inspect(image))`.
+            New patches, or None instead of patches for an `ImageSize`; the grid is `grid(*inspect(image))`.
 
         Raises:
-            InvalidInputError: the argument is not an image, or is unreadable, without pixels, too thin, truncated or
-                corrupt.
-            LimitExceededError: as in `inspect`, or a JPEG has more than 100 scans.
+            InvalidInputError: the argument is not an image, or the image is unreadable, has no pixels, or is too thin,
+                truncated or corrupt.
+            LimitExceededError: for the same reasons as `inspect`, or because a JPEG has more than 100 scans.
             ImportError: the backend is not installed.
         """
         frames = None if temporal_patch_size is None else integer("temporal_patch_size", temporal_patch_size, minimum=1)
@@ -249,29 +251,29 @@ class ImageProcessor:
         return ProcessedImage(patches, grid, fitted, size, content_hash)
 
     def pixels(self, image: object) -> npt.NDArray[np.uint8]:
-        """Decode an image to upright pixels (h, w, 3) without resizing, with the limits of `process`.
+        """Decode an image to upright pixels (h, w, 3) without resizing, under the same limits as `process`.
 
         Args:
-            image: any image but an `ImageSize`, see the class; it is not changed.
+            image: any image that the class supports, except an `ImageSize`; it is not changed.
 
         Raises:
-            InvalidInputError: the argument is not an image, or is unreadable, without pixels, too thin, truncated or
-                corrupt.
-            LimitExceededError: as in `inspect`, or a JPEG has more than 100 scans.
+            InvalidInputError: the argument is not an image, or the image is unreadable, has no pixels, or is too thin,
+                truncated or corrupt.
+            LimitExceededError: for the same reasons as `inspect`, or because a JPEG has more than 100 scans.
         """
         return to_rgb(self._read(image)[0], self.background)
 
     def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
-        """Normalise patches for vision encoders of Transformers; with order="merged" as its Qwen-VL processors do.
+        """Normalise patches for vision encoders in Transformers; for order="merged", as its Qwen-VL processors do.
 
         Args:
-            patches: (n, patch_size, patch_size, 3) uint8, a numpy array, or a torch tensor on any device. Moving
-                uint8 patches to a device takes 1 / (4 * temporal_patch_size) of the bytes of the result.
-            temporal_patch_size: number of frames in a patch; the image is repeated for each.
+            patches: (n, patch_size, patch_size, 3) uint8, a numpy array, or a torch tensor on any device. Moving uint8
+                patches to a device transfers 1 / (4 * temporal_patch_size) as many bytes as moving the result.
+            temporal_patch_size: number of frames in a patch; the image is repeated for each frame.
 
         Returns:
             New float32 (n, 3 * temporal_patch_size * patch_size**2) in the same library and on the same device:
-            (x / 255 - mean) / std by colour, then by frame, then row by row.
+            (x / 255 - mean) / std, ordered by colour, then frame, then row.
 
         Raises:
             InvalidInputError: patches have the wrong type or shape.
@@ -281,12 +283,12 @@ class ImageProcessor:
 
     @property
     def _factors(self) -> Factors:
-        """(x / 255 - mean) / std as a factor and a summand per colour."""
+        """Factor and summand per colour that compute (x / 255 - mean) / std."""
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
     def _read(self, image: object, scaled: bool = False) -> tuple[Array, ImageSize, Grid, str]:
-        """Return the upright samples, size, grid and content hash of an image, and free its decoder."""
+        """Return the upright samples, size, grid and content hash of an image, and close its decoder."""
         with open_source(image) as source:
             size = source.size
             grid = self._admitted_grid(size)
@@ -301,7 +303,7 @@ class ImageProcessor:
         return self.grid(size.height, size.width)
 
     def _in_pixels(self, grid: Grid) -> tuple[int, int]:
-        """Compute the height and width in pixels of a grid."""
+        """Compute the height and width of a grid in pixels."""
         factor = self.patch_size * self.spatial_merge_size
         return grid.height * factor, grid.width * factor
 

@@ -1,1 +1,1 @@
-"""Integrations with Transformers, diffusers, vLLM, SGLang and Megatron, and settings from model configs."""
+"""Integrations with Transformers, diffusers, vLLM, SGLang and Megatron, and settings read from model configs."""

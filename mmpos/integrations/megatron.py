@@ -1,4 +1,4 @@
-"""Positions and rotations for Megatron and TransformerEngine: angles in their layout, and broadcast of tables.
+"""Positions and rotations for Megatron and TransformerEngine: angles in their layout, and broadcasts of tables.
 
 Shapes used throughout:
 
@@ -40,9 +40,9 @@ def rotary_pos_emb(
     mscale: float = 1.0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Compute the rotation angles of the tokens of a batch or a shard, wrapped to [−π, π].
+    """Compute the rotation angles for the tokens in a batch or a shard, wrapped to [−π, π].
 
-    Megatron cuts packed angles itself and does not cut other angles; docs/megatron.md says which to pass.
+    Megatron splits packed angles itself but does not split other angles; docs/megatron.md explains which ones to pass.
 
     >>> from mmpos import Grid, SegmentTable, Text, place
     >>> from mmpos.rotary import Rotary
@@ -54,10 +54,11 @@ def rotary_pos_emb(
 
     Args:
         positions: DevicePositions, a PositionTable, or dense ids.
-        rotary: frequencies and their allocation; pairing "adjacent" is Megatron's rotary_interleaved.
+        rotary: frequencies and their allocation; the pairing "adjacent" corresponds to Megatron's rotary_interleaved.
         layout: "sbhd" if the documents are the rows of a batch, "thd" if they are packed.
-        mscale: factor of the engine's YaRN config, by which it multiplies cos and sin; not part of the angles.
-        device: device of the angles; None is the device of the positions.
+        mscale: factor in the engine's YaRN config by which the engine multiplies cos and sin; it is not part of the
+            angles.
+        device: device of the angles; None uses the device of the positions.
 
     Returns:
         A new contiguous float32 tensor, (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim).
@@ -87,11 +88,13 @@ def _check_rows(positions: Positions) -> None:
     else:
         equal = True
     if not equal:
-        raise InvalidInputError("positions: got documents of unequal length, want one length; pad, or use layout 'thd'")
+        raise InvalidInputError(
+            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'"
+        )
 
 
 class Group(Protocol):
-    """Methods of torch.distributed.ProcessGroup that are used here."""
+    """The methods of torch.distributed.ProcessGroup that are used here."""
 
     def rank(self) -> int:
         """Return the rank of this process in the group."""
@@ -101,16 +104,16 @@ class Group(Protocol):
 
 
 class MultimodalRotaryEmbedding(nn.Module):
-    """Replacement of a GPTModel's rotary_pos_emb of type "mrope", for any scheme and any rotary.
+    """Replacement for the "mrope" rotary_pos_emb of a GPTModel, for any scheme and any rotary.
 
     The module has no weights and no buffers, so checkpoints do not change.
 
     Args:
         rotary: frequencies and their allocation to axes and channels.
         layout: "sbhd" for rows of equal length, "thd" for packed sequences.
-        cp_group: context-parallel ranks; None for a single rank.
+        cp_group: group of context-parallel ranks; None for a single rank.
         mscale: see ``rotary_pos_emb``.
-        device: device of the angles; None is the device of the positions.
+        device: device of the angles; None uses the device of the positions.
     """
 
     def __init__(
@@ -129,27 +132,27 @@ class MultimodalRotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Positions, mrope_section: Sequence[int] | None = None, cp_group: Group | None = None
     ) -> Tensor:
-        """Compute angles for Megatron's attention.
+        """Compute the angles for Megatron's attention.
 
         Args:
             position_ids: positions of the whole batch on every context-parallel rank: PositionTable, DevicePositions,
                 or dense ids, (axes, batch, seq).
-            mrope_section: pairs per axis; must equal the sections of rotary, if it has any.
-            cp_group: context-parallel ranks; None is the module's cp_group.
+            mrope_section: pairs per axis; it must equal the sections of rotary, if rotary has sections.
+            cp_group: group of context-parallel ranks; None uses the module's cp_group.
 
         Returns:
-            In layout "sbhd" (seq / C, batch, 1, rotary_dim), the zig-zag blocks of this rank of C in every row. In
-            layout "thd" (tokens, 1, 1, rotary_dim) of all tokens, which Megatron cuts.
+            In layout "sbhd", (seq / C, batch, 1, rotary_dim): the zig-zag blocks of every row that belong to this rank,
+            one of C. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
 
         Raises:
-            InvalidInputError: mrope_section differs from rotary, or rows are not a multiple of 2C tokens.
+            InvalidInputError: mrope_section differs from rotary, or the length of rows is not a multiple of 2C tokens.
         """
         section = self.rotary.mrope_section
         if mrope_section is not None and section is not None and tuple(mrope_section) != section:
             raise InvalidInputError(f"mrope_section: got {list(mrope_section)}, want {list(section)} as in rotary")
         group = self.cp_group if cp_group is None else cp_group
         rank, size = (0, 1) if group is None or self.layout == "thd" else (group.rank(), group.size())
-        if isinstance(position_ids, PositionTable):  # cut before computing angles
+        if isinstance(position_ids, PositionTable):  # split before the angles are computed
             position_ids, rank, size = position_ids.shard(rank, size), 0, 1
         angles = rotary_pos_emb(position_ids, self.rotary, self.layout, mscale=self.mscale, device=self.device)
         return angles if size == 1 else _blocks(angles, rank, size)
@@ -168,7 +171,7 @@ def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
 
 
 _HEADER = 6
-"""Fields of the header: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows: no table."""
+"""Header fields: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows mean no table."""
 
 
 def broadcast_table(
@@ -178,21 +181,22 @@ def broadcast_table(
     *,
     device: torch.device | str | None = None,
 ) -> PositionTable:
-    """Broadcast the table of one rank to all ranks of a group; its size may differ between calls.
+    """Broadcast a table from one rank to all ranks of a group; its size may differ between calls.
 
-    The call makes two int64 broadcasts: the sizes, then the table. Nothing is pickled, and ids are not expanded.
+    Each call makes two int64 broadcasts: first the sizes, then the table. Nothing is pickled, and ids are not expanded.
 
     Args:
         positions: the table on rank src; None on other ranks.
         src: global rank of the sender, as in torch.distributed.broadcast.
-        group: group whose ranks all make this call; None is all ranks.
-        device: device on which the group communicates; None is the current CUDA device under nccl, else the host.
+        group: group whose ranks all make this call; None uses all ranks.
+        device: device on which the group communicates; None uses the current CUDA device under nccl, else the host.
 
     Returns:
-        ``positions`` on rank src, an equal table on the host elsewhere. Under nccl the call waits for the device.
+        ``positions`` on rank src, and an equal table in host memory on all other ranks. Under nccl, the call waits for
+        the device.
 
     Raises:
-        InvalidInputError: src has no table (raised on all ranks); or this rank or src is not in the group.
+        InvalidInputError: src has no table (raised on all ranks), or this rank or src is not in the group.
     """
     _check_ranks(src, group)
     if device is None:
@@ -222,14 +226,14 @@ def broadcast_table(
 
 def _check_ranks(src: int, group: dist.ProcessGroup | None) -> None:
     if dist.get_rank(group) < 0:
-        raise InvalidInputError(f"group: got one without rank {dist.get_rank()}, want a group with this rank")
+        raise InvalidInputError(f"group: got a group without rank {dist.get_rank()}, want a group with this rank")
     ranks = dist.get_process_group_ranks(group)
     if integer("src", src) not in ranks:
         raise InvalidInputError(f"src: got {src}, want one of the group's ranks, {ranks}")
 
 
 def _packed(positions: object) -> tuple[IntArray, IntArray]:
-    """Return header and body of a table, or a header of zeros, which all ranks refuse, for any other object."""
+    """Return the header and body of a table; for any other object, return a header of zeros, which all ranks refuse."""
     if not isinstance(positions, PositionTable):
         return np.zeros(_HEADER, np.int64), np.zeros(0, np.int64)
     name = positions.scheme.encode(errors="surrogatepass")
@@ -246,7 +250,7 @@ def _packed(positions: object) -> tuple[IntArray, IntArray]:
 
 
 def _broadcast(buffer: IntArray, src: int, group: dist.ProcessGroup | None, device: torch.device | str) -> IntArray:
-    """Broadcast the buffer of rank src and return it on all ranks."""
+    """Broadcast the buffer from rank src and return it on all ranks."""
     tensor: Tensor = torch.from_numpy(buffer).to(device)
     dist.broadcast(tensor, src, group)
     return tensor.cpu().numpy()

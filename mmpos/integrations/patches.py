@@ -1,4 +1,4 @@
-"""Patch: the changes that the ``patch`` of an integration makes to another project's module, undone by ``unpatch``."""
+"""Patch: the changes that an integration's ``patch`` makes to another project's module, undone by ``unpatch``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "_mmpos_patch"
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """Attribute to set on a module."""
+    """An attribute to set on a module."""
 
     module: nn.Module
     name: str
@@ -35,7 +35,7 @@ class Patch:
     Args:
         handles: handles of the registered hooks.
         attributes: attributes set on instances.
-        classes: objects, each with the subclass that replaces its class.
+        classes: objects, and the subclass that replaces the class of each.
     """
 
     handles: Sequence[RemovableHandle]
@@ -51,9 +51,9 @@ class Patch:
         attributes: Sequence[Attribute],
         classes: Sequence[tuple[Any, type]] = (),
     ) -> None:
-        """Set all attributes and classes and register all hooks, or do nothing.
+        """Set all attributes and classes and register all hooks, or change nothing if one of these fails.
 
-        ``name`` is the name of the module in errors; ``hooks`` registers hooks and yields the handle of each.
+        ``name`` is the name of the module in error messages; ``hooks`` registers hooks and yields their handles.
 
         Raises:
             UnsupportedError: an attribute is already set on an instance.
@@ -83,14 +83,14 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def unpatched(name: str, module: Module) -> Module:
-    """Remove everything that a patch added to a module; the module may be a copy of the patched one.
+    """Remove everything that a patch added to a module; the module may be a copy of the patched module.
 
     Raises:
-        InvalidInputError: the module is not patched, or other code has replaced an attribute of the patch.
+        InvalidInputError: the module is not patched, or other code has replaced an attribute set by the patch.
     """
     patch = vars(module).get(_MARK)
     if patch is None:
-        raise InvalidInputError(f"{name}: got {type(module).__name__} that is not patched, want the patched module")
+        raise InvalidInputError(f"{name}: got an unpatched {type(module).__name__}, want the patched module")
     for attribute in patch.attributes:
         if vars(attribute.module).get(attribute.name) is not attribute.value:
             got = f"{type(attribute.module).__name__}.{attribute.name}"

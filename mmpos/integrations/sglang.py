@@ -22,47 +22,47 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ``mrope_positions`` and ``mrope_position_delta`` of a request, like SGLang's ``compute_mrope_positions``.
+    """Return ``mrope_positions`` and ``mrope_position_delta`` for a request, like SGLang's ``compute_mrope_positions``.
 
     SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
-    It resumes a retracted request from the last id of the prompt instead, so a prompt must end in text.
+    But it resumes a retracted request from the last id of the prompt, so prompts must end with text.
 
     Args:
         positions: one document, the whole prompt.
         sections: layout of the engine's rotation.
-        max_new_tokens: maximum number of tokens that the request generates, including drafts.
+        max_new_tokens: maximum number of generated tokens, including drafts.
 
     Returns:
-        (3, tokens) and (1, 1) int64, new tensors.
+        New int64 tensors of shape (3, tokens) and (1, 1).
 
     Raises:
-        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
-            rotary in their axes.
-        UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends in patches.
+        InvalidInputError: positions do not contain exactly one document, contain padding or a negative id, or differ
+            from rotary in the number of axes.
+        UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends with patches.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """
     ids, delta = request_positions(positions, sections, max_new_tokens=max_new_tokens)
     if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
         got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
         raise UnsupportedError(
-            f"positions: got {got}, want a prompt that ends in text, at {delta + ids.shape[1] - 1}: SGLang resumes a "
+            f"positions: got {got}, want a prompt that ends with text, at {delta + ids.shape[1] - 1}: SGLang resumes a "
             "retracted request from its last id"
         )
     return ids, ids.new_tensor([[delta]])
 
 
 def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_size: int = 1) -> SegmentTable:
-    """Build the segment table of a prompt from SGLang's ``mm_items``, without reading the tokens.
+    """Build the segment table of a prompt from SGLang's ``mm_items`` without reading the tokens.
 
     Args:
-        num_tokens: number of tokens of the prompt with expanded placeholders.
-        mm_items: items with ``offsets``, pairs of the first and the last placeholder, and (n, 3) image_grid_thw or
-            video_grid_thw before merging; a video with one pair per frame has text between its frames.
-        spatial_merge_size: patches merged along each side.
+        num_tokens: number of tokens in the prompt with expanded placeholders.
+        mm_items: items with ``offsets`` (pairs of the first and the last placeholder) and with image_grid_thw or
+            video_grid_thw, (n, 3) before merging; a video with one pair per frame has text between frames.
+        spatial_merge_size: side, in patches, of the square merged into one token.
 
     Raises:
-        InvalidInputError: offsets match neither the grids nor their frames, or spans exceed the prompt.
-        UnsupportedError: an item has no grid, such as audio.
+        InvalidInputError: offsets match neither the grids nor their frames, or spans extend beyond the prompt.
+        UnsupportedError: an item has no grid, for example audio.
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
     spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
@@ -82,7 +82,7 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
 
 
 def _item_spans(index: int, item: object, merge: int) -> IntArray:
-    """Return (spans, 5): first and last placeholder, and merged frames, height and width of each span of an item."""
+    """Return first and last placeholder and merged frames, height and width of each span of an item, (spans, 5)."""
     name = f"mm_items[{index}]"
     grid = next((value for field in GRIDS if (value := getattr(item, field, None)) is not None), None)
     if grid is None:

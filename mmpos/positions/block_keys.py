@@ -39,7 +39,7 @@ def block_keys(
     salt: str | bytes = b"",
     known: Sequence[Sequence[bytes]] | None = None,
 ) -> list[list[bytes]]:
-    """Hash a key for each full block of each document, with the key before it.
+    """Compute a key for each full block of each document by hashing the block with the key before it.
 
     Two keys are equal if and only if the following are equal for every token up to the end of the block: its position;
     its grid, if any, with its row and column and the frames, height and width of the whole grid, even if the block
@@ -55,20 +55,20 @@ def block_keys(
 
     Args:
         segments: segments of the documents.
-        positions: their position table; tokens past the end of a document are text, see ``window``.
+        positions: their position table; tokens past the end of a document are text (see ``window``).
         block_size: number of tokens in a block.
-        input_ids: (tokens,) ids of the whole table; None for an engine that hashes them itself and adds this key to
+        input_ids: (tokens,) ids of the whole table; None for an engine that hashes the ids itself and adds this key to
             its hash of a block.
         image_hashes: content hash of each grid, audio run, clip, thumbnail and tile, in order; None for an engine that
-            also hashes these itself.
+            hashes the content itself as well.
         salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; they already contain the salt.
 
     Returns:
-        For each document a new list with 32 bytes (SHA-256) per full block.
+        For each document, a new list with 32 bytes (SHA-256) per full block.
 
     Raises:
-        InvalidInputError: tables, ids or hashes do not fit together, or the table has padding.
+        InvalidInputError: tables, ids or hashes do not match, or the table has padding.
     """
     size = integer("block_size", block_size, minimum=1, maximum=INT32_MAX)
     _check_tables(segments, positions)
@@ -101,7 +101,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {counted(got, 'document')}, want {want} as in segments")
     for name, padding in (("segments", segments.kind == PAD), ("positions", positions.is_padding)):
         if padding.any():
-            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without")
+            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without it")
     tokens = np.zeros(segments.kind.size + 1, np.int64)
     segments.lengths.cumsum(out=tokens[1:])
     lengths = np.diff(tokens[segments.segment_offsets])
@@ -171,17 +171,17 @@ def _contents(
 
     Little-endian, in this order: positions rounded down, (axes, tokens) int32; ids, (tokens,) int64, if given; two
     int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
-    int64, if there are any; for each grid five int64: its first token from the block's first, frames, height, width, 1
-    if its rows end in separators, else 0, or its kind if that is audio, a clip, a thumbnail or a tile, whose extra
-    tokens follow in the last three cases; and the 32 bytes of its digest, if given. The numbers determine the length of
-    the rest, so different blocks have different bytes.
+    int64, if there are any; for each grid, five int64: its first token relative to the block's first, frames, height,
+    width, and 1 if its rows end in separators, else 0, or its kind if that is audio, a clip, a thumbnail or a tile (for
+    the last three, the extra tokens follow); then the 32 bytes of its digest, if given. The numbers determine the
+    length of the rest, so different blocks have different bytes.
 
     Args:
         segments: the documents.
-        positions: their table.
-        ids: (tokens,) of the table.
-        digests: (grids, 32) of the content of each grid.
-        size: tokens of a block.
+        positions: their position table.
+        ids: (tokens,) ids of the table.
+        digests: (grids, 32) digest of the content of each grid.
+        size: number of tokens in a block.
         first: (documents,) first requested block of each document.
         stop: (documents,) one past the last requested block; at least one block in total.
     """
@@ -213,7 +213,7 @@ def _split(positions: PositionTable) -> tuple[Array, IntArray]:
 
 
 def _by_block(values: Array, count: int) -> Bytes:
-    """Convert (rows, tokens) numbers to (blocks, bytes), with the rows of a block in sequence."""
+    """Convert (rows, tokens) numbers to (blocks, bytes), with the rows of each block one after another."""
     rows = values.reshape(len(values), count, values.shape[1] // count).transpose(1, 0, 2)
     return np.ascontiguousarray(rows.reshape(count, -1)).view(np.uint8)
 
@@ -229,7 +229,7 @@ def _grids_in(
     (grid,) = _with_content(segments).nonzero()
     document = offsets.searchsorted(grid, side="right") - 1
     starts = before[grid] - before[offsets[document]]
-    shift = ((stop - first).cumsum() - stop).tolist()  # from a document's blocks to those of all
+    shift = ((stop - first).cumsum() - stop).tolist()  # from block numbers in a document to those in all documents
     for i, (s, d, start) in enumerate(zip(grid.tolist(), document.tolist(), starts.tolist(), strict=True)):
         separated = segments.row_separator is not None and bool(segments.row_separator[s])
         kind = int(segments.kind[s])
@@ -246,5 +246,5 @@ def _grids_in(
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
-    """Return (segments,) whether the content of a segment is unknown from its token ids: grids, audio, clips, crops."""
+    """Return (segments,) whether token ids do not determine a segment's content: grids, audio, clips, crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))

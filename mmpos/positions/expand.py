@@ -1,4 +1,4 @@
-"""Expansion of a trusted, placed table to one id per token, in C if the extension is available, else in numpy."""
+"""Expand a trusted, placed table to one id per token, in C if the extension is available, else in numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 4096
 
 
 def dense_dtype(fractional: bool) -> type[np.int32 | np.float64]:
-    """Return the dtype of ids: int32, or float64 if they may be fractions."""
+    """Return the dtype of ids: int32, or float64 if ids may be fractions."""
     return np.float64 if fractional else np.int32
 
 
@@ -33,7 +33,7 @@ def expand(table: IntArray, num_tokens: int, fractional: bool, out: Array, axes:
 
     Args:
         table: (5 + 4·axes, segments).
-        num_tokens: number of tokens of the table.
+        num_tokens: number of tokens in the table.
         fractional: whether to divide by denominators.
         out: (rows, tokens) int32, int64 or float64 with any strides.
         axes: axis of each row of out; repeats are allowed.

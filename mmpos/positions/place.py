@@ -1,4 +1,4 @@
-"""Placement of segments by a scheme, with one cumulative sum over segments and no loop."""
+"""Place segments by a scheme, with one cumulative sum over segments and no loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_do
 __all__ = ["ids_consumed", "place"]
 
 _MOST_KEPT = 64
-"""Most segments of a batch whose table is kept."""
+"""Maximum number of segments in a batch whose table is kept."""
 
 _STEP_FRAME, _STEP_COL = AXES + 1, AXES + 3
 """Rows of the table: steps of the first axis."""
@@ -58,15 +58,15 @@ def place(
         scheme: name from mmpos.SCHEMES or a scheme object.
         start: id of each document's first token, an integer or (documents,); to continue a document, pass the next
             position of its earlier part.
-        strict: whether two grids without text between them are an error; with None the scheme decides.
+        strict: whether two grids without text between them are an error; None lets the scheme decide.
 
     Returns:
-        A PositionTable; equal calls may get the same one, since tables are immutable.
+        A PositionTable; equal calls may return the same table, since tables are immutable.
 
     Raises:
-        InvalidInputError: the scheme is unknown, the start is wrong, or grids touch although the scheme forbids it.
+        InvalidInputError: the scheme is unknown, the start is invalid, or grids touch although the scheme forbids it.
         UnsupportedError: the scheme does not support frames, text, audio, row separators, clips, thumbnails or tiles
-            that the segments have.
+            that the segments contain.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -86,7 +86,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Request:
-    """All that a table of one start follows from; arrays as bytes, so that requests can be compared."""
+    """Everything that determines a table with one start, with arrays as bytes so that requests can be compared."""
 
     scheme: Scheme
     start: npt.ArrayLike
@@ -101,8 +101,8 @@ def _kept(request: _Request) -> PositionTable:
 
 
 def _may_keep(scheme: Scheme, segments: SegmentTable, start: object) -> bool:
-    """Tell whether the table of a batch may be kept."""
-    if native.core is None:  # what is then placed is the reference of tests, which must not be an earlier table
+    """Return whether the table of a batch may be kept."""
+    if native.core is None:  # tables placed in Python are the reference in tests, so they must not be reused
         return False
     if type(start) is not int or segments.kind.size > _MOST_KEPT or not vars(type(scheme)).get("kept"):
         return False
@@ -114,7 +114,7 @@ def _may_keep(scheme: Scheme, segments: SegmentTable, start: object) -> bool:
 
 
 def _place(segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> PositionTable:
-    """Place segments the general way."""
+    """Place segments by the general path, without a plan."""
     starts = per_document("start", start, segments.segment_offsets.size - 1, minimum=INT32_MIN)
     if not scheme.resumable and np.ndim(start):
         raise UnsupportedError(f"start: got one per document, want one integer: {scheme.name} cannot be resumed")
@@ -240,13 +240,15 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
         assert own is not None
         scale[split.grid] //= own
         if np.abs(advance.astype(np.float64) * scale).sum() > MAX_NUMERATOR / 2:
-            raise LimitExceededError(f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want less")
+            raise LimitExceededError(
+                f"scheme {scheme.name!r}: got ids beyond 2**61 in units of their times, want smaller ids"
+            )
         advance, start = advance * scale, start * units
     after = advance.cumsum()
     base = start - (after - advance)[offsets[:-1]]
     before = after - advance + base[split.document]
     if units is None:
-        # Beyond int32 the columns raise the error; until then products must not overflow.
+        # Ids beyond int32 raise an error when the columns are built; until then, products must not overflow.
         before = before.clip(INT32_MIN - 1, INT32_MAX + 1)
     before_text = before[split.text]
     cleared = scheme.cleared(split.grids) if split.grid.size else None
@@ -268,7 +270,7 @@ def _integers(scheme: Scheme, name: str, values: IntArray | int) -> IntArray | i
 def _grids(
     extents: IntArray, start: IntArray, document: IntArray, segments: SegmentTable, grid: IntArray, text: IntArray
 ) -> Grids:
-    """Select the grids for schemes; start and text are (documents,) first ids and numbers of text tokens."""
+    """Select the grids for schemes; start and text are the (documents,) first ids and numbers of text tokens."""
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
@@ -360,7 +362,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
 
 
 def _check_columns(columns: IntArray, lengths: IntArray, document: IntArray, scheme: Scheme) -> None:
-    """Raise an error for the first denominator or id beyond its limit, in floats, since integers could overflow."""
+    """Raise an error for the first denominator or id beyond its limit; use floats, since integers could overflow."""
     denominator = columns[DENOMINATOR]
     if scheme.fractional and denominator.max(initial=1) > INT32_MAX:
         s = int(denominator.argmax())
@@ -378,14 +380,14 @@ def _check_columns(columns: IntArray, lengths: IntArray, document: IntArray, sch
 
 
 def _tokens_of(document: IntArray, lengths: IntArray, segment: int) -> str:
-    """Describe the document of a segment and its tokens there."""
+    """Describe the document of a segment and the segment's tokens in it."""
     d = document[segment]
     first = lengths[:segment][document[:segment] == d].sum()
     return f"documents[{d}], tokens {first} to {first + lengths[segment] - 1}"
 
 
 def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
-    """Count the ids that each grid consumes under a scheme, which is how far it moves the text after it.
+    """Count the ids that each grid consumes under a scheme, that is, how far the grid moves the text after it.
 
     >>> from mmpos.segments.kinds import Grid
     >>> ids_consumed("rope-tie", [Grid(24, 24), Grid(1, 576)]).tolist()

@@ -33,7 +33,8 @@ _ASKED = np.array(
     np.int64,
 )  # fmt: skip
 """Probe values of cursor, first id of the document, grids before and text tokens in it: some determine the slopes of
-the ids, the others verify that the ids are linear."""
+the ids, and the others verify that the ids are linear.
+"""
 _DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 4, 4])
 """Document of each probe."""
 _UNITS = np.array([4, 5, 1, 6])
@@ -45,7 +46,7 @@ _NONE = np.iinfo(np.int64).min
 
 
 class Plan:
-    """Placements of text and of each known grid shape under a scheme, in a hash table that is replaced, never changed.
+    """Placements of text and of each known grid shape under a scheme, in a hash table that is replaced, never modified.
 
     The first row describes text.
 
@@ -79,7 +80,7 @@ class Plan:
 
 
 def plan_of(scheme: Scheme) -> Plan | None:
-    """Return the plan of a scheme, shared by equal schemes; None if the scheme has no plan."""
+    """Return the plan of a scheme, shared by equal schemes, or None if the scheme has no plan."""
     if not vars(type(scheme)).get("by_shape"):
         return None
     try:
@@ -94,12 +95,12 @@ def _plan_of(scheme: Scheme) -> Plan:
 
 
 def forget_plans() -> None:
-    """Drop all plans; this changes no result."""
+    """Drop all plans; results do not change."""
     _plan_of.cache_clear()
 
 
 def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, strict: bool) -> PositionTable | None:
-    """Place a batch by the plan of its scheme; return None if the general path must place it or raise the error.
+    """Place a batch with its scheme's plan; return None if the general path must place it or raise the error.
 
     Args:
         scheme: scheme of the plan.
@@ -130,7 +131,7 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
 
 
 def _new_shapes(segments: SegmentTable, plan: Plan) -> IntArray:
-    """Return the distinct grid shapes of a batch that a plan lacks, (4, shapes)."""
+    """Return the (4, shapes) distinct grid shapes of a batch that a plan lacks."""
     grid = segments.kind == GRID
     separator = np.zeros(grid.size, np.int64) if segments.row_separator is None else segments.row_separator
     shapes = np.unique(np.concatenate([segments.extents[:, grid], separator[None, grid]]), axis=1)
@@ -159,7 +160,7 @@ class _NotAffineError(Exception):
 
 
 def _row_of_text(scheme: Scheme) -> IntArray:
-    """Compute the row of text without its shape; all 0 if the general path must place text."""
+    """Compute the row of text without its shape; return all 0 if the general path must place text."""
     grids = Grids(np.ones((3, 1), np.int64), *np.zeros((2, 1), np.int64))
     count = len(_ASKED)
     runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6, 7], _START])
@@ -176,7 +177,7 @@ def _row_of_text(scheme: Scheme) -> IntArray:
 
 
 def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
-    """Compute the rows of shapes without the shapes, (shapes, values).
+    """Compute the (shapes, values) rows of shapes, without the shapes themselves.
 
     Raises:
         _NotAffineError: the ids are not linear in the probed values, the grid is split, or values are not integers.
@@ -204,7 +205,7 @@ def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
 
 
 def _axes(scheme: Scheme, placement: Placement, count: int = 1) -> IntArray:
-    """Build the columns of a plan from the denominator on."""
+    """Build the columns of a plan, starting with the denominator."""
     denominator = _constant(placement.denominator, count)
     if not scheme.fractional and (denominator != 1).any():
         raise _NotAffineError
@@ -227,7 +228,7 @@ def _of_axis(scheme: Scheme, placement: Placement, name: str, axis: int) -> IntA
 
 
 def _constant(values: IntArray | int, count: int) -> IntArray:
-    """Return values, (count,), that do not depend on the probes."""
+    """Return the (count,) values, which must not depend on the probes."""
     zero, slopes = _linear(values, count)
     if slopes.any():
         raise _NotAffineError
@@ -235,7 +236,7 @@ def _constant(values: IntArray | int, count: int) -> IntArray:
 
 
 def _linear(values: IntArray | int, count: int) -> tuple[IntArray, IntArray]:
-    """Return the values, (count,), where all that is asked is 0, and their slopes in each of it, (4, count)."""
+    """Return the (count,) values where all probed inputs are 0, and their (4, count) slopes in each input."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         raise _NotAffineError

@@ -59,7 +59,9 @@ Side = Literal["left", "right"]
 Layout = Literal["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"]
 
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence")
-"""Layouts of context-parallel shards: the first two split every document, the others the batch as one sequence."""
+"""Layouts of context-parallel shards: the first two split every document; the others split the batch as one
+sequence.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,7 @@ class PositionTable:
     def from_arrays(
         cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
     ) -> PositionTable:
-        """Build the table from arrays and check them, unlike the constructor; see the fields of the class.
+        """Build a table from arrays and, unlike the constructor, check them; see the fields of the class.
 
         Args:
             table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
@@ -183,7 +185,7 @@ class PositionTable:
 
     @property
     def width(self) -> IntArray:
-        """(segments,) number of tokens in a row of each grid."""
+        """(segments,) number of tokens in each row of the grid."""
         return self.table[WIDTH]
 
     @property
@@ -224,17 +226,17 @@ class PositionTable:
 
     @property
     def segment_lengths(self) -> IntArray:
-        """(segments,) number of tokens of each segment."""
+        """(segments,) number of tokens in each segment."""
         return _gaps(self.offset, self.num_tokens)
 
     @property
     def lengths(self) -> IntArray:
-        """(documents,) number of tokens of each document, including padding."""
+        """(documents,) number of tokens in each document, including padding."""
         return _gaps(self.documents[FIRST_TOKEN], self.num_tokens)
 
     @property
     def real_lengths(self) -> IntArray:
-        """(documents,) number of tokens of each document, excluding padding."""
+        """(documents,) number of tokens in each document, excluding padding."""
         before = np.zeros(self.num_segments + 1, np.int64)
         np.cumsum(self.segment_lengths * ~self.is_padding, out=before[1:])
         first = before[self.documents[FIRST_SEGMENT]]
@@ -255,7 +257,7 @@ class PositionTable:
 
     @property
     def max_seqlen(self) -> int:
-        """Number of tokens of the longest document; 0 without documents."""
+        """Number of tokens in the longest document; 0 without documents."""
         lengths = self.lengths
         return int(lengths[lengths.argmax()]) if lengths.size else 0
 
@@ -275,7 +277,7 @@ class PositionTable:
 
     @property
     def deltas(self) -> IntArray:
-        """(documents,) next position − start − tokens without padding; slices and decoding preserve it.
+        """(documents,) next position − start − tokens, excluding padding; slices and decoding preserve it.
 
         Raises:
             UnsupportedError: the scheme's state is more than one integer, or a document ends between two ids.
@@ -292,17 +294,17 @@ class PositionTable:
 
         Args:
             out: (axes, tokens) array to write into, with any strides.
-            dtype: int32 (default), int64 or float64; fractional schemes give float64 only.
+            dtype: int32 (default), int64 or float64; fractional schemes support only float64.
             axes: axes in the order of the rows; repeats are allowed: (0, 0, 1) gives three rows. None gives all axes.
 
         Returns:
-            (axes, tokens) ids: ``out`` if given, else a new array.
+            (axes, tokens) ids, in ``out`` if it is given, else in a new array.
 
         Raises:
-            InvalidInputError: out, dtype or axes do not fit.
+            InvalidInputError: out, dtype or axes do not fit the table.
         """
         core = native.core
-        # Arguments that fit skip the check, which costs more than writing thousands of ids.
+        # Valid arguments skip the check, which costs more than writing thousands of ids.
         if axes is None and dtype is None and core is not None:
             ids = out
             if ids is None:
@@ -369,7 +371,7 @@ class PositionTable:
             start, stop = int(starts[i]), int(stops[i])
             document = int(first.searchsorted(start, side="right")) - 1
             if document < last:
-                raise InvalidInputError(f"starts[{i}]: got {start}, in a document before that of the range before it")
+                raise InvalidInputError(f"starts[{i}]: got {start}, in an earlier document than the previous range")
             last = int(first.searchsorted(stop)) - 1
             for d in range(document, last + 1):
                 columns.put_range(d, max(start, int(first[d])), min(stop, int(end[d])))
@@ -399,12 +401,12 @@ class PositionTable:
         return PositionTable(kept.table, documents, kept.num_tokens, self.fractional, self.scheme)
 
     def slice(self, start: int, stop: int) -> PositionTable:
-        """Take tokens start to stop; concatenated slices equal the whole, even if they cut an image."""
+        """Take the tokens from start to stop; concatenated slices equal the whole, even if they cut an image."""
         start = integer("start", start, minimum=0, maximum=self.num_tokens)
         return self.take([start], [integer("stop", stop, minimum=start, maximum=self.num_tokens)])
 
     def window(self, documents: npt.ArrayLike, starts: npt.ArrayLike, lengths: npt.ArrayLike) -> PositionTable:
-        """Take windows of tokens, each as a separate document: for chunked prefill, decoding and drafts.
+        """Take windows of tokens, each as a separate document, for chunked prefill, decoding and drafts.
 
         Args:
             documents: (windows,) the document of each window, in any order.
@@ -412,7 +414,7 @@ class PositionTable:
             lengths: (windows,) number of tokens; tokens past the document's end are text at its next position.
 
         Raises:
-            UnsupportedError: a window passes the end of a document without a next position.
+            UnsupportedError: a window extends past the end of a document without a next position.
         """
         windows = self._cut(WINDOW, documents, starts, lengths)
         if windows is not None:
@@ -461,8 +463,8 @@ class PositionTable:
 
         Args:
             rank: 0 to world_size − 1.
-            world_size: context-parallel ranks C.
-            layout: "zigzag" gives rank r the blocks r and 2C−1−r of 2C of every document, which balances causal
+            world_size: number of context-parallel ranks, C.
+            layout: "zigzag" gives rank r blocks r and 2C−1−r of the 2C blocks of every document, which balances causal
                 attention; "contiguous" gives it block r of C. "zigzag-sequence" and "contiguous-sequence" split the
                 batch as one sequence instead, regardless of documents.
 
@@ -498,11 +500,12 @@ class PositionTable:
         """Pad every document with id 0; other ids do not change.
 
         Args:
-            length: number of tokens of every document, or (documents,); None is the longest document.
+            length: number of tokens to pad each document to, one for all or (documents,); None uses the length of the
+                longest document.
             side: "left" or "right".
 
         Raises:
-            InvalidInputError: a document is longer than its length.
+            InvalidInputError: a document is longer than the length to pad it to.
         """
         one_of("side", side, ("left", "right"))
         on_the_left = int(side == "left")
@@ -531,7 +534,7 @@ class PositionTable:
         """Expand the ids of a padded batch.
 
         Args:
-            length: number of tokens of every document; None is the longest document.
+            length: number of tokens to pad every document to; None uses the length of the longest document.
             side: "left" or "right".
             dtype: see ``dense``.
 
@@ -550,8 +553,8 @@ class PositionTable:
     def explain(self, token: int, segments: SegmentTable | None = None) -> str:
         """Explain in one sentence where a token lies and how its position is computed.
 
-        The table alone only distinguishes text and grids: audio counts as text, and a clip, a thumbnail or a split
-        grid is several segments. With ``segments``, the sentence also names kinds, markers and frames, and counts
+        The table alone only distinguishes text and grids: audio counts as text, and a clip, a thumbnail or a split grid
+        consists of several segments. With ``segments``, the sentence also names kinds, markers and frames, and numbers
         segments as the documents do.
 
         >>> from mmpos import Grid, SegmentTable, Text, place
@@ -560,11 +563,11 @@ class PositionTable:
 position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
         Args:
-            token: the token, counted over the table.
-            segments: the documents that are placed here, whole; or None.
+            token: index of the token in the table.
+            segments: segments of the documents that this table places, which must be whole; or None.
 
         Raises:
-            InvalidInputError: no such token, or a table of other documents.
+            InvalidInputError: there is no such token, or the segments belong to other documents.
         """
         at = self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1), segments)
         d = int(np.searchsorted(self.documents[FIRST_TOKEN], token, side="right")) - 1
@@ -593,7 +596,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return self._locate(integer("token", token, minimum=0, maximum=self.num_tokens - 1), segments).words
 
     def per_token(self, values: Array) -> IntArray:
-        """Repeat the number or flag of every segment for its tokens: (tokens,) int64, new."""
+        """Repeat the number or flag of every segment for each of its tokens; return a new (tokens,) int64 array."""
         return values.astype(np.int64).repeat(self.segment_lengths)
 
     def __repr__(self) -> str:
@@ -625,7 +628,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return html.paragraphs([repr(self)]) + html.table(head, rows) + more
 
     def _cut(self, rule: int, first: object, second: object = None, third: object = None) -> PositionTable | None:
-        """Cut a table from this one by a rule in C; None where Python must do it, or say what is wrong."""
+        """Cut a table from this one by a rule in C; return None if Python must do it or raise the error."""
         core = native.core
         cut = core and core.cut(self.table, self.documents, self.num_tokens, rule, first, second, third)
         if cut is None:
@@ -636,17 +639,17 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
-        """Give a row of ``documents``, of these or of all, which must have a next position."""
+        """Return a row of ``documents``, for these documents or for all; they must have a next position."""
         header = self.documents if documents is None else self.documents[:, documents]
         worst = int(header[NEXT_POSITION].argmin()) if header.size else 0
-        if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # the least number there is
+        if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # NO_POSITION is the least int64
             d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
-            raise UnsupportedError(f"{name}: got {got}, want one that is: place it together with the tokens to come")
+            raise UnsupportedError(f"{name}: got {got}, want a whole id: place it together with the tokens to come")
         return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:
-        """Raise for documents that cannot be those of the table."""
+        """Raise an error if the segments cannot belong to this table."""
         instance("segments", segments, SegmentTable, "SegmentTable.from_documents")
         if segments.num_tokens != self.num_tokens:
             raise InvalidInputError(f"segments: got {counted(segments.num_tokens, 'token')}, want {self.num_tokens}")
@@ -668,13 +671,13 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return _Location(s, frame, row, col, is_patch, words)
 
     def _words(self, segments: SegmentTable, token: int, column: int, index: int) -> tuple[str, bool]:
-        """Describe a token by its own segment, and tell whether it is a patch or ends a row of patches.
+        """Describe a token within its own segment, and return whether it is a patch or ends a row of patches.
 
         Args:
-            segments: the documents.
-            token: counted over them.
-            column: the segment of this table.
-            index: its raster index there, which numbers the patches and the audio of a clip.
+            segments: segments of the documents.
+            token: index of the token in the documents.
+            column: index of its segment in this table.
+            index: raster index of the token in that segment, which numbers the patches and the audio of a clip.
         """
         lengths = segments.lengths
         s = int(lengths.cumsum().searchsorted(token, side="right"))
@@ -692,13 +695,13 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         if first < markers:
             return f"marker {first} before a {noun} {where}", False
         if after >= markers > 0:
-            return f"token {after - markers} behind the marker after a {noun} {where}", False
+            return f"token {after - markers} past the marker after a {noun} {where}", False
         if after >= 0:
             return f"marker {after} after a {noun} {where}", False
         if kind == CLIP and not self.is_grid[column]:
             return f"token {index} of the audio of a clip {where}", False
         patch = index if kind == CLIP else first - markers
-        if self.width[column] != width + separated:  # a scheme may take patches in blocks
+        if self.width[column] != width + separated:  # a scheme may order patches in blocks
             return f"token {patch} of a {noun} of width {width} {where}", True
         row, col = divmod(patch, width + separated)
         frame, row = divmod(row, height)
@@ -707,7 +710,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return f"{f'frame {frame}, ' if moves else ''}{words} of a {noun} of width {width} {where}", True
 
     def _check_divisible(self, multiple: int, asked: str, whole: bool) -> None:
-        """Raise for the first document, or for the whole sequence, whose tokens are no multiple of this."""
+        """Raise an error for the first document, or for the whole sequence, if its length is not a multiple of this."""
         want = f"want a multiple of {multiple} {asked}"
         odd = self.lengths % multiple
         missing = -self.num_tokens % multiple
@@ -731,7 +734,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return tuple(map(int, listed))
 
     def _checked_out(self, out: Array | None, dtype: npt.DTypeLike | None, rows: int) -> Array:
-        """Give out, if it can hold this many rows of ids, or a new array."""
+        """Return out if it can hold this many rows of ids, or a new array if out is None."""
         shape = (rows, self.num_tokens)
         if out is None:
             default = expand.dense_dtype(self.fractional)
@@ -762,7 +765,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
 
 class _Location(NamedTuple):
-    """A token's segment, its frame, row and column there, whether these are of a patch, and where it lies in words."""
+    """Segment of a token, its frame, row and column there, whether these belong to a patch, and a description."""
 
     segment: int
     frame: int
@@ -773,24 +776,24 @@ class _Location(NamedTuple):
 
 
 _SHOWN_SEGMENTS = 20
-"""Segments of a table that a notebook shows."""
+"""Maximum number of segments that a notebook shows."""
 
 _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CROP_MARKERS // 2}
-"""Markers before the patches that a segment holds, and as many after them."""
+"""Number of markers in a segment before its patches; the same number follows them."""
 
 
 _READ = ("table", "documents", "num_tokens")
-"""Names of what the extension reads of a table."""
+"""Attributes of a table that the extension reads."""
 
 
 def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
-    """Tell whether ids of tables side by side may be fractions, and name their schemes."""
+    """Return whether the ids of concatenated tables may be fractions, and the names of their schemes."""
     schemes = dict.fromkeys(table.scheme for table in tables)
     return any(table.fractional for table in tables), " + ".join(schemes)
 
 
 def of_bytes(arrays: tuple[bytearray, bytearray, int], rows: int, fractional: bool, scheme: str) -> PositionTable:
-    """Make a table of this many rows of what the extension wrote, without a copy."""
+    """Create a table with this many rows from what the extension wrote, without copying."""
     table, documents, num_tokens = arrays
     made = object.__new__(PositionTable)
     fields = vars(made)

@@ -1,4 +1,4 @@
-"""Rows of the placed table and of its documents: their names, their checks, and how columns are cut and assembled."""
+"""Rows of the placed table and of its documents: their names, checks on them, and how columns are cut and assembled."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
 
 TAKE, SHARD, WINDOW, DECODE, LENGTHEN = range(5)
-"""Rules by which C cuts a table from another, see csrc/cut.c."""
+"""Rules by which C cuts a table from another; see csrc/cut.c."""
 
 NO_POSITION = int(np.iinfo(np.int64).min)
 """Value of the next position and the delta under schemes that do not define them."""
 
 MAX_AXES = 16
-"""Most axes of a table from outside."""
+"""Maximum number of axes in a table from outside."""
 
 MAX_NUMERATOR = 2.0**62
 """Largest numerator that is expanded without wrapping around."""
@@ -33,7 +33,7 @@ _AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col")}
 
 
 def axis_names(axes: int) -> tuple[str, ...]:
-    """Name the axes of a position: row and col, frame before them if there are three, else numbers.
+    """Return the names of a position's axes: row and col, with frame before them for three axes, else numbers.
 
     >>> axis_names(2), axis_names(4)
     (('row', 'col'), ('axis 0', 'axis 1', 'axis 2', 'axis 3'))
@@ -42,18 +42,18 @@ def axis_names(axes: int) -> tuple[str, ...]:
 
 
 def padding_column(axes: int) -> IntArray:
-    """Make a (5 + 4·axes,) column of padding: id 0 on every axis."""
+    """Return a (5 + 4·axes,) column of padding, with id 0 on every axis."""
     column = np.zeros(AXES + 4 * axes, np.int64)
     column[[HEIGHT, WIDTH, DENOMINATOR]] = 1
     return column
 
 
 class CutColumns:
-    """Columns of a table that is cut from another, put one after the other: what C does in one pass.
+    """Columns of a table that is cut from another, added one by one; C does the same in one pass.
 
     Args:
-        table: (5 + 4·axes, segments) that is cut.
-        num_tokens: tokens of it.
+        table: (5 + 4·axes, segments) table to cut from.
+        num_tokens: number of tokens in that table.
     """
 
     def __init__(self, table: IntArray, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class CutColumns:
         self.document: list[int] = []
 
     def put_range(self, document: int, start: int, stop: int) -> None:
-        """Put the segments of a document, cut to tokens start to stop of the table."""
+        """Add the segments of a document, cut to tokens start to stop of the table."""
         offset = self.table[OFFSET]
         first = int(offset.searchsorted(start, side="right")) - 1
         for s in range(first, int(offset.searchsorted(stop)) if start < stop else first):
@@ -73,7 +73,7 @@ class CutColumns:
             self._put(document, column)
 
     def put_run(self, document: int, tokens: int, first_id: int | None = None) -> None:
-        """Put text from this id on, or padding if it is None; nothing if there are no tokens."""
+        """Add text that starts at this id, or padding if the id is None; add nothing if there are no tokens."""
         column = padding_column((len(self.table) - AXES) // 4)
         column[OFFSET] = column[WIDTH] = tokens
         if first_id is not None:
@@ -82,7 +82,7 @@ class CutColumns:
             self._put(document, column)
 
     def assemble(self, header: IntArray) -> tuple[IntArray, IntArray, int]:
-        """Assemble the table, its documents and its number of tokens; (2, documents) next positions and deltas."""
+        """Assemble the arrays of the table, given the (2, documents) next positions and deltas; see ``assemble``."""
         columns = np.stack(self.columns, axis=1) if self.columns else self.table[:, :0].copy()
         return assemble(columns, np.array(self.document, np.int64), header)
 
@@ -113,7 +113,7 @@ def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[I
 
 
 def check_table(table: IntArray, documents: IntArray, num_tokens: int, fractional: bool) -> None:
-    """Raise for the first thing that makes these arrays no PositionTable, in O(segments); expansion relies on it."""
+    """Raise an error for the first inconsistency in these arrays, in O(segments); expansion relies on this check."""
     if native.core is not None and native.core.placed(table, documents, num_tokens, fractional):
         return
     rows, segments = table.shape
@@ -133,7 +133,7 @@ def check_table(table: IntArray, documents: IntArray, num_tokens: int, fractiona
 
 
 def check_next(next_positions: IntArray) -> None:
-    """Raise for the first next position, other than NO_POSITION, that is not an id or right after the last one."""
+    """Raise an error for the first next position that is neither NO_POSITION, nor an id, nor one past the last id."""
     beyond = (next_positions < INT32_MIN) & (next_positions != NO_POSITION) | (next_positions > INT32_MAX + 1)
     if beyond.any():
         d = int(beyond.argmax())
@@ -141,7 +141,7 @@ def check_next(next_positions: IntArray) -> None:
 
 
 class IdBounds(NamedTuple):
-    """Bounds of the ids of every segment, in floats since integers could wrap around.
+    """Bounds of the ids of every segment, as floats since integers could wrap around.
 
     Args:
         origin: (axes, segments) numerators at frame, row and column 0.
@@ -170,18 +170,18 @@ class IdBounds(NamedTuple):
 
     @property
     def beyond_int32(self) -> npt.NDArray[np.bool_]:
-        """(segments,) whether an id is outside int32."""
-        if (self.numerator / self.denominator).max(initial=0) <= INT32_MAX:  # as is usual, and half the work
+        """(segments,) whether any id is outside int32."""
+        if (self.numerator / self.denominator).max(initial=0) <= INT32_MAX:  # the usual case, at half the cost
             return np.zeros(self.denominator.shape, np.bool_)
         return np.logical_or.reduce((self.lowest < INT32_MIN) | (self.highest > INT32_MAX), axis=0)
 
 
 def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:
-    """Bound the ids of segments.
+    """Return bounds of the ids of segments.
 
     Args:
         columns: (5 + 4·axes, segments); the OFFSET row is not read.
-        lengths: (segments,) tokens of each.
+        lengths: (segments,) number of tokens in each segment.
     """
     height, width = columns[HEIGHT], columns[WIDTH]
     last = columns[SKIP] + lengths - 1
@@ -195,7 +195,7 @@ def id_bounds(columns: IntArray, lengths: IntArray) -> IdBounds:
 
 def _checked_lengths(table: IntArray, num_tokens: int) -> IntArray:
     ends = np.append(table[OFFSET], num_tokens)
-    # Offsets within bounds, so that differences cannot wrap around.
+    # With offsets within bounds, differences cannot wrap around.
     first_bad("table.offset", table[OFFSET], minimum=0, maximum=num_tokens)
     if ends[0] != 0:
         raise InvalidInputError(f"table.offset[0]: got {ends[0]}, want 0, the first token")

@@ -1,4 +1,4 @@
-"""Rotate q and k by multimodal positions: exact phases, one fused kernel for forward and backward.
+"""Rotate q and k by multimodal positions, with exact phases and one fused kernel each for forward and backward.
 
 Shapes used throughout:
 

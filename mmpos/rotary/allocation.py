@@ -35,7 +35,7 @@ class PairLayout:
 
 
 def _shared(axis: Sequence[int], axes: int) -> PairLayout:
-    """Share one ladder among all axes: pair j has θ_j on any axis, so text is rotated as by RoPE-1D."""
+    """Share one ladder among all axes: pair j has θ_j on any axis, so text is rotated as in RoPE-1D."""
     return PairLayout(tuple(axis), tuple(range(len(axis))), (len(axis),) * axes)
 
 
@@ -62,7 +62,7 @@ def _ladders(sizes: Sequence[int], pairs: int) -> PairLayout:
 
 
 def _pixtral(axes: int, pairs: int) -> PairLayout:
-    """Assign the even θ of one ladder to rows, then the odd θ to columns (Pixtral), which reorders the pairs."""
+    """Assign the even θ of one ladder to rows, then the odd θ to columns (Pixtral); this reorders the pairs."""
     if axes != 2:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
     if pairs % 2:
@@ -77,7 +77,7 @@ def _sections(section: Sequence[int], pairs: int) -> PairLayout:
 
 
 def _mrope_interleaved(section: Sequence[int], pairs: int) -> PairLayout:
-    """Assign pairs 1, 4, 7, … to rows and 2, 5, 8, … to columns up to their sections, the rest to frames (Qwen3-VL)."""
+    """Assign pairs 1, 4, … to rows and 2, 5, … to columns up to their sections, and the rest to frames (Qwen3-VL)."""
     axis = [0] * pairs
     for a in (1, 2):
         axis[a : 3 * section[a] : 3] = [a] * len(range(a, min(3 * section[a], pairs), 3))
@@ -117,7 +117,7 @@ def allocate(
         axes: number of position axes.
         pairs: number of channel pairs.
         section: (axes,) pairs per axis, only for "sections" and "mrope-interleaved".
-        axes_dim: (axes,) channels per axis, only for "axial" and for a vector, where STILL pairs count for no axis.
+        axes_dim: (axes,) channels per axis, only for "axial" and for a vector, whose STILL pairs belong to no axis.
         head_axes: (kv_heads,) axis of each kv head or STILL, only for "heads".
 
     Raises:
@@ -151,7 +151,7 @@ def allocate(
 
 
 def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_dim: Sequence[int]) -> PairLayout:
-    """Lay out one ladder of axes_dim channels per axis, in consecutive blocks or in the order of a vector."""
+    """Lay out one ladder of axes_dim channels per axis, in consecutive blocks or in the order that a vector gives."""
     got = list(axes_dim)
     if isinstance(allocation, str) and allocation != "axial":
         raise InvalidInputError(f"axes_dim: got {got}, want None for allocation {allocation!r}")
@@ -176,7 +176,7 @@ def _axial_by_dim(allocation: str | Sequence[int], axes: int, pairs: int, axes_d
 
 
 def _of_heads(axes: int, pairs: int, head_axes: Sequence[int]) -> PairLayout:
-    """Assign every head one axis and the whole ladder (MHRoPE)."""
+    """Assign one axis and the whole ladder to every head (MHRoPE)."""
     if not 1 <= len(head_axes) <= MAX_HEADS:
         got = counted(len(head_axes), "axis")
         raise InvalidInputError(f"head_axes: got {got}, want 1 to {MAX_HEADS}, one per kv head")

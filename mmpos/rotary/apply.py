@@ -60,36 +60,36 @@ def apply_rotary(
     implementation: Implementation = "auto",
     validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate q and k by their positions, on a GPU in one launch that reads the position table directly.
+    """Rotate q and k by their positions; on a GPU, in one launch that reads the position table directly.
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
-    computed in float32 and rounded once at the end. With ``precision="exact"`` the error of cos and sin is below 2e-7
-    for every int32 id, negative or fractional ones too; fractions not divisible by 2⁻³² add ω · 2⁻³² at ω rad per id.
+    computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
+    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
             float32, bfloat16 or float16, with any strides: a view of a fused qkv is not copied.
         k: the same shape with num_kv_heads, or None.
-        positions: DevicePositions (no copy), a PositionTable (one small copy), or dense ids, integer or float64,
-            of shape (axes, tokens) or (axes, batch, seq).
+        positions: DevicePositions (no copy), a PositionTable (one small copy), or dense integer or float64 ids of shape
+            (axes, tokens) or (axes, batch, seq).
         rotary: the frequencies and their allocation to axes, channels and heads.
         layout: "thd", "bshd" or "bhsd"; None means thd for three dimensions and bshd for four, regardless of sizes.
         norm: normalisation of each head before or after the rotation, in the same launch without intermediate rounding.
         cos_sin: (max_position, rotary_dim) float32, bfloat16 or float16, an inference engine's cache that replaces the
-            frequencies of rotary: row i holds cos of all pairs, then sin, for the integer id i. An id without a row is
-            an error on the host or with ``validate``; otherwise its pairs become NaN.
+            frequencies of rotary: for the integer id i, row i holds cos of all pairs, then sin. An id without a row
+            raises an error on the host or with ``validate``; otherwise its pairs become NaN.
         inplace: write into q and k instead of new tensors; not allowed while they require gradients.
-        conjugate: rotate by the negative angles, which inverts a rotation; the order of norm and rotation stays.
+        conjugate: rotate by the negative angles, which inverts a rotation; norm and rotation keep their order.
         implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors, the C extension on a
             CPU. All give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
-        validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; waits for the device.
+        validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; this waits for the device.
 
     Returns:
         rotated q and k (None if k is None), with the dtypes and layout of the inputs.
 
     Raises:
-        InvalidInputError: shapes, dtypes, devices, axes or token counts do not match.
+        InvalidInputError: the shapes, dtypes, devices, axes or token counts do not match.
         UnsupportedError: in-place rotation under autograd; forward-mode gradients; gradients of ``cos_sin``.
     """
     direct = cos_sin is None and validate is False
@@ -118,7 +118,7 @@ def rotate_into(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> None:
-    """Rotate q and k into outs, without gradients.
+    """Rotate q and k into ``outs``, without gradients.
 
     ``outs`` have the shapes, dtypes and device of q and k, and may be q and k. The other arguments and the errors are
     those of ``apply_rotary`` with ``validate=True``.
@@ -158,17 +158,17 @@ def rotate_and_store(
         layout: layout of q, k and v.
         norm: normalisation of each head of q and k.
         cos_sin: an inference engine's cache of cos and sin.
-        return_k: also return rotated k, for example for attention over the prompt itself.
-        inplace: write rotated q into q and, with ``return_k``, rotated k into k instead of new tensors.
+        return_k: also return the rotated k, for example for attention over the prompt itself.
+        inplace: write the rotated q into q and, with ``return_k``, the rotated k into k instead of new tensors.
         implementation: "auto", "triton" or "reference".
-        validate: also check ids, slots and scales on a device; waits for the device.
+        validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        rotated q, and rotated k with ``return_k``, else None; like the inputs, but q is float8_e4m3fn with a q_scale.
+        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but q is float8_e4m3fn with a q_scale.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
-        LimitExceededError: a cache has 2³¹ slots or more.
+        LimitExceededError: a cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients; an 8-bit cache has no scales or an unsupported 8-bit dtype.
     """
     direct = cos_sin is None and validate is return_k is False and _by_kernel(q, implementation)
@@ -198,10 +198,10 @@ def cos_sin(
     Args:
         rotary: the frequencies and their allocation to axes, channels and heads.
         positions: DevicePositions, a PositionTable, or dense ids.
-        layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) if all documents have one length.
-            "transformers": cos and sin of shape (batch, seq, rotary_dim), batch 1 if packed, one value per channel:
-            in halves as Llama expects or in adjacent pairs as Cohere expects. (GLM, Helium, Ernie 4.5 and Moonshine
-            repeat adjacent pairs themselves: pass them "pairs" twice, ``torch.cat((cos, cos), -1)``.)
+        layout: "pairs": cos and sin of shape (tokens, pairs), or (batch, seq, pairs) if all documents have the same
+            length. "transformers": cos and sin of shape (batch, seq, rotary_dim), batch 1 if packed, with one value per
+            channel, in halves as Llama expects or in adjacent pairs as Cohere expects. (GLM, Helium, Ernie 4.5 and
+            Moonshine repeat adjacent pairs themselves: pass them "pairs" twice, ``torch.cat((cos, cos), -1)``.)
             "torchtitan": one rope cache, cos then sin (…, 2·rotary_dim), or complex64 (…, pairs) for adjacent pairs.
             With head_axes or kv_heads, "pairs" are (…, kv_heads, pairs) and "transformers" is (batch, kv_heads, seq,
             rotary_dim), which MHRoPE's own code repeats for the q heads of each kv head.
@@ -241,7 +241,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         device: device of the result; None means the device of the positions.
 
     Returns:
-        (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) if all documents have one length.
+        (tokens, 1, 1, rotary_dim) float32, or (seq, batch, 1, rotary_dim) if all documents have the same length.
 
     Raises:
         UnsupportedError: a rotary with precision "hf", head_axes or kv_heads.
@@ -264,7 +264,7 @@ def _rotated_directly(
     q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
     inplace: bool, conjugate: bool, implementation: Implementation, direct: bool,
 ) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
-    """Rotate by one C call or a learned launch; return q and k, or None, and the form to learn their launch under."""
+    """Rotate in one C call or by a learned launch; return q and k or None, and the form to learn the launch for."""
     if direct and norm is None and implementation == "auto":
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:
@@ -278,7 +278,7 @@ def _rotated_directly(
 def _rotated(
     q: Tensor, k: Tensor, norm: Norm, rotation: RotationArguments, inplace: bool, form: launches.Form | None
 ) -> tuple[Tensor, Tensor]:
-    """Rotate by the operators and learn the launch of this form."""
+    """Rotate with the operators and learn the launch for this form."""
     outs = q, k
     if inplace:
         operators.call(operators.rotate_, q, k, *norm, *rotation)
@@ -293,7 +293,7 @@ def _rotated_and_stored(
     q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments, inplace: bool,
     form: launches.Form | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate and store by the operators and learn the launch of this form."""
+    """Rotate and store with the operators and learn the launch for this form."""
     outs = q, k
     if inplace:
         operators.call(operators.rotate_and_store_, q, k, *stored.arguments(), *norm, *rotation)
@@ -368,9 +368,9 @@ def _arguments(
 
 
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
-    """Check q and k and view them as (batch, seq, heads, head_dim); a missing k has 0 heads and cannot be stored."""
+    """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
     if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor: apply_rotary rotates q alone")
+        raise InvalidInputError("k: got None, want a tensor: use apply_rotary to rotate q alone")
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):
@@ -389,14 +389,14 @@ def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool =
     if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
         raise InvalidInputError(
             f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
-            f"want {q.dtype} on {q.device} with {q.dim()} as q"
+            f"want {q.dtype} on {q.device} with {q.dim()} as for q"
         )
     k4 = _as_bshd(shown(k), layout)
     if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
         heads_first = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
         hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
         raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as q, except for the heads{hint}"
+            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as for q, except for the heads{hint}"
         )
     return q4, k4
 
@@ -418,15 +418,15 @@ def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
 def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
     """Check v and view it as (batch, seq, heads, head_dim)."""
     if not isinstance(v, Tensor):
-        raise InvalidInputError(f"v: got {type(v).__name__}, want a tensor of {k.dtype} as k")
+        raise InvalidInputError(f"v: got {type(v).__name__}, want a tensor of {k.dtype} as for k")
     if v.dtype != k.dtype or v.device != k.device or v.dim() != k.dim():
         raise InvalidInputError(
             f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
-            f"want {k.dtype} on {k.device} with {k.dim()} as k"
+            f"want {k.dtype} on {k.device} with {k.dim()} as for k"
         )
     v4 = _as_bshd(shown(v), layout)
     if v4.shape[:3] != k4.shape[:3]:
-        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as k, except for head_dim")
+        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as for k, except for head_dim")
     return v4
 
 
@@ -436,7 +436,7 @@ def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool, 
     if keys.shape[:2] != values.shape[:2]:
         raise InvalidInputError(
             f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
-            f"want {keys.shape[0]} of {keys.shape[1]} as key_cache"
+            f"want {keys.shape[0]} of {keys.shape[1]} as for key_cache"
         )
     k_scale, k_computed = paged.scale_of_cache("k_scale", cache.k_scale, cache.key_cache, keys, cache.layout, validate)
     v_scale, v_computed = paged.scale_of_cache(

@@ -1,4 +1,4 @@
-"""Rotary: the frozen description of a rotation, from which frequencies, axes and turns are derived."""
+"""Define Rotary, the frozen description of a rotation, from which frequencies, axes and turns are derived."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mmpos.support.checks import IntArray, even, finite, integer, integers, numb
 
 __all__ = ["Rotary"]
 
-_DERIVED: Any = None  # typed as the field, which __post_init__ replaces by a value
+_DERIVED: Any = None  # typed like the field; __post_init__ replaces it with a value
 DEFAULT_THETA = 10000.0
 MAX_AXES = 256
 """Largest number of position axes."""
@@ -55,7 +55,7 @@ class Rotary:
     """Rotation of q and k: channel pair j is rotated by the angle position[axis of j] · inv_freq[j].
 
     All allocations except "axial" and "pixtral" share one frequency ladder among the axes: inv_freq[j] is
-    θ_j = theta^(−2j/rotary_dim). Text has the same id on all axes and is therefore rotated as by RoPE-1D.
+    θ_j = theta^(−2j/rotary_dim). Text has the same id on all axes and is therefore rotated as in RoPE-1D.
 
     >>> Rotary(head_dim=8).pair_axis.tolist()
     [0, 1, 0, 1]
@@ -67,29 +67,33 @@ class Rotary:
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks of nearly equal size, the first ones
             larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL), "axial"
             (consecutive blocks, one per axis, each with a full ladder of rotary_dim/axes or axes_dim channels),
-            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the axis
-            in head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not rotated:
-            HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
+            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the axis in
+            head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not rotated. For
+            example, HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
         pairing: "half" pairs channels (j, j + rotary_dim/2), "adjacent" pairs channels (2j, 2j + 1).
         rotary_dim: number of leading channels that are rotated; even; None means all.
-        scaling: a scaling of ``mmpos.rotary.scaling``, applied to each ladder before allocation, or one scaling or None
-            per axis, as in Cosmos, which has an NTK factor per axis. "axial" scales the short ladder of each axis by
-            its own theta and channels, "pixtral" scales the full ladder. Attention factors must agree on all axes.
+        scaling: a scaling from ``mmpos.rotary.scaling``, which is applied to each ladder before allocation; or a
+            sequence with a scaling or None per axis, as in Cosmos, which has an NTK factor per axis. "axial" scales the
+            short ladder of each axis by its own theta and channels, "pixtral" scales the full ladder. The attention
+            factor must be the same on all axes.
         precision: "exact" (64-bit turns) or "hf" (float32 angles as in Transformers, TransformerEngine and others, with
             an error of 0.06 rad at id 1,000,000); use "hf" to reproduce their tests or checkpoints.
         mrope_section: (axes,) pairs per axis, for "sections" and "mrope-interleaved"; None means 24, 20, 20 for
             "mrope-interleaved" with 64 pairs.
-        inv_freq: (pairs,) rad per position, used exactly and instead of theta and scaling; with kv_heads, of all pairs.
-        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None: original length.
-        axes_dim: (axes,) channels per axis. With "axial", axes of different sizes: FLUX and HunyuanVideo have
-            16, 56, 56 and Wan has 44, 42, 42, all with adjacent pairs; equal sizes are stored as None. With a vector
-            as allocation, the pairs of each axis use its full ladder in the order of the vector, as in the encoders of
+        inv_freq: (pairs,) rad per position, used exactly, instead of theta and scaling; with kv_heads, the pairs of all
+            kv heads.
+        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None means the original
+            length.
+        axes_dim: (axes,) channels per axis. With "axial", the axes may have different sizes: FLUX and HunyuanVideo have
+            16, 56, 56 and Wan has 44, 42, 42, all with adjacent pairs; equal sizes are stored as None. With a vector as
+            allocation, the pairs of each axis use its full ladder in the order of the vector, as in the encoders of
             Kimi K2.5 (columns and rows alternate) and Step 3.7 (columns before rows).
         head_axes: (kv_heads,) axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
             is not rotated. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256 heads.
-        kv_heads: number of kv heads that share one layout, for LTX, which rotates all channels of a token as one long
+        kv_heads: number of kv heads that share one layout, as in LTX, which rotates all channels of a token as one long
             head: allocation, sections, axes_dim and inv_freq cover kv_heads · rotary_dim channels, at most 65,536, and
-            each kv head, with the q heads that share it, takes the next pairs. At most 256; None: all heads are alike.
+            each kv head, with the q heads that share it, takes the next pairs. At most 256; None means that all heads
+            are alike.
 
     Raises:
         InvalidInputError: an argument is invalid; the message names it.
@@ -113,9 +117,9 @@ class Rotary:
     text: str = field(init=False, repr=False, compare=False)
     """``to_dict`` as JSON."""
     shares_ladder: bool = field(init=False, repr=False, compare=False)
-    """Whether pair j has the j-th frequency of one ladder."""
+    """Whether pair j has the j-th frequency of a single ladder."""
     attention_factor: float = field(init=False, repr=False, compare=False)
-    """Factor on cos and sin: 1.0 except for YaRN and LongRoPE."""
+    """Factor by which cos and sin are multiplied; 1.0 except for YaRN and LongRoPE."""
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -137,8 +141,8 @@ class Rotary:
 
         Args:
             config: a config object, the mapping from its config.json, or the path of that file or its folder.
-            layer_type: layer type to read if the config has rope parameters per layer type.
-            overrides: arguments of Rotary that override those of the config.
+            layer_type: the layer type whose rope parameters are read if the config has them per layer type.
+            overrides: arguments of Rotary that override those from the config.
         """
         return cls(**hf_arguments(config, layer_type=layer_type, overrides=overrides))
 
@@ -180,7 +184,7 @@ class Rotary:
 
     @property
     def own_heads(self) -> int:
-        """Number of kv heads if head_axes or kv_heads rotate each in its own way; 0 if all heads rotate alike."""
+        """Number of kv heads if head_axes or kv_heads rotate each head in its own way; 0 if all heads rotate alike."""
         return self.kv_heads or len(self.head_axes or ())
 
     @property
@@ -213,7 +217,7 @@ class Rotary:
 
     @cached_property
     def inv_freq_array(self) -> Float64Array:
-        """(pairs,) float64 rad per position, rounded exact_inv_freq; (kv_heads, pairs) with kv_heads; read-only."""
+        """(pairs,) float64 rad per position, exact_inv_freq rounded; (kv_heads, pairs) with kv_heads; read-only."""
         return _read_only(self._by_head(np.array([float(value) for value in self.exact_inv_freq], np.float64)))
 
     @cached_property
@@ -230,10 +234,10 @@ class Rotary:
         return _read_only(self.inv_freq_as_hf())
 
     def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
-        """Compute (pairs,) or (kv_heads, pairs) float32 rad per position by the operations of Transformers.
+        """Compute (pairs,) or (kv_heads, pairs) float32 rad per position with the operations of Transformers.
 
-        All operations except the power are rounded according to IEEE 754. The float32 powers of torch on a CPU
-        differ from the correctly rounded ones by one ulp in about one of seventy cases; pass torch's power to match.
+        All operations except the power are rounded according to IEEE 754. On a CPU, torch's float32 powers differ from
+        the correctly rounded ones by one ulp in about one case in seventy; pass torch's power to match them.
 
         Args:
             power: function from a float base and (n,) float32 exponents to (n,) float32 powers.
@@ -245,7 +249,7 @@ class Rotary:
         return self.num_pairs * (self.kv_heads or 1)
 
     def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
-        """Reshape per-pair values to (kv_heads, pairs) with kv_heads."""
+        """Reshape per-pair values to (kv_heads, pairs) if kv_heads is set."""
         return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
 
     @cached_property
@@ -319,7 +323,7 @@ class Rotary:
         if len(set(self._thetas)) == 1:
             self._set("theta", self._thetas[0])
         if self.head_axes is not None and not isinstance(self.theta, float):
-            raise InvalidInputError(f"theta: got {self.theta}, want one base for allocation 'heads', the same for all")
+            raise InvalidInputError(f"theta: got {self.theta}, want a single base for allocation 'heads'")
         self._check_scaling()
         if self.inv_freq is not None:
             self._check_inv_freq(self.inv_freq)

@@ -1,4 +1,4 @@
-"""Normalise and rotate on a CPU by the C extension, block by block, in up to as many threads as torch uses."""
+"""Normalise and rotate on a CPU with the C extension, block by block, in at most as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THREAD_BYTES = 1 << 19
 """Bytes of q and k per thread: starting a thread takes as long as rotating a tenth of them."""
 
 ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER, CHECKED = 1, 2, 4, 8, 16, 32
-"""Flags of the extension's rotate."""
+"""Flags for the extension's rotate."""
 
 FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
 """Valid combinations of layout and number of dimensions."""
@@ -41,10 +41,11 @@ FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
 def rotated_at_once(
     q: Tensor, k: Tensor | None, positions: object, rotary: Rotary, layout: str | None, inplace: bool, conjugate: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rotate q and k by one C call that includes all checks; fast for small inputs such as a decoding step.
+    """Rotate q and k in one C call that includes all checks; this is fast for small inputs such as a decoding step.
 
     Returns:
-        the results of ``apply_rotary``, or None without writing if it must take the general path, as for all errors.
+        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as for all
+        errors.
     """
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
@@ -62,7 +63,7 @@ def rotated_at_once(
         capsules: tuple[Any, ...] = to_dlpack(q), None if inplace else to_dlpack(q_out)
         if k is not None and k_out is not None:
             capsules = *capsules, to_dlpack(k), None if inplace else to_dlpack(k_out)
-    except (BufferError, RuntimeError):  # the tensors have no memory, as in vmap and other transforms
+    except (BufferError, RuntimeError):  # the tensors have no memory, as under vmap and other transforms
         return None
     flags = CHECKED
     if rotary.pairing == "adjacent":
@@ -85,8 +86,8 @@ def _source_at_once(positions: object, constants: bytes, batched: Tensor | None)
     """Return the source argument of the extension if it can check the positions itself, else None.
 
     Args:
-        positions: the caller's positions.
-        constants: packed constants of the rotary.
+        positions: positions as the caller passed them.
+        constants: the rotary's packed constants.
         batched: a tensor whose first dimension is the batch, which requires documents of equal length; None for thd.
     """
     if type(positions) is Tensor:
@@ -108,7 +109,7 @@ NO_ROW = -1
 
 @lru_cache(maxsize=1 << 10)
 def _constants_of(text: str) -> bytes | None:
-    """Pack the constants of a rotary for the extension; None for precision "hf" and per-head rotations."""
+    """Pack a rotary's constants for the extension; return None for precision "hf" and per-head rotations."""
     rotary = Rotary.from_dict(json.loads(text))
     if rotary.precision == "hf" or rotary.own_heads:
         return None
@@ -116,7 +117,7 @@ def _constants_of(text: str) -> bytes | None:
 
 
 def _packed(frequencies: Tensor, pair_axis: Tensor, axes: int, head_dim: int, factor: float) -> bytes:
-    """Pack the constants of a rotation for the extension; see Constants in csrc/phases.h."""
+    """Pack a rotation's constants for the extension; see Constants in csrc/phases.h."""
     groups, pairs = pair_axis.numel() // pair_axis.shape[-1], pair_axis.shape[-1]
     numbers = struct.pack("=4q10f", pairs, groups, axes, head_dim, *reference.SIN, *reference.COS, factor, 0.0)
     words = frequencies.expand(groups, *frequencies.shape[-2:])
@@ -124,7 +125,7 @@ def _packed(frequencies: Tensor, pair_axis: Tensor, axes: int, head_dim: int, fa
 
 
 def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm) -> bool:
-    """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
+    """Normalise and rotate (batch, seq, heads, head_dim) q and k into q_out and k_out, which may be q and k.
 
     Returns:
         whether the extension supports the tensors; if not, nothing is written.
@@ -150,7 +151,7 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
 
 
 def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source:
-    """Return the source argument of the extension for a rotation."""
+    """Return a rotation as the source argument of the extension."""
     if rotation.frequencies.is_floating_point():  # precision "hf", or an engine's cache
         cos, sin = (x.flatten(1).numpy() for x in reference.cos_sin(rotation, tokens))
         return cos, sin, rotation.head_groups or 1
@@ -162,7 +163,7 @@ def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] 
     """Rotate q and k with the extension, in several threads if they are large; return False if it declines.
 
     Args:
-        capsules: DLPack capsules of q, its output, k and its output; None as output means in place.
+        capsules: DLPack capsules of q, its output, k and its output; an output of None rotates in place.
         source: the source argument of the extension's rotate.
         scaling: eps and weights of the norm, or None.
         flags: flags of the extension's rotate.
@@ -181,7 +182,7 @@ def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] 
 
 
 def _rotate_in_threads(rotate: Callable[[int], bool], count: int, workers: int, pool: ThreadPoolExecutor) -> bool:
-    """Rotate all parts in this thread and the pool; only in this thread once the main thread has ended."""
+    """Rotate all parts in this thread and the pool, or only in this thread once the main thread has ended."""
     parts = deque(range(count))
 
     def work() -> bool:
@@ -203,5 +204,5 @@ def _rotate_in_threads(rotate: Callable[[int], bool], count: int, workers: int, 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the pool of a process, which starts threads on demand; a forked child does not inherit threads."""
+    """Return a process's pool, which starts threads on demand; a forked child does not inherit them."""
     return ThreadPoolExecutor(threads, "mmpos-rotary")

@@ -1,4 +1,4 @@
-"""Positions and frequencies on a device, in tables whose addresses may stay fixed, and the choice of implementation."""
+"""Keep positions and frequencies on a device, in tables whose addresses may stay fixed; choose the implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmpos.support.extras import missing
 
 @dataclass(frozen=True, eq=False)
 class DevicePositions:
-    """Position table on the device of the kernels; create it with ``from_table``.
+    """Position table on the device where the kernels run; create it with ``from_table``.
 
     Args:
         table: (5 + 4·axes, capacity) int64; the offset of unused columns is the token count.
@@ -46,13 +46,13 @@ class DevicePositions:
     def from_table(
         cls, positions: PositionTable, device: torch.device | str | int = "cpu", capacity: int | None = None
     ) -> DevicePositions:
-        """Copy a table to a device: one small copy that does not block the host.
+        """Copy a table to a device in one small copy that does not block the host.
 
         Args:
             positions: the table to copy.
             device: the target device.
-            capacity: number of columns to reserve, so that ``refresh`` can write other tables to the same address;
-                None reserves one column per segment.
+            capacity: number of columns to reserve so that ``refresh`` can write other tables to the same address; None
+                reserves one column per segment.
 
         Raises:
             LimitExceededError: the table has more segments than the capacity.
@@ -67,7 +67,7 @@ class DevicePositions:
             if used > reserved:
                 raise LimitExceededError(f"capacity: got {reserved}, want >= {used}, the number of segments")
             columns = padding_column(positions.axes)[:, None].repeat(reserved, axis=1)
-            columns[OFFSET] = tokens  # no token has this offset, so no kernel reads the unused columns
+            columns[OFFSET] = tokens  # No token has this offset, so no kernel reads the unused columns.
             columns[:, :used] = positions.table
         table = torch.from_numpy(columns)
         device = torch.device(device)
@@ -78,10 +78,10 @@ class DevicePositions:
         return cls(table, tokens, row_length_of(positions), positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
-        """Write another table with the same number of tokens to the same memory; allowed between CUDA graph replays.
+        """Write another table with as many tokens to the same memory; this is allowed between CUDA graph replays.
 
         Raises:
-            InvalidInputError: the axes, fractional, token count or document length differ.
+            InvalidInputError: the axes, the value of fractional, the token count or the document length differ.
             LimitExceededError: the table has more segments than the capacity.
         """
         fresh = DevicePositions.from_table(positions, capacity=self.table.shape[1])
@@ -112,15 +112,15 @@ class DevicePositions:
         return self.table.device
 
     def pin_memory(self) -> DevicePositions:
-        """Copy to page-locked host memory; a DataLoader calls this method on its batches."""
+        """Copy the positions to page-locked host memory; a DataLoader calls this method on its batches."""
         return replace(self, table=self.table.pin_memory())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> DevicePositions:
-        """Move to another device."""
+        """Move the positions to another device."""
         return replace(self, table=self.table.to(device, non_blocking=non_blocking))
 
     def dense(self) -> Tensor:
-        """Expand to (axes, tokens) int32 or float64 ids on the table's device, bit-equal to PositionTable.dense."""
+        """Expand the table to (axes, tokens) int32 or float64 ids on its device, bit-equal to PositionTable.dense."""
         if self.table.is_cuda:
             from mmpos.rotary.kernel import launch_dense
 
@@ -156,7 +156,7 @@ class PositionIds(NamedTuple):
     shape: tuple[int, ...]
 
     def as_rows(self, x: Tensor) -> Tensor:
-        """Reshape (tokens, …) to (batch, seq, …) if all documents have one length."""
+        """Reshape (tokens, …) to (batch, seq, …) if all documents have the same length."""
         return x.reshape(*self.shape, *x.shape[1:])
 
 
@@ -170,8 +170,8 @@ def ids_on(
 ) -> PositionIds:
     """Convert positions of any type to one tensor and check their axes; a PositionTable is copied to the device.
 
-    With ``like``, the name of a tensor on the device, other positions must be there too. ``validate`` also checks dense
-    ids on a device. ``name`` is the name of the positions in messages.
+    If ``like`` names a tensor on the device, positions of other types must be on the device as well. With ``validate``,
+    dense ids on a device are also checked. ``name`` is what messages call the positions.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -187,7 +187,7 @@ def ids_on(
             f"{name}: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
         )
     if like is not None and ids.tensor.device != device:
-        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {device} as {like}")
+        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {device} as for {like}")
     if ids.axes != rotary.axes:
         raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
     return ids
@@ -202,7 +202,7 @@ def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Build frequencies and pair axes in the form that the operators expect.
+    """Build the frequencies and pair axes in the form that the operators expect.
 
     Returns:
         (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for pairs that
@@ -213,7 +213,7 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     frequency_step = size if rotary.kv_heads is not None else None
     pair_axis = torch.from_numpy(rotary.pair_axis[::size].astype(np.int32))
     if rotary.precision == "hf":
-        # Transformers computes frequencies by torch's float32 powers, which are not always correctly rounded.
+        # Transformers computes frequencies with torch's float32 powers, which are not always correctly rounded.
         inv_freq = torch.tensor(rotary.inv_freq_as_hf(_torch_power)[::frequency_step])
         return inv_freq if frequency_step is None else inv_freq.unsqueeze(1), pair_axis
     hi, lo = rotary.turns >> np.uint64(32), rotary.turns & np.uint64(0xFFFFFFFF)
@@ -224,7 +224,7 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(rotary: Rotary) -> int:
-    """Return the largest size of equal groups of consecutive heads that rotate alike."""
+    """Return the largest size of equally large groups of consecutive heads that rotate alike."""
     axis, frequency = rotary.pair_axis, np.broadcast_to(rotary.inv_freq_array, rotary.pair_axis.shape)
     changes = (axis[1:] != axis[:-1]) | (frequency[1:] != frequency[:-1])
     return gcd(len(axis), *(np.flatnonzero(changes.any(axis=1)) + 1).tolist())
@@ -234,9 +234,9 @@ def _group_size(rotary: Rotary) -> int:
 def _constants(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tensors that are never freed, a few kilobytes each: a captured CUDA graph holds their addresses.
 
-    The rotary is passed as its text, since some versions of torch accept no other objects as constants of a graph.
+    The rotary is passed as text because some versions of torch accept no other objects as constants of a graph.
     """
-    with torch.inference_mode(False):  # the first caller may run inference and a later one training
+    with torch.inference_mode(False):  # the first caller may run inference and a later one may train
         frequencies, pair_axis = frequencies_of(Rotary.from_dict(json.loads(text)))
         return frequencies.to(device), pair_axis.to(device)
 
@@ -246,12 +246,12 @@ def _constants_in_graphs(text: str, device: torch.device) -> tuple[Tensor, Tenso
 
 
 _constants_of: Any = _constants_in_graphs
-# torch.compiler.assume_constant_result sets this attribute, but would import the compiler, which takes seconds.
+# torch.compiler.assume_constant_result also sets this attribute, but imports the compiler, which takes seconds.
 _constants_of._dynamo_marked_constant = True
 
 
 def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cached frequencies and pair axes on a device; a compiled graph treats them as constants."""
+    """Return the cached frequencies and pair axes on a device; a compiled graph treats them as constants."""
     if torch.compiler.is_compiling():
         return _constants_of(rotary.text, device)
     # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
@@ -262,7 +262,7 @@ def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
 def rotation_of(
     ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
 ) -> reference.RotationArguments:
-    """Return a rotation by ids in the form that the operators expect."""
+    """Return a rotation by these ids in the form that the operators expect."""
     tensors, adjacent = (ids.tensor, *constants(rotary, ids.tensor.device)), rotary.pairing == "adjacent"
     return reference.RotationArguments(*tensors, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation)
 
@@ -280,7 +280,7 @@ def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: Positio
         want = f"(max_position, {rotary.rotary_dim}), cos of all pairs of rotary, then sin"
         raise InvalidInputError(f"cos_sin: got shape {tuple(cos_sin.shape)}, want {want}")
     if cos_sin.device != ids.tensor.device:
-        raise InvalidInputError(f"cos_sin: got a tensor on {cos_sin.device}, want {ids.tensor.device} as q")
+        raise InvalidInputError(f"cos_sin: got a tensor on {cos_sin.device}, want {ids.tensor.device} as for q")
     if not cos_sin.is_contiguous():
         raise InvalidInputError(f"cos_sin: got strides {cos_sin.stride()}, want a contiguous tensor")
     if not rotary.shares_ladder:
@@ -332,7 +332,7 @@ Implementation = Literal["auto", "reference", "triton"]
 
 
 def number_of(implementation: Implementation, device: torch.device) -> int:
-    """Return the operators' number of an implementation after checking that it can run on the device."""
+    """Return the number by which the operators know an implementation, after checking that it can run on the device."""
     if implementation == "auto":
         return reference.TRITON if device.type == "cuda" and _has_triton() else reference.AUTO
     one_of("implementation", implementation, ("auto", "reference", "triton"))
@@ -353,4 +353,4 @@ def _triton_is_installed_in_graphs() -> bool:
 
 
 _has_triton: Any = _triton_is_installed_in_graphs
-_has_triton._dynamo_marked_constant = True  # as above: a graph cannot trace the search for a module
+_has_triton._dynamo_marked_constant = True  # a graph cannot trace the search for a module either

@@ -1,4 +1,4 @@
-"""Inverse frequencies θ_j = base^(−2j/d): one set of formulas, in exact decimals or in float32 as in Transformers."""
+"""Compute inverse frequencies θ_j = base^(−2j/d), in exact decimals or in float32 as in Transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651"
 )
 MAX_INV_FREQ = 2.0**32
-"""Largest inverse frequency in rad per position; up to it all 64 bits of ``fixed_point_turns`` are exact."""
+"""Largest inverse frequency in rad per position; up to it, all 64 bits of ``fixed_point_turns`` are exact."""
 
 _CONTEXT = Context(prec=100, rounding=ROUND_HALF_EVEN)
 
@@ -35,7 +35,7 @@ _CONTEXT = Context(prec=100, rounding=ROUND_HALF_EVEN)
 class Arithmetic(ABC):
     """Number type in which a frequency formula is evaluated: scalars and arrays over pairs.
 
-    Formulas convert scalars by ``number`` before any arithmetic, so that one formula works in every Arithmetic.
+    Formulas convert scalars with ``number`` before any arithmetic, so that one formula works in every Arithmetic.
     """
 
     pi: Number
@@ -76,7 +76,7 @@ class Exact(Arithmetic):
         return value.ln()
 
     def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Number:
-        step = theta ** (Decimal(2) / dim)  # one root and products: faster than one root per power
+        step = theta ** (Decimal(2) / dim)  # one root and products, which is faster than one root per power
         powers = accumulate(repeat(step), mul, initial=Decimal(1))
         return np.array(list(islice(powers, _pairs(dim, count))), object)
 
@@ -85,13 +85,13 @@ class Exact(Arithmetic):
 
 
 def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
-    """Compute correctly rounded float32 base**exponents; the float32 powers of libraries may be off by one ulp."""
+    """Compute correctly rounded float32 base**exponents; float32 powers of other libraries may be off by one ulp."""
     return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Float32(Arithmetic):
-    """Float32 arrays and double scalars with the same sequence of operations as in Transformers.
+    """Float32 arrays and double scalars, with the same sequence of operations as in Transformers.
 
     Every operation except the power is rounded according to IEEE 754 and gives the same bits on every machine. To
     reproduce the bits of a library, pass its power function.
@@ -113,12 +113,12 @@ class Float32(Arithmetic):
         return math.log(value)
 
     def powers(self, theta: float, dim: int, count: int | None = None) -> Float32Array:
-        # Same number of powers per call as in Transformers: torch's results depend on the place within a vector.
+        # Compute as many powers per call as Transformers does: torch's results depend on the position within a vector.
         return self.power(theta, np.arange(0, 2 * _pairs(dim, count), 2).astype(np.float32) / np.float32(dim))
 
 
 def fixed_point_turns(inv_freq: Iterable[Decimal]) -> UInt64Array:
-    """Convert inverse frequencies to units of 2⁻⁶⁴ turn: inv_freq/2π modulo 1 as a 64-bit fraction.
+    """Convert inverse frequencies to units of 2⁻⁶⁴ turns: inv_freq/2π modulo 1 as a 64-bit fraction.
 
     >>> int(fixed_point_turns([PI])[0]) == 2**63  # half a turn
     True

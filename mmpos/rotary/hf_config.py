@@ -38,7 +38,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
-"""Rope types that depend on the length with which a model was trained."""
+"""Rope types that depend on the length at which a model was trained."""
 
 HEAD_FIELDS = ("head_dim", "hidden_size", "num_attention_heads", "qk_rope_head_dim")
 """Fields that determine the head dimension."""
@@ -54,21 +54,21 @@ def hf_arguments(
     """Read the arguments of Rotary from a config and merge overrides into them.
 
     For a model type of Transformers, the config is interpreted as its class and model code do: missing fields take the
-    defaults of the class, and fields that the code ignores have no effect. For any other model type, arguments that
-    the config does not determine must be in overrides: head_dim, theta, rotary_dim (unless the config has a
+    defaults of the class, and fields that the code ignores have no effect. For any other model type, arguments that the
+    config does not determine must be in overrides: head_dim, theta, rotary_dim (unless the config has a
     partial_rotary_factor) and pairing. A config without mrope_section does not determine axes; Rotary then uses its
-    default of two interleaved axes, which rotates text by the RoPE-1D of the model.
+    default of two interleaved axes, which rotates text exactly as the model's RoPE-1D does.
 
     Args:
-        config: a config object, the mapping from its config.json, or the path of that file or its folder. If it
-            has a text_config, that is read; for a vision encoder pass its vision_config.
-        layer_type: layer type to read if layers of the model rotate differently.
-        overrides: arguments of Rotary that override those of the config.
-        released: for HunYuan-VL, follow the code released with the model where Transformers rotates differently.
+        config: a config object, the mapping from its config.json, or the path of that file or its folder. If it has a
+            text_config, that part is read; for a vision encoder, pass its vision_config.
+        layer_type: the layer type whose rotation is read if the model's layers rotate differently.
+        overrides: arguments of Rotary that override those from the config.
+        released: for HunYuan-VL, follow the code released with the model wherever Transformers rotates differently.
 
     Raises:
-        UnsupportedError: the rotation of the rope type or model type is not supported.
-        InvalidInputError: the config lacks a required field or has an invalid one.
+        UnsupportedError: the rotation of this rope type or model type is not supported.
+        InvalidInputError: a field of the config is required but missing, or invalid.
     """
     fields = _language_model(config, released)
     rope = _rope_parameters(fields, layer_type)
@@ -99,10 +99,10 @@ def hf_arguments(
 
 
 def hf_pairing(config: object) -> str | None:
-    """Return the pairing of a config's model, "half" or "adjacent"; None for an unknown model type.
+    """Return how a config's model pairs channels, "half" or "adjacent"; None for an unknown model type.
 
     Raises:
-        UnsupportedError: Rotary cannot describe the rotation of the model type.
+        UnsupportedError: Rotary cannot describe how this model type rotates.
     """
     fields = _language_model(config)
     return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
@@ -119,7 +119,7 @@ def hf_layer_types(config: object) -> list[str]:
 
 
 def _known(fields: Fields) -> bool:
-    """Return whether the rotation of this model type is known."""
+    """Return whether it is known how this model type rotates."""
     return "rope_theta" in fields.defaults
 
 
@@ -143,7 +143,7 @@ def _language_model(config: object, released: bool = False) -> Fields:
 
 
 def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
-    """Raise unless the config of an unknown model type and overrides determine all arguments that a class may set."""
+    """Raise unless an unknown model type's config and the overrides determine all arguments that a class may set."""
     is_set = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
         "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
@@ -160,7 +160,7 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
 
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
-    """Read the rope parameters, of one layer type if there are several, from any of the fields that may hold them."""
+    """Read the rope parameters, those of one layer type if there are several, from any field that may contain them."""
     model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
@@ -170,7 +170,7 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
         raise InvalidInputError(f"rope_scaling: got one for {model!r}, whose code ignores it, want none")
     default = fields.defaults.get("rope_parameters", {})
     if _by_layer(default) or _by_layer(scaling or parameters or {}):
-        if scaling and _by_layer(scaling):  # in a config object both fields are the same mapping
+        if scaling and _by_layer(scaling):  # in a config object, both fields are the same mapping
             scaling, parameters = None, scaling
         return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
     types = _layer_types(fields)
@@ -181,7 +181,7 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """Read the type of each layer from the config, or the types in the defaults of its class; may be empty."""
+    """Return the type of each layer from the config, or else the types in the defaults of its class, if any."""
     types = fields.get("layer_types")
     if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
         raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
@@ -193,7 +193,7 @@ def _by_layer(rope: Values) -> bool:
 
 
 def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
-    """Return the rope parameters of a layer type, including from configs that predate entries per layer type."""
+    """Return the rope parameters of a layer type, also from configs that predate entries per layer type."""
     rotation, defaults = fields.rotation, fields.defaults.get("rope_parameters", {})
     older = bool(rotation.layer_theta)
     entries = {**defaults, **parameters} if older else parameters or defaults
@@ -226,7 +226,7 @@ def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values
         merged["rope_theta"] = base
     merged |= entry
     if scaling and layer_type in rotation.scaled_layers:
-        if "rope_type" not in scaling:  # Transformers ignores the field "type" here and keeps "default"
+        if "rope_type" not in scaling:  # here, Transformers ignores the field "type" and keeps "default"
             raise InvalidInputError(
                 f"rope_scaling.rope_type: got none for {fields.model_type!r}, want a rope type: its type is ignored"
             )
@@ -235,7 +235,7 @@ def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values
 
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
-    """Return the fields of the layers of one type if layers have their own fields."""
+    """Return the fields of the layers of one type if the config has fields per layer."""
     config = fields.config
     if isinstance(config, Mapping):
         if not config.get("per_layer_config"):
@@ -260,7 +260,7 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
 
 
 def _full_attention(fields: Fields, config: Values) -> Fields:
-    """Return the fields of full-attention layers, whose head_dim may differ."""
+    """Return the fields of the full-attention layers, whose head_dim may differ."""
     if fields.rotation.full_head_dim is None or "per_layer_config" in config:
         return fields
     head_dim = fields.own("global_head_dim")
@@ -269,7 +269,7 @@ def _full_attention(fields: Fields, config: Values) -> Fields:
 
 
 def _layers(config: Values) -> list[Any]:
-    """Return the configs of layers 0 to max(per_layer_config) + 1; the last one stands for all later layers."""
+    """Return the configs of layers 0 to max(per_layer_config) + 1; the last config applies to all later layers."""
     by_index = config["per_layer_config"]
     if not isinstance(by_index, Mapping) or not all(
         str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
@@ -296,7 +296,7 @@ def _rope_type(fields: Fields, rope: Values) -> str:
 
 def _head_dim(fields: Fields) -> int:
     head_dim = None
-    # Latent attention rotates a separate tensor of qk_rope_head_dim channels, regardless of head_dim.
+    # Latent attention rotates a separate tensor with qk_rope_head_dim channels, regardless of head_dim.
     if "qk_rope_head_dim" in fields.defaults or not _known(fields):
         head_dim = fields.size("qk_rope_head_dim")
     if head_dim is None and not fields.rotation.head_dim_unread:
@@ -333,7 +333,7 @@ def _theta(fields: Fields, rope: Values) -> float:
 
 
 def _own_theta(fields: Fields, rope: Values) -> Any:
-    """Return the base set by the config itself or by the code of its model type."""
+    """Return the base that is set by the config itself or by the code of its model type."""
     if fields.rotation.theta is not None:
         return fields.rotation.theta
     base = rope.get("rope_theta")
@@ -360,7 +360,7 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
     if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
         return head_dim // 6 * 6
     has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
-    # The factor of mistral4 refers to a head of another size.
+    # mistral4's factor refers to a head of a different size.
     if kind in ("proportional", "axial") or fields.model_type == "mistral4" or not has_factor:
         return head_dim
     factor = _factor(fields, rope)
@@ -385,13 +385,13 @@ def _pairing(fields: Fields) -> str:
 
 
 def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, Any]:
-    """Return the layout arguments of a vision encoder; its axes are rows and columns, or frames, rows and columns."""
+    """Return the layout arguments of a vision encoder, whose axes are rows and columns, or frames, rows and columns."""
     turns = "rows" if fields.rotation.encoder is None else fields.rotation.encoder.turns
     if turns == "halves":
-        # Each half of a head acts as a head: the first is rotated by columns, the second by rows.
+        # Each half of a head acts as a head: the first half is rotated by columns, the second by rows.
         heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
         if (kv_heads := fields.kv_heads_of_halves) != heads:
-            raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads} as num_attention_heads")
+            raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads} as for num_attention_heads")
         halves = {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2}
         return {**halves, "axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
     if turns == "frames":
@@ -513,12 +513,12 @@ def _listed(names: Iterable[str]) -> str:
 
 @cache
 def class_defaults() -> Mapping[str, Values]:
-    """Load the relevant defaults of the config classes of Transformers 5.23 by model type.
+    """Load the relevant defaults of the config classes in Transformers 5.23, by model type.
 
-    ``names`` holds alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model types
-    of nested configs that do not state one, ``part_defaults`` the defaults of fields of nested configs, and
+    ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
+    types of nested configs that do not state their own, ``part_defaults`` the defaults of fields of nested configs, and
     ``optional_parts`` the nested configs that are absent by default. Model types with a rotation have ``rope_theta``,
-    null if their class has no default. The file is written by tests/helpers/hf_classes.py.
+    which is null if their class has no default. tests/helpers/hf_classes.py writes the file.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)
@@ -528,7 +528,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
-        InvalidInputError: the file cannot be read or holds no JSON object; the message names the file and the line.
+        InvalidInputError: the file cannot be read or does not contain a JSON object; the message names the file and the
+            line.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -556,7 +557,7 @@ def read_field(config: object, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Fields:
-    """Config or nested config, with the defaults of its class for missing fields.
+    """A config or nested config, with the defaults of its class for missing fields.
 
     Args:
         name: name of the config in error messages.
@@ -570,11 +571,11 @@ class Fields:
 
     @classmethod
     def of(cls, config: object) -> Fields:
-        """Create the fields of a whole config, of a config.json, or of the config.json in a folder.
+        """Create the fields of a whole config, of a config.json file, or of the config.json in a folder.
 
         Raises:
-            InvalidInputError: the folder has no readable config.json, or the string is not a folder, such as the name
-                of a checkpoint: nothing is downloaded.
+            InvalidInputError: the folder has no readable config.json, or the string names neither a file nor a folder,
+                for example because it is a checkpoint's name: nothing is downloaded.
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):
@@ -602,7 +603,7 @@ class Fields:
 
     @property
     def rotation(self) -> RotationType:
-        """Rotation of this model type as far as its config does not state it."""
+        """Rotation of this model type, as far as its config does not specify it."""
         return ROTATIONS.get(self.model_type, PLAIN)
 
     @property
@@ -645,7 +646,7 @@ class Fields:
         return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
 
     def size(self, name: str) -> Any:
-        """Return the field; raise if it is null although its class has a number, since such a null is ambiguous."""
+        """Return the field; raise if it is null although its class defaults to a number: such a null is ambiguous."""
         value = self.get(name)
         default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
         if value is None and default is not None:

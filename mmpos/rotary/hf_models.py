@@ -1,4 +1,4 @@
-"""Rotations of the model types of Transformers 5.23, as far as their configs do not state them."""
+"""List the rotations of the model types in Transformers 5.23, as far as their configs do not specify them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def by_name(rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Expand a table whose keys are space-separated names to one entry per name."""
+    """Expand a table whose keys are space-separated names into one entry per name."""
     return MappingProxyType({name: row for names, row in rows.items() for name in names.split()})
 
 
@@ -20,11 +20,12 @@ class Encoder:
     """Rotation and patch positions of a vision encoder.
 
     Args:
-        turns: axes that rotate the channels of a head. "rows": a block by rows, then one by columns; "columns": columns
-            first; "in turn": columns and rows alternate; "frames": blocks by frames, rows and columns, with remaining
-            channels unrotated; "halves": each half acts as a head, the first by columns and the second by rows;
-            "ladder": as in Pixtral.
-        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme has the positions.
+        turns: the axes by which the channels of a head are rotated. "rows": a block by rows, then one by columns;
+            "columns": columns first; "in turn": alternately by columns and rows; "frames": blocks by frames, rows and
+            columns, with the remaining channels unrotated; "halves": each half acts as a head, the first rotated by
+            columns and the second by rows; "ladder": as in Pixtral.
+        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme produces its
+            positions.
         first: id of the first row and column; if it is 1, a class token may have id 0.
         kv_heads: for "halves", number of kv heads if the config omits it.
         note: peculiarities, for readers.
@@ -42,23 +43,24 @@ class RotationType:
     """Rotation of one model type.
 
     Args:
-        adjacent: whether channels (2j, 2j + 1) are paired if the config has no rope_interleave, instead of two halves.
+        adjacent: whether channels (2j, 2j + 1) instead of two halves are paired if the config has no rope_interleave.
         section: default of mrope_section.
         interleaved: whether M-RoPE is interleaved regardless of the config.
         partial: default of partial_rotary_factor; None means that rope_type "default" ignores the field and rotates all
-            channels. All other rope types read the field.
+            channels. All other rope types use the field.
         factor_unread: whether the class ignores a partial_rotary_factor outside of rope_parameters.
         reads_rotary_dim: whether rotary_dim is read if there is no partial_rotary_factor.
-        unscaled: whether rope_parameters are ignored.
+        unscaled: whether rope_parameters is ignored.
         theta: the base if no config can change it.
         old_names: whether the fields outside of rope_parameters are named rotary_emb_base and rotary_pct.
         alpha: whether rope_type "dynamic" with an alpha is NTK scaling by alpha.
         head_dim_unread: whether head_dim is ignored, and a head has hidden_size / num_attention_heads channels.
-        width: field and multiplier whose product divided by num_attention_heads is the default of head_dim.
+        width: a field and a multiplier, whose product divided by num_attention_heads is the default of head_dim.
         full_head_dim: default of global_head_dim, the head_dim of full-attention layers.
         layer_theta: fields with the base of each layer type in configs without rope_parameters per layer type.
         scaled_layers: layer types to which rope_scaling of such configs applies.
-        layer_bases: whether layer_rope_theta holds the base of each layer, where 0 means that it is not rotated.
+        layer_bases: whether layer_rope_theta contains the base of each layer; a base of 0 means that the layer is not
+            rotated.
         encoder: rotation of a vision encoder by rows and columns.
     """
 
@@ -82,7 +84,7 @@ class RotationType:
 
 
 PLAIN = RotationType()
-"""Rotation of all model types without an entry: halves of a whole head are paired, with the config's parameters."""
+"""Rotation of all model types without an entry: the halves of a whole head are paired, with the config's parameters."""
 
 
 def _encoder(
@@ -208,7 +210,7 @@ OTHER_ROTATIONS: Mapping[str, str] = by_name(
         "nanochat": "it rotates in the opposite direction",
     }
 )
-"""Model types whose rotation is not supported, with the reason."""
+"""Model types whose rotation is not supported, with the reasons."""
 
 UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
     {
@@ -223,10 +225,10 @@ UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
         "vjepa2": "the two channels of a pair have different frequencies",
     }
 )
-"""Vision encoders whose positions no scheme here has, with the reason."""
+"""Vision encoders whose positions no scheme produces, with the reasons."""
 
 TEXT_AT_TOP = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-"""Model types whose first configs have the fields of text_config at the top level, next to vision_config."""
+"""Model types whose earliest configs have the fields of text_config at the top level, next to vision_config."""
 
 OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
-"""Model types of nested configs in first releases, mapped to the types that Transformers uses for them."""
+"""Model types of nested configs in the earliest releases, mapped to the types that Transformers uses for them."""

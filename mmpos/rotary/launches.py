@@ -1,7 +1,7 @@
 """Relaunch compiled kernels: a call whose form has passed all checks before skips them and launches its kernel.
 
 The form of a call consists of the dtypes, shapes, strides and devices of its tensors and of all other arguments.
-Addresses, on which checks and compiled kernels also depend, are not part of it and are checked in every call.
+Addresses, on which checks and compiled kernels also depend, are not part of the form and are checked in every call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Form: TypeAlias = tuple[Any, ...]
 """Properties that all calls of one compiled kernel share."""
 
 MOST = 1024
-"""Maximum number of cached forms; one more clears the cache."""
+"""Maximum number of cached forms; one more form clears the cache."""
 
 
 class _Known(NamedTuple):
@@ -51,9 +51,9 @@ def form_of(
 
     Args:
         tensors: all tensors except positions and weights.
-        positions: the caller's positions.
-        rotary: the caller's rotary.
-        norm: the caller's norm.
+        positions: positions as the caller passed them.
+        rotary: the rotary of the call.
+        norm: the norm of the call, or None.
         options: all other arguments that affect the call.
     """
     if torch.compiler.is_compiling() or may_have_tangents() or type(rotary) is not Rotary:
@@ -80,7 +80,7 @@ def form_of_store(
     cache: Cache,
     *options: object,
 ) -> Form | None:
-    """Return the form of a call that stores, as ``form_of``; None with scales or non-contiguous slots."""
+    """Return the form of a call that stores, like ``form_of``; None with scales or non-contiguous slots."""
     if type(cache) is not Cache or cache[4:] != (None, None, None):
         return None
     form = form_of((q, k, v, *cache[:3]), positions, rotary, norm, cache.layout, *options)
@@ -90,7 +90,7 @@ def form_of_store(
 def rotated(
     form: Form, q: Tensor, k: Tensor | None, positions: Positions, norm: Norm | None, inplace: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate like ``apply_rotary``, or return None without writing if the operators must do it."""
+    """Rotate like ``apply_rotary``; return None, with nothing written, if the operators must do it."""
     assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
     assert k is not None  # form_of returns None without k
     table, weights = positions.table, _weights(norm)
@@ -107,7 +107,7 @@ def rotated(
 def stored(
     form: Form, q: Tensor, k: Tensor, v: Tensor, positions: Positions, norm: Norm | None, cache: Cache, inplace: bool
 ) -> tuple[Tensor, None] | None:
-    """Rotate and store like ``rotate_and_store``, or return None without writing if the operators must do it."""
+    """Rotate and store like ``rotate_and_store``; return None, with nothing written, if the operators must do it."""
     assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
     table, weights = positions.table, _weights(norm)
     keys, values, slots = cache.key_cache, cache.value_cache, cache.slot_mapping
@@ -125,7 +125,7 @@ def stored(
 def learn_rotation(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a rotation when its form is seen for the second time; arguments as for ``launch_rotate``."""
+    """Bind a rotation's kernel when its form is seen for the second time, with the arguments of ``launch_rotate``."""
     if _is_second_call(form, (q, k, rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
@@ -137,7 +137,7 @@ def learn_rotation(
 def learn_store(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a call that stores, as ``learn_rotation``; arguments as for ``launch_store``."""
+    """Bind the kernel of a call that stores, like ``learn_rotation``, with the arguments of ``launch_store``."""
     if _is_second_call(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
@@ -160,7 +160,7 @@ def _known(form: Form, tensors: Sequence[Tensor]) -> _Known | None:
     """Return the cache entry of a form if its kernel can be launched with these tensors, else None."""
     try:
         known, first = _KNOWN.get(form), tensors[0]
-    except TypeError:  # an argument is not hashable, which the checks of the operators report
+    except TypeError:  # an argument is not hashable, which the operators' checks will report
         return None
     if known is None or known.bound is None or not _are_aligned(tensors):
         return None
@@ -168,7 +168,7 @@ def _known(form: Form, tensors: Sequence[Tensor]) -> _Known | None:
 
 
 def _are_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all addresses are multiples of 16 bytes, for which Triton compiles different code."""
+    """Return whether all addresses are multiples of 16 bytes; Triton compiles different code for other addresses."""
     address = 0
     for x in tensors:
         address |= x.data_ptr()

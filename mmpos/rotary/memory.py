@@ -14,24 +14,25 @@ from torch.nn import Parameter
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-"""Number of active dispatch modes, which no public function returns; 1 if torch lacks the private one."""
+"""Number of active dispatch modes, which no public function returns; 1 if torch lacks the private function."""
 
 
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether a call may bypass torch's dispatcher, which takes longer than a small rotation.
 
-    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and all have memory.
+    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and all tensors have
+    memory.
     """
     if not is_unseen(*tensors):
         return False
     try:
         return all(x.data_ptr() or not x.numel() for x in tensors)
-    except RuntimeError:  # tensors of vmap and other transforms have no address
+    except RuntimeError:  # tensors under vmap and other transforms have no address
         return False
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
-    """Return whether ``is_plain`` holds, except that tensors need not have memory."""
+    """Return whether all conditions of ``is_plain`` hold, except that tensors need not have memory."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
@@ -46,7 +47,7 @@ _TYPES = (Tensor, Parameter)
 
 
 def shown(x: Tensor) -> Tensor:
-    """Return x with its values in memory: a negative view stores them with the opposite sign."""
+    """Return x with its actual values in memory: a negative view stores them with the opposite sign."""
     return x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x
 
 
@@ -56,8 +57,8 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def may_have_tangents() -> bool:
-    """Return whether a forward-mode level is active: without one no tensor has a forward-mode gradient."""
-    return getattr(forward_ad, "_current_level", 0) >= 0  # without the attribute assume an active level
+    """Return whether a forward-mode level is active; without one, no tensor has a forward-mode gradient."""
+    return getattr(forward_ad, "_current_level", 0) >= 0  # if the attribute is missing, assume an active level
 
 
 def check_no_tangent(name: str, x: Tensor) -> None:
@@ -68,7 +69,7 @@ def check_no_tangent(name: str, x: Tensor) -> None:
 
 def mark_written(*tensors: Tensor) -> None:
     """Increment the versions of written tensors, so that autograd refuses to use stale saved values."""
-    torch.autograd.graph.increment_version(tensors)  # tensors of inference mode have no version and are skipped
+    torch.autograd.graph.increment_version(tensors)  # tensors from inference mode have no version and are skipped
 
 
 def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
@@ -96,9 +97,9 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
     Args:
         tensors: all tensors that are read or written, by name.
         written: names of the tensors that are written.
-        want: remedy for error messages; None means separate memory.
+        want: what error messages suggest instead; None means separate memory.
     """
-    # Without addresses only the identity of tensors can be checked.
+    # Without addresses, only the identity of tensors can be checked.
     memory = {name: _memory_of(x) for name, x in tensors.items()} if _has_address(tensors[written[0]]) else {}
     for name in written:
         if memory and tensors[name].is_neg():
@@ -142,7 +143,7 @@ Span = tuple[int, _Steps]
 """Memory extent of a tensor: bytes from its address to its end, and strides and sizes of its dimensions."""
 
 _cached = lru_cache(maxsize=1 << 12)
-"""Caches functions of shapes, strides and distances, which take longer than a kernel launch."""
+"""Cache for functions of shapes, strides and distances, which take longer than a kernel launch."""
 
 
 class _Memory(NamedTuple):
@@ -154,7 +155,7 @@ class _Memory(NamedTuple):
 
 
 def _has_address(x: Tensor) -> bool:
-    """Return whether a tensor has memory: it is not traced, not on the meta device and not a FakeTensor."""
+    """Return whether a tensor has memory: it must not be traced, on the meta device, or a FakeTensor."""
     return not torch.compiler.is_compiling() and x.untyped_storage().device.type != "meta"
 
 
@@ -164,7 +165,7 @@ def _memory_of(x: Tensor) -> _Memory:
 
 @_cached
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
-    """Return the extent in bytes, and strides in bytes and sizes of the dimensions by descending stride."""
+    """Return the extent in bytes, and the dimensions' strides in bytes and sizes by descending stride."""
     if 0 in sizes:  # an empty tensor may have any strides
         return 0, ()
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
@@ -183,7 +184,7 @@ def _nested(steps: _Steps) -> bool:
 
 
 def _disjoint(x: _Memory, y: _Memory) -> bool:
-    """Return whether two views share no byte: one follows the other entirely or within equal outer strides."""
+    """Return whether two views share no byte: one lies after the other, entirely or within equal outer strides."""
     low, high = (x, y) if x.begin <= y.begin else (y, x)
     gap = high.begin - low.begin
     return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)

@@ -1,8 +1,8 @@
 """Register the rotations as torch operators with their own gradients.
 
-Operators accept only tensors and numbers, so ``RotationArguments``, ``Norm`` and ``Stored`` are unpacked into their
-arguments and rebuilt by their functions. q, k and v are (batch, seq, heads, head_dim) with any strides; a missing k has
-0 heads.
+Operators accept only tensors and numbers, so ``RotationArguments``, ``Norm`` and ``Stored`` are unpacked into the
+operators' arguments and rebuilt by the operators' functions. q, k and v are (batch, seq, heads, head_dim) with any
+strides; a missing k has 0 heads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROTATION = (
     "Tensor positions, Tensor frequencies, Tensor pair_axis, "
     "int kind, bool adjacent, float attention_factor, bool conjugate, int implementation"
 )
-"""Schema of RotationArguments; its mode is named kind, since torch reserves "mode"."""
+"""Schema of RotationArguments, whose mode is named kind because torch reserves "mode"."""
 
 _NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool after"
 """Schema of Norm."""
@@ -46,9 +46,11 @@ _STORE = (
     "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
 )
-"""Schema of Stored and its Scales: caches have any strides, and slots are (n,) int32 or int64 of the first n tokens."""
+"""Schema of Stored and its Scales; caches may have any strides, and slots are the first n tokens' (n,) int32 or
+int64.
+"""
 
-# The rotation, with the norm before or after it.
+# The operators that rotate, with the norm before or after the rotation.
 
 
 def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,7 @@ def _rotate_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, q_weight, k_weight, *ctx.of_norm, positions, frequencies, pair_axis = inputs[:10]
     ctx.numbers = inputs[10:]
-    # The gradient of a tensor without a norm does not depend on the tensor.
+    # The gradient of a tensor that is not normalised does not depend on the tensor, so do not save it.
     kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
     ctx.save_for_backward(*kept, q_weight, k_weight, positions, frequencies, pair_axis)
 
@@ -122,7 +124,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     norm = Norm(q_weight, k_weight, *ctx.of_norm)
     rotation = RotationArguments(*tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:4])
-    # A tensor without wanted gradients is passed with 0 heads.
+    # A tensor whose gradients are not wanted is passed with 0 heads.
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
     grads = tuple(x if wanted[i] or wanted[2 + i] else x[:, :, :0] for i, x in enumerate(grads))
     if norm.is_none:
@@ -140,8 +142,8 @@ def _differentiable_gradients(
     grads: Sequence[Tensor], kept: Sequence[Tensor | None], wanted: Sequence[bool], norm: Norm,
     rotation: RotationArguments,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the gradients by differentiable torch operations, for higher derivatives."""
-    # The gradient of a tensor without a norm does not depend on the tensor: use zeros.
+    """Compute the gradients with differentiable torch operations, for higher derivatives."""
+    # The gradient of a tensor that is not normalised does not depend on the tensor: use zeros.
     inputs = [
         torch.zeros_like(grad, requires_grad=True) if x is None else x for grad, x in zip(grads, kept, strict=True)
     ]
@@ -158,7 +160,7 @@ def _differentiable_gradients(
     return tuple(next(gradients) if want else None for want in wanted)
 
 
-# The paged cache: for inference, without gradients.
+# The operators for the paged cache, which are for inference and have no gradients.
 
 
 def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -206,7 +208,7 @@ def _run_store(
 def _store_scaled(
     q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
 ) -> tuple[Tensor, Tensor]:
-    """Store k and v rounded once from float32; return rotated q, in 8 bits if it is scaled, and rotated float32 k."""
+    """Store k and v, rounded once from float32; return rotated q, in 8 bits if scaled, and rotated float32 k."""
     scales = stored.scales
     q_out, k_out = rotate(q.to(torch.float32), k.to(torch.float32), *norm, *rotation)
     rows = []
@@ -254,7 +256,7 @@ def _rerotate_in_torch(
     paged.write((pages,), (rotated,), slots)
 
 
-# Fake implementations: shapes without values, for tracing.
+# Fake implementations for tracing, which return shapes without values.
 
 
 def _fake_rotate(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Paged caches of k and v: view every layout as one, check caches and scales, and write to slots in plain torch."""
+"""Handle paged caches of k and v: view all layouts as one, check caches and scales, write to slots in plain torch."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ class Cache(NamedTuple):
 
     Slot s is offset s mod block_size in block s // block_size. Tokens are not stored if their slot is negative, if they
     have no slot because slot_mapping is shorter (engines pad tokens this way), or, on a device, if their slot is too
-    large. A slot shared by several tokens is an error where slots are checked; where they are not, on a device or in a
-    compiled graph, it receives a mix of their elements. Sources: vLLM's reshape_and_cache_flash, FlashInfer's
-    append_paged_kv_cache.
+    large. A slot shared by several tokens raises an error where slots are checked; where they are not (on a device or
+    in a compiled graph), the slot receives a mix of the tokens' elements. Sources: vLLM's reshape_and_cache_flash,
+    FlashInfer's append_paged_kv_cache.
 
     Attributes:
         key_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim)
             "HND", or (slots, num_kv_heads, head_dim), with the dtype of k or, with k_scale, float8_e4m3fn or
-            float8_e5m2. Any strides: a view of a tensor with k and v, or with all layers, is written in place.
-        value_cache: same layout as key_cache, with the head_dim of v, and with v_scale for 8 bits.
+            float8_e5m2. Strides are arbitrary: a view of a tensor with k and v, or with all layers, is written in
+            place.
+        value_cache: like key_cache, but with the head_dim of v and, for 8 bits, with v_scale.
         slot_mapping: (tokens,) or (batch, seq) int32 or int64, or a shorter vector for the first tokens.
         layout: "NHD" or "HND".
-        k_scale: float32 divisor of k for an 8-bit cache: () or (1,) for all heads, or (num_kv_heads,). With the cache's
-            shape without head_dim it is an output: each stored key gets its own scale, its largest magnitude divided
-            by the largest number of the cache's dtype.
+        k_scale: float32 divisor of k for an 8-bit cache: () or (1,) for all heads, or (num_kv_heads,). If it has the
+            cache's shape without head_dim, it is an output: each stored key gets its own scale, which is the key's
+            largest magnitude divided by the largest number of the cache's dtype.
         v_scale: the same for v.
-        q_scale: float32 with the shape of q without head_dim; an output that receives the scale of each query. Rotated
-            q is then float8_e4m3fn.
+        q_scale: float32 with the shape of q without head_dim; an output that receives the scale of each query. The
+            rotated q is then float8_e4m3fn.
     """
 
     key_cache: Tensor
@@ -64,11 +65,11 @@ def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
     scaled = (cache.k_scale if like == "k" else cache.v_scale) is not None
     one_of("cache.layout", cache.layout, ("NHD", "HND"))
     if not isinstance(pages, Tensor):
-        raise InvalidInputError(f"{name}: got {type(pages).__name__}, want a tensor of {x.dtype} as {like}")
+        raise InvalidInputError(f"{name}: got {type(pages).__name__}, want a tensor of {x.dtype} as for {like}")
     if scaled and pages.dtype == x.dtype:
         raise InvalidInputError(f"{like}_scale: got scales for a cache of {pages.dtype}, want None")
     if pages.dtype != x.dtype and not (scaled and pages.dtype in EIGHT_BITS):
-        same = f"{x.dtype} as {like}"
+        same = f"{x.dtype} as for {like}"
         if pages.dtype in EIGHT_BITS:
             raise UnsupportedError(f"{name}: got {pages.dtype} without {like}_scale, want {like}_scale, or {same}")
         if pages.dtype.itemsize == 1:
@@ -76,19 +77,19 @@ def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
             raise UnsupportedError(f"{name}: got {pages.dtype}, want {names} with {like}_scale, or {same}")
         raise InvalidInputError(f"{name}: got {pages.dtype}, want {same}")
     if pages.device != x.device:
-        raise InvalidInputError(f"{name}: got a tensor on {pages.device}, want {x.device} as {like}")
+        raise InvalidInputError(f"{name}: got a tensor on {pages.device}, want {x.device} as for {like}")
     return as_pages(name, pages, cache.layout, *x.shape[2:])
 
 
 def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
-    """View a cache of any dtype as (blocks, block_size, heads, head_dim); a str as heads allows any number of heads."""
+    """View a cache of any dtype as (blocks, block_size, heads, head_dim); if heads is a str, any number is allowed."""
     pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
     ends = (heads if isinstance(heads, int) else pages.shape[-2], head_dim) if pages.dim() == 4 else ()
     if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != ends:
         inner = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {inner}) or (slots, {heads}, {head_dim})"
         raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
-    check_inference({name: cache})  # first: tensors of forward mode have no memory from which to read slots
+    check_inference({name: cache})  # check this first: tensors of forward mode have no memory from which to read slots
     if _capacity(pages) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
     return pages
@@ -122,7 +123,7 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool,
         got = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
         raise InvalidInputError(f"{name}: got {got}, want a tensor of int32 or int64")
     if slots.device != pages.device:
-        raise InvalidInputError(f"{name}: got a tensor on {slots.device}, want {pages.device} as {tokens}")
+        raise InvalidInputError(f"{name}: got a tensor on {slots.device}, want {pages.device} as for {tokens}")
     if not (slots.shape == (batch, seq) or (slots.dim() == 1 and slots.shape[0] <= batch * seq)):
         raise InvalidInputError(
             f"{name}: got shape {tuple(slots.shape)}, want at most ({batch * seq},), the token count of {tokens}"
@@ -141,7 +142,7 @@ def check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: Slo
         raise InvalidInputError(
             f"{names.slots}[{token}]: got {row[token]}, want < {capacity}, the number of slots of {names.cache}"
         )
-    slots = np.sort(row)  # several times as fast as torch.sort
+    slots = np.sort(row)  # several times faster than torch.sort
     if ((slots[1:] == slots[:-1]) & (slots[1:] >= 0)).any():
         order = row.argsort(kind="stable")
         repeats = np.flatnonzero((slots[1:] == slots[:-1]) & (slots[1:] >= 0))
@@ -155,24 +156,24 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
     """Write tokens to their slots and skip tokens whose slot is negative or too large.
 
     Args:
-        caches: (blocks, block_size, heads, head_dim) with equal blocks and block_size, any strides.
-        tensors: one (batch, seq, heads, head_dim) tensor per cache, any strides.
+        caches: (blocks, block_size, heads, head_dim), all with the same blocks and block_size, and any strides.
+        tensors: one (batch, seq, heads, head_dim) tensor per cache, with any strides.
         slots: (n,) slots of the first n tokens: block · block_size + offset.
     """
     capacity, size = _capacity(caches[0]), caches[0].shape[1]
     if not slots.shape[0]:
         return
-    kept = (slots >= 0) & (slots < capacity)  # indexing by a mask waits for the device, unlike a kernel
+    kept = (slots >= 0) & (slots < capacity)  # unlike a kernel, indexing with a mask waits for the device
     places = slots[kept] // size, slots[kept] % size
     for cache, x in zip(caches, tensors, strict=True):
         as_bits(cache)[places] = as_bits(x).flatten(0, 1)[: slots.shape[0]][kept]
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return a new tensor (n, heads, head_dim) with the contents of slots; an invalid slot returns that of another.
+    """Return the contents of slots as a new tensor (n, heads, head_dim); an invalid slot returns those of another slot.
 
     Args:
-        cache: (blocks, block_size, heads, …) with at least one slot, any strides.
+        cache: (blocks, block_size, heads, …) with at least one slot and any strides.
         slots: (n,) slots.
     """
     slots = slots.clamp(0, _capacity(cache) - 1)
@@ -192,7 +193,7 @@ QUERY = torch.float8_e4m3fn
 """Dtype of 8-bit q."""
 
 LEAST_SCALE = 2.0**-100
-"""Smallest computed scale: heads of zeros need a positive scale whose quotients stay normal numbers."""
+"""Smallest computed scale: heads of zeros need a positive scale, and quotients by it must stay normal numbers."""
 
 
 class Scales(NamedTuple):
@@ -225,7 +226,7 @@ class Scales(NamedTuple):
 
 
 NO_SCALES = Scales(None, None, None, None, None)
-"""Scales if nothing is stored in 8 bits."""
+"""The scales if nothing is stored in 8 bits."""
 
 
 class Stored(NamedTuple):
@@ -233,10 +234,10 @@ class Stored(NamedTuple):
 
     Args:
         v: (batch, seq, heads, head_dim), with as many heads as k.
-        key_cache: (blocks, block_size, heads, head_dim), any strides.
+        key_cache: (blocks, block_size, heads, head_dim), with any strides.
         value_cache: the same, with the head_dim of v.
         slots: (n,) slots of the first n tokens.
-        return_k: whether rotated k is also returned.
+        return_k: whether the rotated k is also returned.
         scales: scales of 8-bit tensors.
     """
 
@@ -253,7 +254,7 @@ class Stored(NamedTuple):
         return self.key_cache, self.value_cache
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return the fields with scales unpacked, as the operators expect them."""
+        """Return the fields as the operators expect them, with the scales unpacked."""
         return *self[:-1], *self.scales
 
 
@@ -277,7 +278,7 @@ def computed_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_growth(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the (…, heads) factor >= 1 by which scales must grow so that heads, in units of scales, fit a dtype."""
+    """Compute the (…, heads) factors >= 1 by which scales must grow so that the heads, divided by them, fit a dtype."""
     return (_largest(x) / torch.finfo(dtype).max).clamp_(min=1.0)
 
 
@@ -296,10 +297,10 @@ def scale_of_cache(
         name: name of the scales in error messages.
         scale: input scales (), (1,) or (heads,), or output scales with the cache's shape without head_dim; None for
             other dtypes.
-        cache: the caller's cache.
+        cache: the cache as the caller passed it.
         pages: the cache as (blocks, block_size, heads, head_dim).
         layout: layout of the cache.
-        validate: whether to check values on a device, which waits for the device.
+        validate: whether to check values on a device too, which waits for the device.
 
     Returns:
         (heads,) input scales or None, and (blocks, block_size, heads) output scales or None.
@@ -308,7 +309,7 @@ def scale_of_cache(
         return None, None
     _check_float32(name, scale)
     if scale.device != pages.device:
-        raise InvalidInputError(f"{name}: got a tensor on {scale.device}, want {pages.device} as the cache")
+        raise InvalidInputError(f"{name}: got a tensor on {scale.device}, want {pages.device} as for the cache")
     heads = pages.shape[2]
     if scale.shape in ((), (1,), (heads,)):
         if validate or (scale.device.type == "cpu" and not torch.compiler.is_compiling()):

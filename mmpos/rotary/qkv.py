@@ -19,7 +19,7 @@ class QKV(NamedTuple):
         q: (tokens, num_heads, head_dim) or (batch, seq, num_heads, head_dim).
         k: like q, with num_kv_heads.
         v: like q, with num_kv_heads.
-        gate: like q; its sigmoid multiplies the output of attention. None without a gate.
+        gate: like q; attention output is multiplied by its sigmoid. None if there is no gate.
     """
 
     q: Tensor
@@ -31,12 +31,12 @@ class QKV(NamedTuple):
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, gate: bool = False) -> QKV:
     """Split the packed output of a projection into q, k, v and an optional gate without a copy.
 
-    ``apply_rotary`` and ``rotate_and_store`` accept these views. With ``inplace=True`` they write rotated q and k to
-    the packed tensor itself, in one launch as for separate tensors, and leave its other elements unchanged.
+    ``apply_rotary`` and ``rotate_and_store`` accept these views. With ``inplace=True``, they write the rotated q and k
+    to the packed tensor itself, in one launch as for separate tensors, and leave its other elements unchanged.
 
     Args:
-        qkv: (tokens, width) or (batch, seq, width), any strides, with width (num_heads + 2·num_kv_heads)·head_dim: all
-            heads of q, then of k, then of v. With a gate, num_heads counts twice.
+        qkv: (tokens, width) or (batch, seq, width), with any strides and width (num_heads + 2·num_kv_heads)·head_dim:
+            all heads of q, then of k, then of v. With a gate, num_heads counts twice.
         num_heads: number of q heads.
         num_kv_heads: number of k heads and of v heads.
         head_dim: channels per head.

@@ -1,6 +1,6 @@
-"""Rotate q and k in plain torch: cos and sin of positions, the norm before or after, and the rotation itself.
+"""Rotate q and k in plain torch: compute cos and sin of positions, rotate, and normalise before or after.
 
-Tests compare the kernel and the extension with this module, which also handles all inputs that they do not support.
+Tests compare the kernel and the extension with this module, which also handles all inputs that these do not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
 """Coefficients, exact in float32, of sin(πu/4) = u·S(u²) and cos(πu/4) = 1 + u²·C(u²) on −1 <= u <= 1.
 
-Fitted by least squares on Chebyshev nodes; the errors of the polynomials alone are 1.3e-9 and 6e-11.
+They were fitted by least squares on Chebyshev nodes; the errors of the polynomials alone are 1.3e-9 and 6e-11.
 """
 
 MASK = 0xFFFFFFFF
@@ -42,13 +42,13 @@ class RotationArguments(NamedTuple):
     Args:
         positions: a table or dense ids, depending on mode.
         frequencies: (3, pairs) int64 words of exact turns, (pairs,) float32 as in Transformers, or an engine's cache:
-            (rows, 2·pairs) floats whose row i holds cos, then sin, of id i. If groups of heads have their own
+            (rows, 2·pairs) floats whose row i holds cos and then sin of id i. If groups of heads have their own
             frequencies: (groups, 3, pairs) words or (groups, 1, pairs) float32.
         pair_axis: (pairs,) int32 axis of each pair, −1 if it is not rotated; or (groups, pairs): the heads of each
             tensor are split into equal groups of consecutive heads, one per row.
         mode: TABLE_INTEGER, TABLE_FRACTIONAL, DENSE_INTEGER or DENSE_FIXED.
         adjacent: whether pair j consists of channels (2j, 2j + 1) instead of (j, j + pairs).
-        attention_factor: factor on cos and sin.
+        attention_factor: factor by which cos and sin are multiplied.
         conjugate: whether to rotate by the negative angles.
         implementation: REFERENCE, TRITON or AUTO.
     """
@@ -74,7 +74,7 @@ class RotationArguments(NamedTuple):
 
     @property
     def as_hf(self) -> bool:
-        """Whether angles are the float32 products of Transformers."""
+        """Whether angles are float32 products as in Transformers."""
         return self.frequencies.dtype == torch.float32 and self.frequencies.dim() != 2
 
     @property
@@ -104,7 +104,7 @@ class RotationArguments(NamedTuple):
         return self.frequencies.dim() == 3
 
     def reversed(self) -> RotationArguments:
-        """Return the arguments of the opposite rotation."""
+        """Return the arguments of the inverse rotation."""
         return self._replace(conjugate=not self.conjugate)
 
 
@@ -127,7 +127,7 @@ def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
 
 
 def fixed_ids(positions: Tensor, mode: int, tokens: int) -> Tensor:
-    """Compute ``fixed_positions`` and append a row of zeros, the ids of axis −1."""
+    """Compute ``fixed_positions`` and append a row of zeros, the ids on axis −1."""
     fixed = fixed_positions(positions, mode, tokens)
     return torch.cat((fixed, fixed.new_zeros((1, fixed.shape[1]))))
 
@@ -147,25 +147,27 @@ def fixed_from_float(ids: Tensor) -> Tensor:
 def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True) -> Tensor:
     """Compute angles as fractions of a turn.
 
-    For a position I + f/2³² and a frequency of n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is
-    I·hi + ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn. The three floors lose less than one unit each and the
-    rounding of the frequency at most a quarter. A fraction that is not a multiple of 2⁻³² is rounded down by less than
-    2⁻³² ids, which loses less than ω/2π units at ω rad per id. The total error is below 3.25 + ω/2π units: 3.41 for
-    1 rad, and 5,004 units (7.3e-6 rad) for LTX's 31,416 rad, whose ids are exact if they are halves, quarters and so
-    on. The whole turns n affect fractions only.
+    For a position I + f/2³² and a frequency of n + (hi·2³² + lo)/2⁶⁴ turns per id, the angle modulo one turn is I·hi +
+    ⌊I·lo/2³²⌋ + f·n + ⌊f·hi/2³²⌋ in units of 2⁻³² turn. Each of the three floors loses less than one unit, and the
+    rounding of the frequency loses at most a quarter. A fraction that is not a multiple of 2⁻³² is rounded down by less
+    than 2⁻³² of an id, which loses less than ω/2π units at ω rad per id. The total error is below 3.25 + ω/2π units:
+    3.41 for 1 rad, and 5,004 units (7.3e-6 rad) for LTX's 31,416 rad, whose ids are exact if they are halves, quarters
+    and so on. The whole turns n affect fractions only.
 
     Args:
-        fixed: (axes, tokens) int64 positions I·2³² + f in units of 2⁻³²; from ``fixed_ids`` if pair_axis contains −1.
+        fixed: (axes, tokens) int64 positions I·2³² + f in units of 2⁻³²; they must come from ``fixed_ids`` if pair_axis
+            contains −1.
         pair_axis: (pairs,) or (groups, pairs) int64 axis of each pair.
-        tau: (3, pairs) or (groups, 3, pairs) int64 words hi, lo and n of each frequency; hi and lo are 0 to 2³² − 1.
+        tau: (3, pairs) or (groups, 3, pairs) int64 words hi, lo and n of each frequency; hi and lo are from 0 to 2³² −
+            1.
         fractional: whether positions may have fractions.
 
     Returns:
-        (tokens, pairs) or (tokens, groups, pairs) int64, 0 to 2³² − 1.
+        (tokens, pairs) or (tokens, groups, pairs) int64 from 0 to 2³² − 1.
     """
     hi, lo, rounds = tau.unbind(-2)
     whole = (fixed >> 32).T[:, pair_axis]
-    # ⌊I·lo/2³²⌋ for signed I, computed from halves of lo, since the full product may exceed 63 bits.
+    # ⌊I·lo/2³²⌋ for signed I, computed from the halves of lo because the full product may exceed 63 bits.
     turn = (whole * (lo & 0xFFFF)).bitwise_right_shift_(16).add_(whole * (lo >> 16)).bitwise_right_shift_(16)
     turn += whole.mul_(hi)
     if fractional:
@@ -177,13 +179,13 @@ def turns(fixed: Tensor, pair_axis: Tensor, tau: Tensor, fractional: bool = True
 
 
 def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute (tokens, pairs) float32 cos and sin times the attention factor; conjugate is ignored.
+    """Compute (tokens, pairs) float32 cos and sin, times the attention factor; conjugate is ignored.
 
     If heads rotate differently, the shape is (tokens, groups, pairs).
     """
     positions = rotation.positions
     if rotation.cache_rows and rotation.mode == DENSE_INTEGER:
-        positions = positions.clamp(-1, rotation.cache_rows)  # ids beyond 32 bits would wrap to rows of other ids
+        positions = positions.clamp(-1, rotation.cache_rows)  # ids beyond 32 bits would wrap to the rows of other ids
     fixed = fixed_ids(positions, rotation.mode, tokens)
     axis = rotation.pair_axis.to(torch.int64)
 
@@ -194,7 +196,8 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
             return cos_sin_as_hf(block, axis, rotation.frequencies)
         return cos_sin_of_turns(turns(block, axis, rotation.frequencies, rotation.fractional))
 
-    # On a CPU in blocks that fit its cache. On a device all at once, and in graphs, which would unroll the loop.
+    # On a CPU, compute blocks that fit its cache. On a device, and in graphs, which would unroll the loop, compute
+    # everything at once.
     if fixed.device.type != "cpu" or torch.compiler.is_compiling():
         cos, sin = cos_sin_of(fixed)
     else:
@@ -210,13 +213,13 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
 def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of the rotation from one position to another, with the shape of ``cos_sin``.
 
-    Exact turns are subtracted, so the result is the exact difference of both rotations, and the identity for equal
-    positions. For the float32 angles of Transformers the difference would be rounded; their cos and sin are combined
-    instead.
+    Exact turns are subtracted, so the result is the exact difference of the two rotations, which is the identity for
+    equal positions. The difference of float32 angles as in Transformers would be rounded; their cos and sin are
+    combined instead.
 
     Args:
-        start: rotation at the old positions; its attention factor and conjugate are ignored.
-        stop: rotation at the new positions, with the same frequencies.
+        start: the rotation at the old positions; its attention factor and conjugate are ignored.
+        stop: the rotation at the new positions, with the same frequencies.
         tokens: number of leading tokens.
     """
     axis = stop.pair_axis.to(torch.int64)
@@ -256,7 +259,7 @@ def cos_sin_as_hf(fixed: Tensor, pair_axis: Tensor, inv_freq: Tensor) -> tuple[T
 
 
 def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Read float32 cos and sin, (tokens, *pair_axis.shape), from a cache; NaN for ids without a row.
+    """Read float32 cos and sin, (tokens, *pair_axis.shape), from a cache; they are NaN for ids without a row.
 
     Args:
         ids: (axes, tokens) int64 ids.
@@ -279,7 +282,7 @@ def cos_sin_from_cache(ids: Tensor, pair_axis: Tensor, cache: Tensor) -> tuple[T
 
 
 def as_float(fixed: Tensor) -> Tensor:
-    """Convert fixed-point ids to float32, rounded once."""
+    """Convert fixed-point ids to float32 with one rounding."""
     return fixed.to(torch.float32) * 2.0**-32
 
 
@@ -296,7 +299,7 @@ LEAST_EPS = 2.0**-126
 """Smallest normal float32: the kernel flushes smaller numbers to zero, whose inverse root is infinite."""
 
 LARGEST = 2.0**127
-"""Largest power of two in float32: larger values may overflow to infinity, which times 0 is NaN."""
+"""Largest power of two in float32: larger values may overflow to infinity, and infinity times 0 is NaN."""
 
 
 class Norm(NamedTuple):
@@ -305,7 +308,7 @@ class Norm(NamedTuple):
     Source: arXiv 1910.07467 (RMSNorm).
 
     Attributes:
-        q_weight: (head_dim,) float32, bfloat16 or float16; None does not normalise q.
+        q_weight: (head_dim,) float32, bfloat16 or float16; with None, q is not normalised.
         k_weight: the same for k.
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         offset: added to the weights: 1.0 for Gemma, which stores the factor minus 1.0.
@@ -324,7 +327,7 @@ class Norm(NamedTuple):
         return self.q_weight is None and self.k_weight is None
 
     def named(self) -> dict[str, Tensor | None]:
-        """Return both weights by their names in error messages."""
+        """Return both weights, by the names that error messages use."""
         return {"norm.q_weight": self.q_weight, "norm.k_weight": self.k_weight}
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -357,14 +360,14 @@ def checked_norm(norm: Norm, q: object, k: object) -> Norm:
 
 def _checked_weight(name: str, x: object, weight: Tensor | None) -> Tensor | None:
     if weight is None or not isinstance(x, Tensor):
-        return None  # a later check refuses q or k that is not a tensor
+        return None  # a later check refuses a q or k that is not a tensor
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
         got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise InvalidInputError(f"norm.{name}_weight: got {got}, want a tensor of float32, bfloat16 or float16")
     if weight.shape != x.shape[-1:]:
         raise InvalidInputError(f"norm.{name}_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
     if weight.device != x.device:
-        raise InvalidInputError(f"norm.{name}_weight: got a tensor on {weight.device}, want {x.device} as {name}")
+        raise InvalidInputError(f"norm.{name}_weight: got a tensor on {weight.device}, want {x.device} as for {name}")
     check_no_tangent(f"norm.{name}_weight", weight)
     return weight.contiguous()
 
@@ -385,16 +388,16 @@ def rotate(
 ) -> None:
     """Rotate the first 2·pairs channels of heads and copy the rest; with a weight, normalise before or after.
 
-    Arithmetic is in float32 with one rounding at the end. Products and sums are rounded separately, as in the kernel,
-    so both give the same bits.
+    Everything is computed in float32 and rounded once at the end. Products and sums are rounded separately, as in the
+    kernel, so both give the same bits.
 
     Args:
         x: (batch, seq, heads, head_dim) with any floating dtype and strides.
         out: the same shape; it may be x.
         rotation: function that rotates heads.
-        pairs: number of rotated channel pairs.
+        pairs: number of channel pairs that are rotated.
         norm: provides eps and the order of norm and rotation.
-        weight: (head_dim,) float32 weight including the offset; None does not normalise.
+        weight: (head_dim,) float32 weight including the offset; with None, x is not normalised.
     """
     width = 2 * pairs if weight is None else x.shape[-1]
     value = x[..., :width].to(torch.float32)
@@ -436,14 +439,15 @@ def norm_backward(
 
     For y = rotated(x · r · w) with r = 1/√(mean(x²) + eps), let g be the gradient of y rotated back. The gradient of w
     is the sum of g · x · r over tokens and heads, and the gradient of x is r · (g·w − x·r · mean(g·w · x·r)). If the
-    norm comes after the rotation, x is the rotated input, g the gradient of y, and the gradient of x is rotated back.
+    norm comes after the rotation, x is the rotated input, g is the gradient of y, and the gradient of x is rotated
+    back.
 
     Args:
         grad: gradient of the output, (batch, seq, heads, head_dim).
-        x: input of ``rotate``, same shape.
+        x: input of ``rotate``, with the same shape.
         weight: (head_dim,) float32 weight including the offset.
         eps: added to the mean of squares.
-        forward: the rotation, if the norm comes after it; None if the norm comes first.
+        forward: the rotation if the norm comes after it; None if the norm comes first.
         backward: the inverse rotation.
 
     Returns:
@@ -459,7 +463,7 @@ def norm_backward(
 
 
 def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise float32 heads by a weight that includes the offset; return x unchanged without a weight."""
+    """Normalise float32 heads with a weight that includes the offset; without a weight, return x unchanged."""
     return x if weight is None else x * _inverse_rms(x, eps) * weight
 
 

@@ -30,30 +30,33 @@ def rerotate(
 ) -> None:
     """Rotate keys in a paged cache in place from their old positions to new ones, in one launch on a GPU.
 
-    Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits stay
-    the same. A chunk of tokens can thus be moved without recomputing k or its projection.
+    Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits do not
+    change. A chunk of tokens can thus be moved without recomputing k or its projection.
 
-    The content of a key stays the same. If the text or images before a chunk change, only the first layer's keys equal
-    those of a recomputed prompt; in deeper layers cached k and v are approximations, since they depend on prior tokens.
+    Apart from the rotation, a key does not change. If the text or images before a chunk change, only the first layer's
+    keys equal those of a recomputed prompt; in deeper layers, the cached k and v are approximations because they depend
+    on prior tokens.
 
     Args:
         k_cache: (blocks, block_size, num_kv_heads, head_dim) "NHD", (blocks, num_kv_heads, block_size, head_dim) "HND",
-            or (slots, num_kv_heads, head_dim), any strides; float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+            or (slots, num_kv_heads, head_dim), with any strides, in float32, bfloat16, float16, float8_e4m3fn or
+            float8_e5m2.
         slots: (tokens,) or (batch, seq) int32 or int64 slots, or a shorter vector for the first tokens. Negative slots
-            are skipped, and on a device also slots that are too large.
+            are skipped; on a device, so are slots that are too large.
         from_positions: old positions: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
         to_positions: new positions; their type may differ from that of from_positions.
-        rotary: the rotation of the cached keys; its attention factor is not applied again.
+        rotary: the rotation by which the cached keys were rotated; its attention factor is not applied again.
         cache_layout: "NHD" or "HND".
-        k_scale: float32 scales of an 8-bit cache: (), (1,) or (num_kv_heads,), which stay unchanged, or the cache's
-            shape without head_dim, which grow by at most √2 if a channel of the rotated key would be too large.
+        k_scale: float32 scales of an 8-bit cache. Scales of shape (), (1,) or (num_kv_heads,) stay unchanged; scales
+            with the cache's shape without head_dim grow by at most √2 if a channel of the rotated key would be too
+            large.
         implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); all are bit-equal.
-        validate: also check ids, slots and scales on a device; waits for the device.
+        validate: also check ids, slots and scales on a device; this waits for the device.
 
     Raises:
-        InvalidInputError: arguments do not match; on the host or with ``validate``, also for a slot that is too large
-            or repeated, and for scales that are not finite and positive.
-        LimitExceededError: the cache has 2³¹ slots or more.
+        InvalidInputError: arguments do not match; on the host or with ``validate``, also if a slot is too large or
+            repeated, or if scales are not finite and positive.
+        LimitExceededError: the cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients, or the cache has an unsupported 8-bit dtype.
     """
     boolean("validate", validate)

@@ -1,4 +1,4 @@
-"""Context extension: scalings of the frequency ladder θ_j = base^(−2j/d), applied before allocation to axes."""
+"""Extend the context: scale the frequency ladder θ_j = base^(−2j/d) before its allocation to axes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Scaling(ABC):
 
     @abstractmethod
     def inv_freq(self, a: Arithmetic, theta: float, dim: int, length: int | None) -> Number:
-        """Compute the (dim/2,) scaled inverse frequencies of theta^(−2j/dim) as numbers of an Arithmetic."""
+        """Compute the (dim/2,) scaled inverse frequencies of theta^(−2j/dim) in an Arithmetic's numbers."""
 
     def scaled_attention(self) -> float:
-        """Return the factor on cos and sin."""
+        """Return the factor by which cos and sin are multiplied."""
         return 1.0
 
     def check(self, theta: float, dim: int) -> None:
@@ -51,7 +51,7 @@ class Scaling(ABC):
             raise InvalidInputError(f"scaling: got {name} for {dim // 2} pairs, want at least {least}")
 
     def effective_length(self, length: int) -> int | None:
-        """Return a canonical length with the same frequencies; None means the original length."""
+        """Return a canonical length that has the same frequencies; None means the original length."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Linear(Scaling):
 class Linspace(Scaling):
     """Increasing ladder: factor · theta^(j/(n−1)) rad per id for pair j of n, up to factor · theta.
 
-    Used by LTX, whose ids are fractions of a reference size such as 2048 pixels; its fastest pair rotates by
+    LTX uses this ladder: its ids are fractions of a reference size such as 2048 pixels, and its fastest pair rotates by
     15,708 rad per id. Source: LTXVideoRotaryPosEmbed of diffusers.
 
     Args:
@@ -122,10 +122,10 @@ class Linspace(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware scaling: base' = base · factor^(d/(d−2)), which slows the slowest pair by the factor (bloc97, 2023).
+    """NTK-aware scaling: base' = base · factor^(d/(d−2)) slows the slowest pair by the factor (bloc97, 2023).
 
     Args:
-        factor: ratio of the new to the original length; > 0 and possibly below 1: Cosmos has 20/24 for frames.
+        factor: ratio of the new to the original length; > 0 and possibly below 1: Cosmos uses 20/24 for frames.
     """
 
     factor: float
@@ -177,9 +177,10 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Llama 3.1 and 4: divide the frequencies of long wavelengths by the factor.
+    """Scaling of Llama 3.1 and 4: divide the frequencies of long wavelengths by the factor.
 
-    Wavelengths above L0/low_freq_factor are scaled, below L0/high_freq_factor kept, and in between interpolated.
+    Wavelengths above L0/low_freq_factor are scaled, those below L0/high_freq_factor are kept, and those in between are
+    interpolated.
 
     Args:
         factor: >= 1.
@@ -204,7 +205,8 @@ class Llama3(Scaling):
         original, factor = a.number(self.original_max_position), a.number(self.factor)
         low, high = a.number(self.low_freq_factor), a.number(self.high_freq_factor)
         plain = 1 / a.powers(a.number(theta), dim)
-        # Reciprocal, then product: torch divides a number by a tensor this way, which affects float32 results.
+        # Take the reciprocal, then the product: torch divides a number by a tensor this way, which affects float32
+        # results.
         wavelength = 1 / plain * (2 * a.pi)
         scaled = np.where(wavelength > original / low, plain / factor, plain)
         if self.high_freq_factor == self.low_freq_factor:
@@ -217,12 +219,12 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True)
 class PRoPE(Scaling):
-    """p-RoPE: do not rotate the slowest pairs, from ⌊p·d/2⌋ on, and keep the θ of the others (Barbero et al., 2024).
+    """p-RoPE: do not rotate the slowest pairs, from ⌊p·d/2⌋ on, and keep θ for the others (Barbero et al., 2024).
 
-    This is rope_type "proportional" of Transformers. It differs from partial_rotary_factor, which shortens the ladder.
+    This is rope_type "proportional" in Transformers. It differs from partial_rotary_factor, which shortens the ladder.
 
     Args:
-        p: fraction of pairs that are rotated, 0 to 1; the product p·d/2 is computed in double precision.
+        p: fraction of the pairs that are rotated, from 0 to 1; the product p·d/2 is computed in double precision.
         factor: divisor of the remaining frequencies.
     """
 
@@ -253,9 +255,10 @@ class YaRN(Scaling):
         factor: >= 1.
         original_max_position: L0.
         beta_fast: number of turns over L0 above which a pair is kept.
-        beta_slow: number of turns over L0 below which a pair is divided.
-        attention_factor: attention factor; None means the formula above.
-        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) / (the same of mscale_all_dim).
+        beta_slow: number of turns over L0 below which a pair's frequency is divided by the factor.
+        attention_factor: factor by which cos and sin are multiplied; None means the formula above.
+        mscale: with mscale_all_dim, the attention factor is (0.1·mscale·ln factor + 1) / (0.1·mscale_all_dim·ln factor
+            + 1).
         mscale_all_dim: see mscale.
         truncate: whether the ramp begins and ends at integer pair indices.
     """
@@ -319,8 +322,8 @@ class LongRoPE(Scaling):
         short_factor: (dim/2,) divisors for lengths up to L0.
         long_factor: (dim/2,) divisors for longer lengths.
         original_max_position: L0.
-        factor: ratio of the model's maximum length to L0; affects only the attention factor. None means 1.
-        attention_factor: attention factor; None means √(1 + ln factor / ln L0).
+        factor: ratio of the model's maximum length to L0; it affects only the attention factor. None means 1.
+        attention_factor: factor by which cos and sin are multiplied; None means √(1 + ln factor / ln L0).
     """
 
     short_factor: Sequence[float]
@@ -377,7 +380,7 @@ def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)
     """
-    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: type may be unhashable
+    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: got may be unhashable
         got = values.get("type") if isinstance(values, Mapping) else values
         raise InvalidInputError(f"scaling.type: got {got!r}, want one of {', '.join(map(repr, SCALINGS))}")
     kind = SCALINGS[values["type"]]

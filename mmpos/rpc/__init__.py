@@ -1,1 +1,1 @@
-"""Messages of the service, and objects as messages and back; ``v1`` is generated from proto/ by `make proto`."""
+"""The service's messages, and object conversion to and from them; ``v1`` is generated from proto/ by `make proto`."""

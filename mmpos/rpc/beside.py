@@ -1,8 +1,8 @@
-"""Large tensors beside their messages: protobuf would copy their bytes several times while holding the GIL.
+"""Large tensors kept beside their messages, since protobuf would copy their bytes several times while holding the GIL.
 
-The wire format is unchanged. To send a message, protobuf serializes it with marks in place of the large tensors, and
-the bytes of the tensors then replace the marks. To read one, large tensors are replaced by marks before parsing and
-read directly from the received bytes.
+The wire format is unchanged. To send a message, protobuf serializes it with marks instead of the large tensors, and
+the bytes of the tensors then replace the marks. To read a message, large tensors are replaced with marks before
+parsing, and are read directly from the received bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Paths = Mapping[int, "Paths | None"]
 
 M = TypeVar("M", bound=Message)
 
-# Replaces a tensor in a message, followed by its position and size; random, so that nobody can forge it.
+# The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
+# forge it.
 _MARK = secrets.token_bytes(16)
 _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
@@ -51,7 +52,7 @@ _MOST_BYTES = 2**31 - 1
 
 
 class WithOutput(Protocol):
-    """Request that names the memory for the tensors of its answer."""
+    """A request that names the memory for the tensors of its answer."""
 
     @property
     def output(self) -> pb.SharedMemory:
@@ -59,7 +60,7 @@ class WithOutput(Protocol):
 
 
 class Beside:
-    """Large tensors of a message to write and of a message that was read; implements ``mmpos.rpc.tensors.Memory``.
+    """The large tensors of a message to write and of a message that was read; implements ``mmpos.rpc.tensors.Memory``.
 
     Args:
         raw: bytes of the message that ``parsed`` has read.
@@ -71,7 +72,7 @@ class Beside:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors beside the message."""
+        """Total bytes of the tensors beside the message."""
         return sum(data.size for data in self._large)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
@@ -96,7 +97,7 @@ class Beside:
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""
-        data = message.data  # read once: every access copies
+        data = message.data  # read it only once, since every access copies it
         if len(data) != _MARK_BYTES or not data.startswith(_MARK) or not self._raw:
             return data
         begin, size = _PLACE.unpack_from(data, len(_MARK))
@@ -172,7 +173,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
 
 
 def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
-    """Find the large tensors of a message as (offset, size) pairs; return none if the message is unusual."""
+    """Find the large tensors of a message as (offset, size) pairs; return an empty list if the message is unusual."""
     places: list[tuple[int, int]] = []
     at = begin
     try:
@@ -202,7 +203,7 @@ def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int,
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:
-    """Replace the fields that begin at given offsets by other bytes; return the pieces of the message and its size."""
+    """Replace the fields that begin at certain offsets with other bytes; return the message's pieces and its size."""
     pieces: list[Piece] = []
     inner: list[Piece]
     size, kept, at = 0, begin, begin

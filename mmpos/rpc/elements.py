@@ -47,10 +47,10 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
     Args:
         kind: type of the message.
         raw: bytes of the message.
-        most: limit of the count; larger counts return ``most + 1``.
+        most: limit on the count; larger counts return ``most + 1``.
 
     Raises:
-        DecodeError: the bytes are not a message. Texts are not checked.
+        DecodeError: the bytes are not a message. Strings are not checked.
     """
     schema = _schema(kind.DESCRIPTOR)
     count = _count(raw, schema, most) if native.core is None else native.core.elements(raw, schema, most)
@@ -63,7 +63,7 @@ def count_elements(kind: type[Message], raw: bytes, most: int) -> int:
 @lru_cache(maxsize=256)
 def _schema(kind: Descriptor) -> Schema:
     kinds: list[Descriptor] = [kind]
-    for message in kinds:  # grows during the loop
+    for message in kinds:  # the list grows during the loop
         inner = [field.message_type for field in message.fields if field.message_type is not None]
         kinds.extend(dict.fromkeys(kind for kind in inner if kind not in kinds))
     width = 1 + max((field.number for message in kinds for field in message.fields), default=0)
@@ -83,7 +83,7 @@ def _entry(field: FieldDescriptor, kinds: list[Descriptor]) -> int:
 
 
 def _count(raw: bytes, schema: Schema, most: int) -> int:
-    """Count like ``elements`` of the extension; return -1 for bytes that are not a message."""
+    """Count like the extension's ``elements``; return -1 for bytes that are not a message."""
     try:
         return _walk(raw, schema.tolist(), most)
     except IndexError:  # the bytes end inside a number
@@ -145,7 +145,7 @@ def _walk(raw: bytes, schema: list[list[int]], most: int) -> int:
 
 
 def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
-    """Read a varint of at most ``most`` bytes and return it with its end; a longer one ends after all bytes.
+    """Read a varint of at most ``most`` bytes and return it with its end; a longer one ends beyond all bytes.
 
     Raises:
         IndexError: the bytes end inside the varint.

@@ -40,7 +40,8 @@ OUTPUT_BYTES = "mmpos-output-bytes"
 
 RETRIED = "mmpos-previous-attempts"
 """Trailing metadata of an answer to a retried request: the number of earlier attempts. An earlier attempt may still be
-at work and use the shared memory that the request names."""
+running and using the shared memory that the request names.
+"""
 
 LONGEST = 1500
 """Maximum bytes of a message: statuses travel percent-encoded in headers, and clients refuse headers above 8 KiB."""
@@ -71,7 +72,7 @@ class OutputError(InvalidInputError):
 
 
 def to_status(error: MmposError) -> tuple[str, str]:
-    """Convert an error to the name and details of its status."""
+    """Convert an error to the name and details of a status."""
     return next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error)
 
 
@@ -91,7 +92,7 @@ def from_status(status: str, message: str, retry_after: float | None = None) -> 
 
 
 def shortened(message: str) -> str:
-    """Shorten a message to the size that can be sent, since errors may quote long input."""
+    """Shorten a message to a size that can be sent, since errors may quote long input."""
     raw = message.encode(errors="backslashreplace")  # half a character cannot be sent
     return raw.decode() if len(raw) <= LONGEST else raw[:LONGEST].decode(errors="ignore") + "…"
 
@@ -119,14 +120,15 @@ _SCHEME = "bearer "
 
 
 def is_token(text: str) -> bool:
-    """Return whether a text uses only the characters of tokens (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
+    """Return whether text consists only of token characters (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def file_version(status: os.stat_result) -> tuple[int, int, int, int]:
     """Return a version of a file that changes when the file does.
 
-    It includes the inode: a Kubernetes secret changes with its symbolic link, possibly to a file of the same age.
+    The version includes the inode: a Kubernetes secret changes when its symbolic link does, possibly to a file of the
+    same age.
     """
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 

@@ -85,13 +85,13 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
     """Fill a message with a scheme.
 
     Raises:
-        UnsupportedError: the scheme is a class of the caller, which no server knows.
+        UnsupportedError: the scheme is the caller's own class, which no server knows.
     """
     if isinstance(scheme, str):
         message.name = scheme
         return
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
-        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service only knows mmpos.SCHEMES")
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service supports only mmpos.SCHEMES")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
         if name in RATIONAL_PARAMETERS:
@@ -101,7 +101,7 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
 
 
 def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
-    """Read the scheme of a message.
+    """Read the scheme from a message.
 
     Raises:
         InvalidInputError: the name is unknown, or a parameter is wrong or belongs to another scheme.
@@ -149,7 +149,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
-    """Read the segment table of a message.
+    """Read the segment table from a message.
 
     Raises:
         InvalidInputError: the lists differ in length, or SegmentTable refuses them.
@@ -229,7 +229,7 @@ def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> Non
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
-    """Read the position table of a message, sharing the bytes of the message.
+    """Read the position table from a message, sharing the message's bytes.
 
     Raises:
         InvalidInputError: the bytes do not fit the axes, or PositionTable.from_arrays refuses them.
@@ -359,7 +359,7 @@ def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
-    """Cast integers to a type that can be sent; leave other values unchanged, to be refused at their use."""
+    """Cast integers to a type that can be sent; leave other values unchanged, to be refused when they are used."""
     array = host_array(name, values)
     if array.dtype.kind == "b":
         return array.astype(np.uint8)
@@ -403,7 +403,7 @@ def put_query(
 
 
 def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
-    """Read the query of a message; fields left to a profile are None; see ``get_tensor`` for memory.
+    """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for memory.
 
     Raises:
         InvalidInputError: a field is missing, unknown or wrong; the message names it.
@@ -433,7 +433,7 @@ def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | 
 
 
 def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
-    """Read the result of a message; arrays may share the bytes of the message; see ``get_tensor`` for memory."""
+    """Read the result from a message; arrays may share the bytes of the message; see ``get_tensor`` for memory."""
     if not message.HasField("table") and not message.HasField("dense"):
         raise InvalidInputError(f"{name}: got neither table nor dense, want one")
     documents = len(message.cu_seqlens) - 1
@@ -465,7 +465,7 @@ def _put_view(message: pb.View, view: View) -> None:
 
 
 def get_view(name: str, message: pb.View) -> View:
-    """Read the view of a message."""
+    """Read the view from a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)
     name = path(name, kind)

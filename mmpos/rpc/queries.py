@@ -42,7 +42,7 @@ class Take:
     stops: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Take the tokens of the ranges."""
+        """Take the tokens in the ranges."""
         return positions.take(self.starts, self.stops)
 
 
@@ -55,7 +55,7 @@ class Window:
     lengths: npt.ArrayLike
 
     def view(self, positions: PositionTable) -> PositionTable:
-        """Return a table with a document for each window."""
+        """Return a table with one document per window."""
         return positions.window(self.documents, self.starts, self.lengths)
 
 
@@ -122,8 +122,8 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    If the client names a profile, the server takes an unset spatial_merge_size from it and, if there is no image token,
-    the unset placeholders.
+    If the client names a profile, the server takes an unset spatial_merge_size from the profile and, if there is no
+    image token, the unset placeholders.
     """
 
     input_ids: npt.ArrayLike
@@ -207,11 +207,11 @@ class PositionsQuery:
 
     Args:
         source: documents.
-        scheme: see ``mmpos.place``; None is the scheme of the server's profile, or "rope-tie" without a profile.
+        scheme: see ``mmpos.place``; None means the scheme of the server's profile, or "rope-tie" without a profile.
         start: see ``mmpos.place``.
         strict: see ``mmpos.place``.
         views: methods to apply to the placed table, in this order.
-        dense: set for ids instead of the table.
+        dense: set it to receive ids instead of the table.
     """
 
     source: SegmentTable | Spans | InputIds
@@ -241,7 +241,7 @@ class PositionsQuery:
         """Run the query in this process.
 
         Raises:
-            MmposError: any error of the calls that the query describes.
+            MmposError: any error raised by the calls that the query describes.
         """
         positions = self.place(self.segments())
         for view in self.views:

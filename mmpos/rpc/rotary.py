@@ -59,7 +59,7 @@ def _put_scaling(message: pb.Scaling, values: dict[str, Any]) -> None:
 
 
 def get_rotary(name: str, message: pb.Rotary) -> Rotary:
-    """Read the rotation of a message.
+    """Read the rotation from a message.
 
     Raises:
         InvalidInputError: a field is unknown or an argument of Rotary is wrong; the message names it.
@@ -126,7 +126,7 @@ def put_rotary_positions(
 def get_rotary_positions(
     name: str, message: pb.RotaryPositions, memory: Memory | None = None
 ) -> PositionTable | Tensor:
-    """Read the positions of a message, ids as a torch tensor; see ``get_tensor`` for memory."""
+    """Read the positions from a message, with ids as a torch tensor; see ``get_tensor`` for memory."""
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)

@@ -44,7 +44,7 @@ class Sent:
     """Record of how a document was sent, needed to read its answer.
 
     Args:
-        hashes: content hashes by index among the images of the document, for images whose pixels do not determine it.
+        hashes: content hashes by index among the document's images, for images whose pixels do not determine the hash.
         origins: index of the caller's part for each sent part, since a Video is sent as texts and images.
         names: name of each sent part in errors.
         error: error of the first part that cannot be sent; a server may still find errors in the parts before it.
@@ -61,7 +61,7 @@ def put_parts(message: pb.Document, parts: object, memory: Memory | None = None)
 
     The parts are those of SequenceBuilder.build. A path is sent as the bytes of its file, an image without a file as
     its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. ``Sent.error`` holds the error
-    of a part that cannot be sent, the same as that of SequenceBuilder.build.
+    for a part that cannot be sent, which is the error that SequenceBuilder.build would raise.
     """
     if not isinstance(parts, list | tuple):
         return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
@@ -208,11 +208,11 @@ def get_sequence(
     hashes: Mapping[int, str] = MappingProxyType({}),
     memory: Memory | None = None,
 ) -> InterleavedSequence:
-    """Read the sequence of a message.
+    """Read the sequence from a message.
 
     Args:
         name: name of the field, for errors.
-        message: message of the sequence.
+        message: message to read.
         hashes: content hashes that replace those of the message, by index of the image.
         memory: see ``get_tensor``.
 
@@ -248,7 +248,7 @@ def get_sequence(
 
 def _margins(name: str, numbers: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
     """Read the numbers of markers before and after an image or audio, 0 or 1 each."""
-    if not numbers:  # from a server without this field
+    if not numbers:  # the server does not have this field
         return default
     if len(numbers) != 2 or not {0, 1}.issuperset(numbers):
         raise InvalidInputError(f"{name}: got {list(numbers)[:8]}, want two numbers of 0 and 1")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Alignment in bytes of the tensors of an answer."""
+"""Alignment of an answer's tensors, in bytes."""
 
 
 class Memory(Protocol):
@@ -44,7 +44,7 @@ class Memory(Protocol):
         """Return the bytes of a received tensor in its message, or beside it."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Store the nonempty bytes of a tensor and note their place in its message; return False to keep them in it."""
+        """Store a tensor's nonempty bytes and note their place in its message, or return False to leave them there."""
 
 
 def process_space() -> str:
@@ -105,7 +105,7 @@ def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
 
 def integers(values: Iterable[int], *, columns: int | None = None, name: str = "") -> IntArray:
     """Read a repeated field as (n,) int64, or as (n, columns) if its numbers form groups."""
-    array = np.array(list(values), np.int64)  # a list is read faster than a field
+    array = np.array(list(values), np.int64)  # a list is faster to read than a field
     return array if columns is None else in_columns(name, array, columns)
 
 
@@ -144,7 +144,7 @@ def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
 
 
 def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
-    """Read times; return None if the field is empty, with None for each time of numerator 0."""
+    """Read times, with None for each time whose numerator is 0; return None if the field is empty."""
     if not values:
         return None
     return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
@@ -188,7 +188,7 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor
     """Fill a message with an array or a torch tensor on any device.
 
     Args:
-        message: message of the tensor.
+        message: message to fill.
         array: values of the tensor.
         memory: shared memory that may hold the bytes instead of the message.
 
@@ -215,13 +215,13 @@ def get_tensor(
     ndim: Collection[int] | None = None,
     memory: Memory | None = None,
 ) -> npt.NDArray[Any]:
-    """Read the array of a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
+    """Read the array from a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
 
     A tensor in shared memory becomes a new, writable array.
 
     Args:
         name: name of the field, for errors.
-        message: message of the tensor.
+        message: message to read.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
         memory: shared memory of tensors that are not in messages.
@@ -238,8 +238,8 @@ def get_tensor(
         raise InvalidInputError(f"{path(name, 'shape')}: got {len(shape)} axes, want {want}")
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
-    size = math.prod(shape) * dtype.itemsize  # in Python's integers, which do not overflow
-    data = message.data if memory is None else memory.data(message)  # read once: every access copies
+    size = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+    data = message.data if memory is None else memory.data(message)  # read it only once, since every access copies it
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
     if got != size:
         raise InvalidInputError(

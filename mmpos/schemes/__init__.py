@@ -1,4 +1,4 @@
-"""Placement schemes, which assign position ids to text and grids: one file per family, a few lines of formula each."""
+"""Placement schemes, which assign position ids to text and grids: one file per family, each a few lines of formulas."""
 
 from collections.abc import Mapping
 from functools import cache

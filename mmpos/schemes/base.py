@@ -62,7 +62,7 @@ class Grids:
 
     @property
     def row_tokens(self) -> IntArray:
-        """(grids,) tokens of one row, its separator included."""
+        """(grids,) tokens of one row, including its separator."""
         return self.width if self.row_separator is None else self.width + self.row_separator
 
     @property
@@ -79,7 +79,7 @@ class Grids:
 
     @property
     def seconds(self) -> IntArray:
-        """(2, grids) numerator and denominator of the seconds per frame, one second for grids without a time."""
+        """(2, grids) numerator and denominator of the seconds per frame; one second for grids without a time."""
         if self.seconds_per_frame is None:
             return np.ones((2, self.frames.size), np.int64)
         return np.where(self.seconds_per_frame[0] > 0, self.seconds_per_frame, 1)
@@ -138,7 +138,7 @@ class Placement:
 
     Args:
         origin: id of the first token times the denominator, one (grids,) array or integer per axis.
-        step_frame: step between frames, in the same form; None is 0 on every axis.
+        step_frame: step between frames, in the same form; None means 0 on every axis.
         step_row: step between rows, in the same form.
         step_col: step between columns, in the same form.
         denominator: (grids,) array or one integer.
@@ -205,11 +205,12 @@ class Scheme(ABC):
     by_shape: ClassVar[bool] = False
     """Whether the ids of a grid without times depend only on its shape, the cursor, and in its document the first id,
     the number of grids before it and the number of text tokens. If ids are also linear in the last four, ``place``
-    calls the scheme once per shape. Every class must set it itself; equal instances must place grids equally, and the
-    ids of text must depend only on the cursor and the first id."""
+    calls the scheme once per shape. Every class must set this attribute itself; equal instances must place grids
+    equally, and the ids of text must depend only on the cursor and the first id.
+    """
     kept: ClassVar[bool] = False
     """Whether ``place`` caches the tables of small batches that it cannot place by shape, since requests repeat sizes.
-    Every class must set it itself; equal instances must place grids equally."""
+    Every class must set this attribute itself; equal instances must place grids equally."""
     resumable: bool = True
     """Whether the cursor, one integer, is the whole state, so that next positions and decoding exist."""
 
@@ -220,7 +221,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
-        """Return the number of ids that each grid consumes, (grids,): how far it moves the cursor."""
+        """Return the number of ids that each grid consumes, (grids,): how far the grid moves the cursor."""
 
     @abstractmethod
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -229,14 +230,14 @@ class Scheme(ABC):
     def unit(self, grids: Grids) -> IntArray | None:
         """Return the denominator of the ids that each grid consumes, (grids,); None if all consume integers.
 
-        Fractional schemes override it. If the unit is not None, ``advance`` returns numerators over it; ``place``,
-        ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and next
-        positions are over the same denominator.
+        Fractional schemes override this method. If the unit is not None, ``advance`` returns numerators over it;
+        ``place``, ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and
+        next positions are over the same denominator.
         """
         return None
 
     def cleared(self, grids: Grids) -> IntArray | None:
-        """Return the number of ids that each grid reserves before all text of its document, (grids,).
+        """Return the number of ids that each grid reserves before all the text in its document, (grids,).
 
         The largest number in a document counts. None means that text depends on the cursor alone. Schemes with ``unit``
         reserve none.

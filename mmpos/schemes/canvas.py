@@ -66,7 +66,7 @@ class _Layout(NamedTuple):
 
     Args:
         tile: (grids,) whether the grid is a tile.
-        head: (grids,) index of the thumbnail or plain grid to which the grid belongs, itself included.
+        head: (grids,) index of the thumbnail or plain grid to which the grid belongs, possibly itself.
         sides: (2, grids) rows and columns of the canvas.
         corner: (2, grids) row and column of the grid's first patch on the canvas.
         row_end: (2, grids) row and column of the tokens between a tile and the next; 0, 0 for all other grids.
@@ -112,7 +112,7 @@ class _Runs(NamedTuple):
 
     Args:
         owner: (runs,) index of the grid.
-        part: (runs,) sort key of the run in its grid.
+        part: (runs,) sort key of the run within its grid.
         tokens: (runs,) number of tokens.
         skip: (runs,) raster index of the first token in a raster of ``height`` and ``width``.
         height: (runs,) rows of the raster.
@@ -189,7 +189,7 @@ def _spread(side: IntArray, count: IntArray, index: IntArray) -> IntArray:
     """Return element ``index`` of ``torch.linspace(0, side - 1, count)`` in float32, rounded to an integer.
 
     Like torch, compute the first half from the front and the rest from the back. Since the step is rounded, halves may
-    round otherwise than exact halves: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
+    round differently from exact halves: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
     """
     last = (side - 1).astype(np.float32)
     step = last / np.maximum(count - 1, 1).astype(np.float32)

@@ -38,7 +38,7 @@ NOT_AFFINE: Mapping[str, str] = MappingProxyType(
 class LatentScheme(Scheme):
     """Base class of schemes whose text advances on some axes only and whose grids consume no ids.
 
-    Ids count from the start of the document. Grids are sized in the transformer's patches of latents. Their order
+    Ids count from the start of the document. Grids are measured in the transformer's latent patches. Their order
     defines their roles: the first is generated and the others are references, unless a scheme says otherwise.
     """
 
@@ -63,7 +63,7 @@ class Flux(LatentScheme):
     """Text at (0, 0, 0), image k of a document at (k, i, j): the generated image is 0, references are 1, 2, ….
 
     Source: FluxPosEmbed and FluxPipeline, and for references FluxKontextPipeline and BriaFiboEditPipeline of diffusers;
-    also Chroma, Bria, Krea 2 and HiDream-I1. VisualCloze counts its images from 1.
+    also Chroma, Bria, Krea 2 and HiDream-I1. VisualCloze starts counting its images at 1.
 
     Args:
         first: number of the first image, 0 or 1.
@@ -144,7 +144,7 @@ class QwenImage(LatentScheme):
 
     M = max(⌊h/2⌋, ⌊w/2⌋) over all images. The generated image is 0, references are 1, 2, …. Source: QwenEmbedRope of
     diffusers with ``scale_rope``, which all its models set; also NucleusMoE-Image. The model's tables have 4,096 rows
-    for either sign.
+    for each sign.
 
     Args:
         layered: whether the last image is the condition, at −1, and M is at least the number of the other images
@@ -176,9 +176,9 @@ class QwenImage(LatentScheme):
 
 @dataclass(frozen=True)
 class QwenImage21(Scheme):
-    """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), next text at c + max(h, w): rows and columns ignore the tokens before.
+    """Image at (c, i − ⌈h/2⌉, j − ⌈w/2⌉), next text at c + max(h, w): rows and columns ignore earlier tokens.
 
-    Source: QwenImage21Rope of diffusers, whose tables reach from −1,024 to 8,191.
+    Source: QwenImage21Rope of diffusers, whose tables cover −1,024 to 8,191.
     """
 
     name: ClassVar[str] = "qwen-image-2.1"
@@ -197,13 +197,13 @@ class QwenImage21(Scheme):
 class Lumina2(LatentScheme):
     """Text token n at (n, 0, 0), an image after n text tokens at (n + t, i, j).
 
-    Source: Lumina2RotaryPosEmbed of diffusers. Z-Image has ``first=1``, with text padded to a multiple of 32 tokens and
-    the padding counted; ERNIE-Image has ``image_first=True``; BriaFibo 2 counts its gist from 1 and has
+    Source: Lumina2RotaryPosEmbed of diffusers. Z-Image uses ``first=1``, with text padded to a multiple of 32 tokens
+    and the padding counted; ERNIE-Image uses ``image_first=True``; BriaFibo 2 counts its gist from 1 and uses
     ``image_at=max_num_gist_tokens + 1``.
 
     Args:
         first: id of the first text token, 0 or 1.
-        image_first: whether images precede the text as tokens, with ids after all of the text.
+        image_first: whether image tokens precede the text tokens, with ids after those of all the text.
         image_at: plane of the first image, independently of the text, with each reference on the next plane; 0 puts
             images after the text.
     """
@@ -241,7 +241,7 @@ class LongCatImage(LatentScheme):
     ``tokenizer_max_length`` tokens.
 
     Args:
-        image_at: L; 0 is the number of text tokens before the image.
+        image_at: L; 0 means the number of text tokens before the image.
     """
 
     name: ClassVar[str] = "longcat-image"
@@ -357,8 +357,8 @@ class JoyImage(LatentScheme):
 class Bagel(Scheme):
     """All tokens of an image and its two markers at one id; next text at the next id.
 
-    A ``Thumbnail`` is an image with its two markers, a ``Grid`` an image without. Source: BAGEL, and its pipeline in
-    vLLM-Omni.
+    A ``Thumbnail`` is an image with its two markers, and a ``Grid`` is an image without markers. Source: BAGEL, and its
+    pipeline in vLLM-Omni.
     """
 
     name: ClassVar[str] = "bagel"

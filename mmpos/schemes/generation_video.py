@@ -26,7 +26,7 @@ class Wan(LatentScheme):
 
     Args:
         skip_length: the frames of a grid of two frames are at 0 and ``skip_length − 1``, like ``temporal_skip_len`` of
-            ChronoEdit (8); with 0 they are at 0 and 1.
+            ChronoEdit (8); with 0, they are at 0 and 1.
         beside: whether grids after the first, the references, are to the right of it, at (1 + t, i, w + j), as in
             Wan-Animate 2.
     """
@@ -56,7 +56,7 @@ class AnyFlowFar(LatentScheme):
     """A compressed context at (t, r·i + (r−1)/2, r·j + (r−1)/2), then frames at full size.
 
     The context is the first grid, with f frames. The other grids are at (f + t, i, j): the generated frames, and in
-    training the same frames without noise. Without a compressed context the ids are those of ``wan``. The mean of r
+    training the same frames without noise. Without a compressed context, the ids are those of ``wan``. The mean of r
     neighbouring rotations, scaled to length 1, is exactly the rotation by their mean angle. Source:
     AnyFlowCausalRotaryPosEmbed of diffusers.
 
@@ -147,7 +147,7 @@ class CogVideoX(LatentScheme):
         )
 
     def _spread(self, base: int, part: IntArray, count: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the first id, and numerator and denominator of the step, of ``count`` ids over a centred region."""
+        """Return the first of ``count`` ids over a centred region, and the numerator and denominator of their step."""
         first = np.rint((base - part) / 2).astype(np.int64)
         step, over = part, count
         if self.as_released:
@@ -216,8 +216,8 @@ class Kandinsky(_Scaled):
 class _Ltx(LatentScheme):
     """Base class of LTX schemes: ids 2x − 1, where x is the time or place of a latent relative to a base size.
 
-    Every grid is two pieces, since its first latent covers fewer frames of the video. ``seconds_per_frame`` is 1/fps of
-    the video; a grid without a time has 1/25 or 1/24, the defaults of the pipelines.
+    Every grid consists of two pieces, since its first latent covers fewer frames of the video. ``seconds_per_frame`` is
+    1/fps of the video; a grid without a time uses 1/25 or 1/24, the defaults of the pipelines.
     """
 
     text = False
@@ -243,7 +243,7 @@ class _Ltx(LatentScheme):
     @property
     @abstractmethod
     def firsts(self) -> tuple[int, int, int]:
-        """Position of latent 0, and its extrapolation from later latents, in half frames; of row 0 in half rows."""
+        """Position of latent 0 and its extrapolation from later latents in half frames; that of row 0 in half rows."""
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         owner, piece = ragged_arange(np.minimum(grids.frames, 2))
@@ -279,7 +279,7 @@ class Ltx(_Ltx):
     """Latent (t, i, j) at 2·max(0, 8t − 7)/fps/20 − 1, i/32 − 1, j/32 − 1; text is used in cross-attention.
 
     ``seconds_per_frame`` of a grid is 1/fps of the video, and 1/25 by default. Source: LTXVideoRotaryPosEmbed and
-    LTXConditionPipeline of diffusers; LTXPipeline has ``causal_offset=8``.
+    LTXConditionPipeline of diffusers; LTXPipeline uses ``causal_offset=8``.
 
     Args:
         row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
@@ -335,7 +335,7 @@ class Ltx2(_Ltx):
 class Cosmos(LatentScheme):
     """Patch (t, i, j) at (24·t/fps, i, j); text is used in cross-attention and has no ids.
 
-    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it frame t is at t, as in images. Source:
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frame t is at t, as in images. Source:
     CosmosRotaryPosEmbed of diffusers, whose theta differs by axis.
 
     Args:
@@ -371,8 +371,8 @@ class Cosmos(LatentScheme):
 class Cosmos3(Cosmos):
     """Text token n at (n, n, n), every grid after n text tokens at (n + 15000 + 24·t/fps, i, j).
 
-    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it frames are one id apart. Sound is a grid
-    of 1 × 1 with one frame per latent. Source: Cosmos3OmniPipeline of diffusers with
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frames are one id apart. Sound is a
+    grid of 1 × 1 with one frame per latent. Source: Cosmos3OmniPipeline of diffusers with
     ``unified_3d_mrope_reset_spatial_ids``; its actions, counted from 1, are not supported.
 
     Args:
@@ -417,13 +417,14 @@ class MiniMaxH3(LatentScheme):
             i = int((root * root != area).argmax())
             got = f"a grid of {grids.height[i]} × {grids.width[i]}, whose ids are over √{area[i]}"
             raise UnsupportedError(f"minimax-h3: got {got}, want h·w to be a square; pass dense ids to Rotary instead")
-        # Latent 0 is a piece, then every five latents, four frames apart; each five begin one frame after the last.
+        # Latent 0 is a piece, and so is every group of five latents after it. Latents in a group are four frames apart,
+        # and each group begins one frame after the last latent before it.
         owner, five = ragged_arange(1 + -(-(grids.frames - 1) // 5))
         height, width, root = grids.height[owner], grids.width[owner], root[owner]
         first = np.maximum(5 * five - 4, 0)
         count = np.where(five > 0, np.minimum(grids.frames[owner] - first, 5), 1)
         over = 3 * root
-        # Latent t of the five from 5q + 1 on is at 5/3·(4t − 3q − 3).
+        # Latent t in the group that begins at 5q + 1 is at 5/3·(4t − 3q − 3).
         back = np.where(five > 0, 3 * five, 0)
         start = grids.start[owner] * over
         return Placement(
@@ -448,6 +449,6 @@ def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
 
 
 def _timed(grids: Grids, fps: int) -> Grids:
-    """Return the grids with 1/fps as the seconds per frame of grids without a time."""
+    """Return the grids, with 1/fps as the seconds per frame of those without a time."""
     seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
     return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

@@ -74,7 +74,7 @@ class TimedMRope(MRope):
         return frame * numerator[grid] // denominator[grid]
 
     def last_ids(self, grids: Grids) -> IntArray:
-        """Return the ids between the first and the last frame, (grids,); raise before ``place`` cuts frames apart."""
+        """Return the ids from the first to the last frame, (grids,); check them before ``place`` cuts frames apart."""
         last = self.frame_ids(grids, np.arange(grids.frames.size), grids.frames - 1)
         if last.max(initial=0) > 2 * INT32_MAX:
             got = f"a last frame {last.max()} ids after the first"
@@ -95,12 +95,12 @@ class TimedMRope(MRope):
 class MRopeTransformers(TimedMRope):
     """M-RoPE as computed by Transformers 5: text continues at c + max(h, w), independently of the frames.
 
-    The next position is the maximum of all ids plus one, which on long videos exceeds the id of the text after them.
+    The next position is the maximum of all ids plus one, which for long videos exceeds the id of the text after them.
 
     Args:
-        tokens_per_second: for Qwen2.5-VL: frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the
-            first, with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL: frames are one
-            id apart.
+        tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the first,
+            with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL, places frames one id
+            apart.
     """
 
     name: ClassVar[str] = "mrope-transformers"
@@ -128,7 +128,7 @@ class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
     The product under the floor is exact. Grids without a time have one second per frame.
-    Source: Qwen2.5-VL; the ids of vLLM and SGLang up to their rounding.
+    Source: Qwen2.5-VL; the ids of vLLM and SGLang, except for their rounding.
 
     Args:
         tokens_per_second: ids per second, an integer or a Fraction.

@@ -104,7 +104,7 @@ class _Omni(Scheme):
     def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
         """Return the integer ids between the first frame of a grid and each frame: ⌊frame · step / per⌋.
 
-        ``grid`` is the index of the grid of each frame, for subclasses that round otherwise.
+        ``grid`` is the index of the grid of each frame, for subclasses that round differently.
         """
         return frame * step // per
 
@@ -118,7 +118,8 @@ class _Omni(Scheme):
     def next_after(self, grids: Grids, cursor: IntArray) -> IntArray | None:
         if self.engine == "serving" or grids.kind is None:
             return None
-        # In Transformers text continues after the last run of a clip, decoding after the highest id of all its runs.
+        # In Transformers, text continues after the last run of a clip, but decoding after the highest id of all its
+        # runs.
         highest, unit = self._content(grids, highest=True)
         scale = 1 if grids.unit is None else grids.unit // unit
         return cursor + (highest + self.num_marker_ids * unit) * _is_clip(grids) * scale
@@ -179,7 +180,7 @@ class _Omni(Scheme):
         return unit if self.fractional else 1
 
     def _clip_offsets(self, grids: Grids, runs: Runs, scale: IntArray, unit: IntArray) -> IntArray:
-        """Return the offset of each run from the cursor, (runs,); it is 0 outside of clips and at their start."""
+        """Return the offset of each run from the cursor, (runs,); it is 0 outside clips and at their start."""
         inside = self.num_marker_ids * unit * _is_clip(grids)
         after = inside + self._content(grids)[0] * scale
         return np.where(
@@ -229,8 +230,8 @@ def _is_clip(grids: Grids) -> npt.NDArray[np.bool_]:
 class TMRope(_Omni):
     """TMRoPE in chunks of two seconds: first the frames of a chunk, at ⌊t · seconds · rate⌋, then its audio.
 
-    Source: Qwen2.5-Omni. In Transformers the two markers before a clip share an id, as do the two after it, and text
-    continues after the last chunk; in vLLM each marker has an id, and text continues at the highest id plus one.
+    Source: Qwen2.5-Omni. In Transformers, the two markers before a clip share an id, as do the two after it, and text
+    continues after the last chunk. In vLLM, each marker has its own id, and text continues at the highest id plus one.
 
     Args:
         tokens_per_second: ids per second, an integer or a Fraction; each audio token consumes one id.
@@ -281,7 +282,7 @@ class TMRope(_Omni):
         return int(self.tokens_per_second * self.seconds_per_chunk)
 
     def _chunks(self, clips: Clips) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return owner, index and chunk by time, counted from 1, of each frame, and the number of chunks after it."""
+        """Return each frame's owner, index and chunk by time (counted from 1), and the number of chunks so far."""
         owner, frame = ragged_arange(clips.frames)
         ids = self.frame_ids(clips.grid[owner], frame, clips.step[owner], clips.per[owner])
         wanted = ids // self._chunk_ids + 1
@@ -297,8 +298,8 @@ class TMRope(_Omni):
 class TMRopeQwen3(_Omni):
     """TMRoPE by token: a frame at t · seconds · rate precedes the first audio token that is not earlier.
 
-    Source: Qwen3-Omni. In Transformers times are fractions, each marker has an id, and text continues after the last
-    run; in vLLM times are floored, the two markers before a clip share an id, as do the two after it, and text
+    Source: Qwen3-Omni. In Transformers, times are fractions, each marker has its own id, and text continues after the
+    last run. In vLLM, times are floored, the two markers before a clip share an id, as do the two after it, and text
     continues at the highest id plus one.
 
     Args:
@@ -332,7 +333,7 @@ class TMRopeQwen3(_Omni):
         return np.asarray(self._audio_before(clips, np.arange(clips.frames.size), clips.frames - 1) < clips.audio)
 
     def _audio_before(self, clips: Clips, owner: IntArray, frame: IntArray) -> IntArray:
-        """Return the number of audio tokens before each frame, whose ids are below the frame's."""
+        """Return the number of audio tokens before each frame: those with ids below the frame's."""
         ids = frame * clips.step[owner]
         time = -(-ids // clips.per[owner]) if self.fractional else ids // clips.per[owner]
         return np.minimum(time, clips.audio[owner])

@@ -69,10 +69,10 @@ class Grid2D(Scheme):
 
     Args:
         order: order of patches: "raster", or "merged" if the patches of a block to be merged are adjacent.
-        spatial_merge_size: side of a block; grids are sized before merging.
+        spatial_merge_size: side of a block; grid sizes are those before merging.
         axes: 2 for rows and columns, or 3 for frames, rows and columns.
         first: offset of the first frame, row and column from start, 0 or 1. With 1, documents may also hold class
-            tokens: each ``Text(1)`` is at start on every axis.
+            tokens, each a ``Text(1)`` at start on every axis.
     """
 
     name: ClassVar[str] = "grid-2d"

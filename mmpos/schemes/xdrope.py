@@ -1,4 +1,4 @@
-"""XD-RoPE of HunYuan-VL: images by token index, column, row and image number."""
+"""XD-RoPE of HunYuan-VL: images are placed by token index, column, row and image number."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mmpos.support.checks import INT32_MAX, IntArray, integer, one_of
 class XDRope(Scheme):
     """Patch (i, j) of image n at (token index, j, i, n); text continues at the next token index.
 
-    Columns, rows and images count from zero, independently of the tokens before the image; the token that ends a row
-    has the column after the last patch. After a prompt that ends in an image, the next position is the next token
+    Columns, rows and images are counted from zero, independently of the tokens before the image; the token that ends a
+    row has the column after the last patch. After a prompt that ends in an image, the next position is the next token
     index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and
     Transformers.
 
     Args:
         axes: 4; 3 without the axis of token indices; above 4, more axes of token indices at the front.
-        counting: "document": images are counted in each document, as in vLLM; "batch": images are counted over the
-            batch, as in Transformers, where the next position also exceeds the number of the last image.
+        counting: "document" counts images in each document, as in vLLM; "batch" counts images over the batch, as in
+            Transformers, where the next position also exceeds the number of the last image.
         first_image: number of the first image, to continue a document.
     """
 

@@ -153,7 +153,7 @@ class Grid:
 
     @classmethod
     def from_thw(cls, thw: Iterable[int], **options: Any) -> Grid:
-        """Make a grid from (frames, height, width), the order of Transformers' image_grid_thw."""
+        """Create a grid from (frames, height, width), the order of Transformers' image_grid_thw."""
         values = tuple(thw) if isinstance(thw, Iterable) else ()
         if len(values) != 3:
             raise InvalidInputError(f"thw: got {thw!r}, want (frames, height, width)")
@@ -284,7 +284,7 @@ def rationals(name: str, values: Iterable[Fraction | float | None] | None) -> li
 
 
 def fraction(name: str, value: Fraction | float) -> Fraction:
-    """Convert seconds to an exact fraction; a float becomes the nearest with a denominator up to 1,000,000."""
+    """Convert seconds to an exact fraction; a float becomes the nearest fraction with a denominator up to 1,000,000."""
     if isinstance(value, Fraction):
         return value
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Placeholders in input ids: their token ids, and the matching of their runs with grids in order."""
+"""Placeholders in input ids: their token ids, and how their runs are matched with grids, in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mmpos.support.ragged import ragged_arange, true_runs
 BoolArray = npt.NDArray[np.bool_]
 
 ABSENT = int(np.iinfo(np.int64).min)
-"""Id that replaces tokens that a model does not have."""
+"""Id that stands in for tokens that a model does not have."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CropMarkers:
 class Placeholders:
     """Ids of the tokens that stand for patches and audio, end rows of patches, or surround crops.
 
-    Qwen-VL has ``Placeholders(151655, 151656)``, Pixtral ``Placeholders(10, rows=(12, 13))``.
+    Qwen-VL uses ``Placeholders(151655, 151656)``; Pixtral uses ``Placeholders(10, rows=(12, 13))``.
 
     Args:
         image: token for each patch of an image, or None.
@@ -74,9 +74,9 @@ class Placeholders:
         audio: token for each audio token; None counts audio as text, which has the same positions. Audio and video
             tokens without text between them form a clip, with two markers before it and two after it.
         rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
-            [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL): then each
-            grid needs its own run, which may have one more patch token before and after the grid, both or neither;
-            these count as text. None if nothing stands between rows.
+            [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL). Then each
+            grid needs its own run, which may have one more patch token before and one after the grid, both or neither;
+            these count as text. None if no token separates rows.
         crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
             of one frame, with its own run of placeholders between its markers.
     """
@@ -104,7 +104,7 @@ class Placeholders:
             object.__setattr__(self, "rows", rows)
             if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(
-                    f"Placeholders.rows must differ from the other ids, or be twice the id of patches, got {rows}"
+                    f"Placeholders.rows must differ from the other ids, or both be the id of patches, got {rows}"
                 )
         if self.crops is not None:
             if not isinstance(self.crops, CropMarkers):
@@ -133,7 +133,7 @@ class Merging(NamedTuple):
     """Settings for reading grids, in the order of csrc/placeholders.c.
 
     Args:
-        frames: number of frames of a video that merge into one; 0 merges all frames, of images as well.
+        frames: number of frames of a video that merge into one; 0 merges all frames, even those of images.
         sides: patches merged along each side.
         frames_apart: whether each frame of a video is a separate grid.
         lenient: whether merging rounds down and grids without tokens are skipped.
@@ -170,7 +170,7 @@ class FoundSpans(NamedTuple):
 def times_of_videos(
     videos: IntArray | None, seconds_per_frame: Iterable[Fraction | float | None]
 ) -> list[Fraction | None]:
-    """Assign to each entry the time of its video.
+    """Assign the time of its video to each entry.
 
     Args:
         videos: (entries,) index of the video of each entry, -1 for none; None without videos.
@@ -234,16 +234,15 @@ def _match(
     merge: int,
     frames_apart: bool,
 ) -> FoundSpans:
-    """Match the runs of the placeholder of images or videos with their grids."""
+    """Match the runs of the image or video placeholder with their grids."""
     name = f"{kind}_grid_thw"
     raw = int_array(name, () if grid_thw is None else grid_thw, (None, 3))
     first_bad(name, raw, minimum=1, maximum=INT32_MAX)
     grids, owner = raw, np.arange(len(raw))
     if frames_apart:
         if raw[:, 0].sum() > runs.total:
-            raise InvalidInputError(
-                f"{name}: got {counted(int(raw[:, 0].sum()), 'frame')}, want at most {runs.total}, the placeholders"
-            )
+            got = counted(int(raw[:, 0].sum()), "frame")
+            raise InvalidInputError(f"{name}: got {got}, want at most {runs.total}, the number of placeholders")
         owner = owner.repeat(raw[:, 0])
         grids = raw[owner]
         grids[:, 0] = 1
@@ -279,7 +278,7 @@ def _match_framed(
 ) -> tuple[IntArray, IntArray]:
     """Match grids whose rows end in a placeholder with one run each.
 
-    A run may have one more token before and after its grid, both or neither.
+    A run may have one more token before and one after its grid, both or neither.
     """
     count = min(runs.tokens.size, tokens.size)
     frame = runs.tokens[:count] - tokens[:count]
@@ -298,7 +297,7 @@ def _match_framed(
 
 
 def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int]) -> PlaceholderRuns:
-    """Join the runs of the rows of a grid across the tokens that end the rows."""
+    """Join the runs of a grid's rows across the tokens that end the rows."""
     stop = runs.first + runs.tokens
     inside = stop < batch.stops[runs.document]
     ended = inside & np.isin(batch.ids[np.where(inside, stop, 0)], ends)
@@ -399,7 +398,7 @@ def _starts(document: IntArray, first: IntArray, tokens: IntArray) -> IntArray:
 def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray, runs: PlaceholderRuns) -> IntArray:
     """Move the first token of each clip to its first marker.
 
-    Check that its run holds no other video and has room for the markers.
+    Check that the run of each clip contains no other video and has room for the markers.
     """
     assert runs.audio is not None
     clip = runs.audio > 0
@@ -423,7 +422,7 @@ def _audio_spans(sound: PlaceholderRuns) -> FoundSpans:
 
 
 def _check_audio_lengths(spans: FoundSpans, audio_lengths: object, sound: PlaceholderRuns | None) -> None:
-    """Compare the audio tokens, in clips and alone, with the lengths that the caller expects."""
+    """Compare the audio tokens, in clips and on their own, with the lengths that the caller expects."""
     if sound is None:
         raise InvalidInputError("placeholders.audio: got None, want the placeholder id of audio")
     wanted = int_array("audio_lengths", audio_lengths, (None,))
@@ -436,7 +435,7 @@ def _check_audio_lengths(spans: FoundSpans, audio_lengths: object, sound: Placeh
     if (wanted != lengths).any():
         i = int((wanted != lengths).argmax())
         raise InvalidInputError(
-            f"audio_lengths[{i}]: got {wanted[i]}, want {lengths[i]}, the audio tokens in input_ids"
+            f"audio_lengths[{i}]: got {wanted[i]}, want {lengths[i]}, the number of audio tokens in input_ids"
         )
 
 
@@ -505,7 +504,7 @@ class PlaceholderRuns:
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-        """Return whether each grid of ``tokens`` tokens lies in one run, its first token, and its document."""
+        """Return, for each grid of ``tokens`` tokens, whether it lies in one run, its first token and its document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops
@@ -515,7 +514,7 @@ class PlaceholderRuns:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Input ids of a batch in one row.
+    """Input ids of a batch, as one row.
 
     Args:
         ids: (tokens,) of any integer type.
@@ -561,7 +560,7 @@ class PackedIds:
         return PlaceholderRuns(document[inside], first[inside], (stop - first)[inside])
 
     def name(self, document: int, token: int) -> str:
-        """Name a token of the batch for errors."""
+        """Return the name of a token for error messages."""
         return f"document {document}, token {token - self.starts[document]}"
 
 
@@ -578,7 +577,7 @@ def _cu_seqlens(cu_seqlens: object, ids: Array) -> IntArray:
 def _mask(mask: Array, ids: Array) -> BoolArray:
     if mask.shape != ids.shape or mask.dtype.kind not in "biu":
         raise InvalidInputError(
-            f"attention_mask: got {mask.dtype} of shape {mask.shape}, want 0 and 1 of shape {ids.shape}"
+            f"attention_mask: got {mask.dtype} of shape {mask.shape}, want zeros and ones of shape {ids.shape}"
         )
     if mask.size and (mask.min() < 0 or mask.max() > 1):
         raise InvalidInputError(f"attention_mask: got values {mask.min()} to {mask.max()}, want 0 and 1")

@@ -83,7 +83,7 @@ def span_tokens(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Count the tokens of each span, (spans,), and check the limit of one segment; without kinds all are grids."""
+    """Count the (spans,) tokens in each span, and check the limit of one segment; without kinds, all are grids."""
     frames, height, width = extents = grid_thw.T.astype(np.float64)
     if kind is None:
         exact = frames * height * (width + separators)
@@ -101,7 +101,7 @@ def segment_tokens(
     row_separator: npt.NDArray[np.bool_] | int | None,
     extra_tokens: IntArray | None,
 ) -> npt.NDArray[Number]:
-    """Count the tokens of segments, (segments,), in the dtype of extents; floats do not overflow.
+    """Count the (segments,) tokens in each segment, in the dtype of extents; floats do not overflow.
 
     Args:
         kind: (segments,) see SegmentTable.
@@ -121,7 +121,7 @@ def segment_tokens(
 
 
 def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]]) -> IntArray:
-    """Return (2, segments) numerators and denominators of times; (0, 1) for segments without a time."""
+    """Return the (2, segments) numerators and denominators of times, with (0, 1) for segments without a time."""
     columns = np.array([[0], [1]], np.int64).repeat(segments, axis=1)
     for s, time in times:
         if time is not None:

@@ -56,7 +56,7 @@ _DTYPES = {
 _CLASSES = (Text, Audio, Grid, Clip, Thumbnail, Tile)
 _NAMES = ", ".join(part.__name__ for part in _CLASSES)
 
-# Fields that csrc/segments.c reads of Text, Audio and Grid, in its order.
+# Fields of Text, Audio and Grid that csrc/segments.c reads, in the same order.
 _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
 
 
@@ -66,8 +66,8 @@ class SegmentTable:
 
     Args:
         kind: (segments,) uint8 TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE; a TILE follows a THUMBNAIL or a TILE.
-        extents: (3, segments) int64 frames, height, width; those of its video for a clip; 1, 1, length for text, audio
-            and padding.
+        extents: (3, segments) int64 frames, height, width; for a clip, those of its video; for text, audio and padding,
+            1, 1, length.
         segment_offsets: (documents + 1,) int64 first segment of each document, then the total.
         seconds_per_frame: (2, segments) int64 numerators and denominators, (0, 1) for segments without a time; or None.
         row_separator: (segments,) bool, whether the rows of the grid end in one more token; or None.
@@ -171,7 +171,7 @@ class SegmentTable:
         """Build the table from placeholder spans of an inference engine, without reading tokens.
 
         Args:
-            lengths: (documents,) tokens of each document.
+            lengths: (documents,) number of tokens in each document.
             offsets: (spans,) first token of each span, counted from its document's first token,
                 ascending within a document.
             grid_thw: (spans, 3) frames, height, width after spatial merging.
@@ -256,11 +256,11 @@ class SegmentTable:
                 and a placeholder id under a 0 is padding.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             frames_apart: whether each frame of a video is a separate grid, with text between them (Qwen3-VL).
-            audio_lengths: (audios,) number of tokens of each audio after the encoder, including clips, to compare with
-                the runs of placeholders; or None.
+            audio_lengths: (audios,) number of tokens of each audio input after the encoder, including clips, to compare
+                with the runs of placeholders; or None.
 
         Raises:
-            InvalidInputError: a grid does not fit its run of placeholders (the message has both counts), grids are
+            InvalidInputError: a grid does not fit its run of placeholders (the message gives both counts), grids are
                 missing or left over, or the mask has holes.
         """
         arguments = _Tokenised(
@@ -279,7 +279,7 @@ class SegmentTable:
     def _matched(
         cls, tokenised: _Tokenised, seconds_per_frame: Sequence[Fraction | float | None] | None
     ) -> SegmentTable:
-        """Build the table by matching runs with grids, kind by kind. Reference of the C pass and its errors."""
+        """Build the table by matching runs with grids, kind by kind; the reference for the C pass and its errors."""
         batch = PackedIds.of(tokenised.input_ids, tokenised.cu_seqlens, tokenised.attention_mask)
         matched = find_spans(
             batch,
@@ -336,12 +336,12 @@ class SegmentTable:
 
     @property
     def lengths(self) -> IntArray:
-        """(segments,) number of tokens of each segment, including row separators, markers and extra tokens."""
+        """(segments,) number of tokens in each segment, including row separators, markers and extra tokens."""
         return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the batch, including padding."""
+        """Number of tokens in the batch, including padding."""
         return int(self.lengths.sum())
 
     def __repr__(self) -> str:
@@ -375,8 +375,9 @@ def scan(
         video_grid_thw: (videos, 3) before merging.
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
-        audio_lengths: (audios,) number of tokens of each audio.
-        images_per_document: (documents,) number of rows of image_grid_thw of each document; some may be left over.
+        audio_lengths: (audios,) number of tokens of each audio input.
+        images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some may be
+            left over.
         marker_ids: ids of the tokens around crops, if input_ids are token types.
 
     Returns:
@@ -452,7 +453,7 @@ def _not_documents(documents: Sequence[Sequence[Segment]]) -> InvalidInputError:
 def _span_kinds(
     kind: npt.ArrayLike | None, extra_tokens: npt.ArrayLike | None
 ) -> tuple[npt.NDArray[np.uint8] | None, IntArray | None]:
-    """Check kinds and extra tokens of spans; kinds are only optional without extra tokens."""
+    """Check kinds and extra tokens of spans; kinds are optional only if there are no extra tokens."""
     if kind is None:
         if extra_tokens is not None:
             raise InvalidInputError("extra_tokens requires kind")
@@ -503,7 +504,7 @@ def _check_segments(table: SegmentTable) -> None:
 
 
 def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
-    """Raise an error for extra tokens of other kinds of segments, and for a clip without audio."""
+    """Raise an error for extra tokens in segments of other kinds, and for a clip without audio."""
     first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
     surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
     for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):
@@ -579,7 +580,7 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
         patches: (tokens,) whether each token inside a clip is a patch; see ``PositionTable.token_types``.
 
     Raises:
-        UnsupportedError: there is a clip but no ``patches``: only a scheme knows how patches and audio alternate.
+        UnsupportedError: there is a clip but no ``patches``: only a scheme determines how patches and audio alternate.
         InvalidInputError: the number of patches or audio tokens of a clip is wrong.
     """
     lengths = segments.lengths
@@ -598,7 +599,7 @@ def token_types(segments: SegmentTable, patches: npt.NDArray[np.bool_] | None = 
 
 
 def _type_clips(types: npt.NDArray[np.uint8], segments: SegmentTable, patches: npt.NDArray[np.bool_] | None) -> None:
-    """Write the types of the tokens of clips; between its markers, a clip has only patches and audio tokens."""
+    """Write the token types of clips; between its markers, a clip contains only patches and audio tokens."""
     (clip,) = (segments.kind == CLIP).nonzero()
     if patches is None:
         raise UnsupportedError(f"segments: token types of the clip in segment {clip[0]} require a scheme")

@@ -88,7 +88,7 @@ class MarkerIds(NamedTuple):
         return self.audio_margins if isinstance(segment, Audio) else self.margins
 
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
-        """Return the token ids of a segment with its markers; audio tokens of a clip have the patch id for now."""
+        """Return the token ids of a segment with its markers; audio tokens of a clip get the patch id for now."""
         if isinstance(segment, Audio):
             assert self.audio is not None, "checked with the part"
             return _between(self.audio_begin, self.audio, segment.length, self.audio_end)
@@ -115,7 +115,7 @@ class MarkerIds(NamedTuple):
 
         Args:
             input_ids: (tokens,), changed in place.
-            image_spans: (images, 2) first patch token of each image and one past the last, row separators included.
+            image_spans: (images, 2) first patch token of each image and one past the last, including row separators.
             separators: (separators,) indices of the row separators.
         """
         for token_id, tokens in (
@@ -142,7 +142,7 @@ def _between(begin: int | None, token_id: int, count: int, end: int | None) -> I
 class Markers:
     """Special tokens around and inside images, videos and audio, by name or by id.
 
-    Pixtral and Mistral Small write ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``, Qwen2.5-Omni
+    Pixtral and Mistral Small use ``Markers(None, None, "[IMG]", "[IMG_BREAK]", "[IMG_END]")``; Qwen2.5-Omni uses
     ``Markers("<|vision_bos|>", "<|vision_eos|>", "<|IMAGE|>", video="<|VIDEO|>", audio="<|AUDIO|>",
     audio_begin="<|audio_bos|>", audio_end="<|audio_eos|>")``.
 
@@ -201,9 +201,10 @@ class Markers:
 class SequenceBuilder:
     """Builder of sequences from parts: str, token ids, images of any type that ImageProcessor accepts, Videos, audio.
 
-    A list, tuple or one-dimensional integer array is token ids. An ImageSize or a Grid is an image of which only the
-    size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and Clip are classes
-    of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of the scheme.
+    A list, tuple or one-dimensional integer array contains token ids. An ImageSize or a Grid stands for an image of
+    which only the size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and
+    Clip are classes of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of
+    the scheme.
 
     Text that spells the name of a marker stays text: if the tokenizer would encode it as the marker, it is encoded in
     two pieces, split inside the name. Every text part is encoded separately, so a tokenizer that adds something before
@@ -217,7 +218,7 @@ class SequenceBuilder:
         tokenizer: a tokenizers or transformers object, or anything with encode and decode.
         images: processor that turns images into patches; optional if every image is a Grid.
         scheme: name from mmpos.SCHEMES, or a Scheme.
-        markers: special tokens of images and audio; with Markers(row=…) every image has row separators.
+        markers: special tokens for images and audio; with Markers(row=…), every image has row separators.
         start: position id of the first token.
     """
 
@@ -248,7 +249,7 @@ class SequenceBuilder:
                 ``parts[i].frames[k]`` for a Video.
             UnsupportedError: the scheme does not define row separators, frames or clips that the parts contain; the
                 builder lacks an ImageProcessor or Markers for a part; or a part is a Thumbnail or a Tile, which no
-                ImageProcessor makes.
+                ImageProcessor produces.
             LimitExceededError: an image or an id exceeds its limit.
         """
         return self._build(parts, {})
@@ -261,7 +262,7 @@ class SequenceBuilder:
         Args:
             documents: parts of each document.
             threads: number of threads that decode files and arrays, at most one per image; None for one per core, 1 for
-                the calling thread only. The calling thread encodes texts meanwhile, and decodes Pillow images, which
+                the calling thread only. Meanwhile, the calling thread encodes texts and decodes Pillow images, which
                 threads must not share.
 
         Raises:
@@ -330,11 +331,11 @@ class SequenceBuilder:
         """Check that the builder has the ImageProcessor and the Markers that a kind of part needs.
 
         Args:
-            name: name of the part, for errors.
+            name: name of the part for error messages.
             part: part of a document.
 
         Raises:
-            UnsupportedError: one is missing.
+            UnsupportedError: a component is missing.
         """
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
@@ -414,8 +415,8 @@ class InterleavedSequence:
         image_spans: (images, 2) int64 first patch token of each image and one past the last, including all row
             separators; for a clip, the tokens between the markers of its video.
         image_hashes: content hash of each image; None if only its size is known.
-        part_offsets: (parts + 1,) int64 first token of each part, markers included, then the number of tokens; a Video
-            is one part.
+        part_offsets: (parts + 1,) int64 first token of each part, including its markers, then the number of tokens; a
+            Video is one part.
         image_margins: number of markers before and after the patches of each image in image_spans.
         audio_margins: number of markers before and after the tokens of each run in audio_spans.
     """
@@ -434,7 +435,7 @@ class InterleavedSequence:
 
     @property
     def audio_spans(self) -> IntArray:
-        """(audios, 2) int64 first token of each run of audio and one past the last, without the audio of clips."""
+        """(audios, 2) int64 first token of each run of audio and one past the last, excluding the audio of clips."""
         (audio,) = (self.segments.kind == AUDIO).nonzero()
         lengths = self.segments.lengths
         stops = lengths.cumsum()
@@ -442,7 +443,7 @@ class InterleavedSequence:
 
     @property
     def marked_spans(self) -> IntArray:
-        """(images + audios, 2) int64 first token of each image or run of audio and one past the last, markers included.
+        """(images + audios, 2) int64 first token of each image or run of audio and one past the last, with markers.
 
         The spans are in ascending order. A thumbnail and its tiles are one image, up to their last token.
         """
@@ -463,7 +464,7 @@ class InterleavedSequence:
         return spans[spans[:, 0].argsort()]
 
     def span_name(self, span: int) -> str:
-        """Name an entry of marked_spans for errors, such as image 0 or audio 2."""
+        """Name an entry of marked_spans for error messages, such as image 0 or audio 2."""
         first, stop = self.marked_spans[span].tolist()
         for name, spans in (("image", self.image_spans), ("audio", self.audio_spans)):
             (index,) = ((spans[:, 0] >= first) & (spans[:, 1] <= stop)).nonzero()
@@ -486,11 +487,12 @@ class InterleavedSequence:
             block_size: tokens per block.
             generated: token ids that follow the sequence.
             audio_hashes: hash of the content of each run of audio outside clips.
-            salt: separates caches that must not share blocks, for example of models, adapters or tenants.
+            salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:
-            InvalidInputError: an image has no content hash, as every clip, or the number of audio_hashes is wrong.
+            InvalidInputError: an image has no content hash (a clip never has one), or the number of audio_hashes is
+                wrong.
             UnsupportedError: there are generated tokens, but the scheme has no next position.
         """
         if None in self.image_hashes:
@@ -570,7 +572,7 @@ class _Contents:
         segments = SegmentTable.from_documents([document])
         patches = join_patches("parts", self.images)
         positions, markers = place(segments, scheme, start), self.markers
-        # After the limit checks, since the arrays might not fit into memory.
+        # This follows the limit checks, since the arrays might not fit into memory.
         pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
         input_ids, offsets = np.concatenate(pieces), [0, *accumulate(piece.size for piece in pieces)]
         spans, grids = [], []
@@ -608,7 +610,7 @@ def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | 
     """Concatenate the patches of images, without a copy for a single image; return None if only sizes are known.
 
     Args:
-        name: name of the images, for errors.
+        name: name of the images for error messages.
         images: images, all with pixels or all without; None is an image without pixels.
     """
     pixels = [image.patches for image in images if image is not None and image.patches is not None]

@@ -71,8 +71,8 @@ class ByteTokenizer:
 class _HuggingFaceAdapter:
     """A tokenizer of the tokenizers or transformers library.
 
-    Its tokenizer.json, its owner, or (in transformers) the last call of its owner may enable truncation or padding.
-    Texts of a sequence must stay whole: while either is enabled, a copy without both encodes them. The copy is made
+    Its tokenizer.json, its owner, or (in transformers) the last call by its owner may enable truncation or padding. The
+    texts of a sequence must stay whole, so while either is enabled, a copy with neither encodes them. The copy is made
     when first needed, and the owner's tokenizer is not changed.
     """
 
@@ -89,7 +89,7 @@ class _HuggingFaceAdapter:
     def _copy(self) -> Any:
         try:
             own = copy.deepcopy(self.inner)
-        except Exception as error:  # a plain Exception of the extension, for components written in Python
+        except Exception as error:  # the extension raises a plain Exception for components written in Python
             want = "neither (no_truncation(), no_padding()), or a tokenizer that can be copied"
             raise InvalidInputError(f"tokenizer: got truncation or padding, want {want} ({error})") from error
         _backend(own).no_truncation()
@@ -148,7 +148,7 @@ class _PlainAdapter:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return the tokenizer that truncates and pads: that of the tokenizers library in a fast one of transformers."""
+    """Return the tokenizer that truncates and pads: in a fast transformers tokenizer, its tokenizers object."""
     return getattr(tokenizer, "backend_tokenizer", tokenizer)
 
 

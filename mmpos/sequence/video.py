@@ -82,7 +82,7 @@ class Plain(NamedTuple):
 
     Args:
         part_index: index of the original part in the argument of build.
-        name: name for errors.
+        name: name for error messages.
         part: text, token ids, audio, a clip or an image.
     """
 
@@ -103,10 +103,10 @@ def plain_parts(parts: Iterable[object]) -> Iterator[Plain]:
 
 
 def refuse_crop(name: str, part: object) -> None:
-    """Raise an error for a thumbnail or a tile: no builder cuts pictures as the models with tiles do."""
+    """Raise an error for a thumbnail or a tile: no builder cuts pictures the way models with tiles do."""
     if isinstance(part, Thumbnail | Tile):
         raise UnsupportedError(
-            f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+            f"{name}: got a {type(part).__name__.lower()}, want input_ids and sizes from its model's processor, "
             "which mmpos.from_hf_config(config).segments reads"
         )
 
@@ -126,7 +126,7 @@ def _frames(frames: object) -> tuple[object, ...]:
         if flat or isinstance(frame, str | list | tuple | Video | Audio | Clip | Thumbnail | Tile):
             raise InvalidInputError(f"Video.frames[{k}]: got {type(frame).__name__}, want an image or a Grid")
         if isinstance(frame, Grid) and frame.frames > 1:
-            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want one of 1")
+            raise InvalidInputError(f"Video.frames[{k}]: got a grid of {counted(frame.frames, 'frame')}, want 1 frame")
     return images
 
 
@@ -142,7 +142,7 @@ def _times(times: Any, count: int) -> tuple[Fraction, ...]:
         exact = fraction(f"Video.times[{k}]", time)
         if exact < 0:
             raise InvalidInputError(f"Video.times[{k}]: got {written(time)}, want >= 0")
-        if exact > INT32_MAX:  # 68 years: the number must have another meaning
+        if exact > INT32_MAX:  # 68 years, so the number must mean something else
             raise LimitExceededError(f"Video.times[{k}]: got {written(time)}, want <= {INT32_MAX} seconds")
         if seconds and exact < seconds[-1]:
             got, before = written(time), written(seconds[-1])
@@ -158,7 +158,7 @@ def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tu
     ('<0.3 seconds>', '<1.2 seconds>')
 
     Args:
-        name: name of the timestamp, for errors.
+        name: name of the timestamp for error messages.
         timestamp: format such as "<{seconds:.1f} seconds>", "{seconds:05.2f} s" or "", or a function. The digits are
             rounded directly from the exact rational, halves to even.
         times: exact seconds.
@@ -184,7 +184,7 @@ def _format(name: str, template: str) -> Callable[[Fraction], str]:
         raise InvalidInputError(f"{name}: got {template!r}, want a format of seconds ({error})") from None
     for _, field, spec, conversion in pieces:
         if field is not None and (field != "seconds" or conversion or not _SPEC.fullmatch(spec or "")):
-            raise InvalidInputError(f"{name}: got {template!r}, want fields such as {{seconds:.1f}} only")
+            raise InvalidInputError(f"{name}: got {template!r}, want only fields such as {{seconds:.1f}}")
 
     def write(time: Fraction) -> str:
         return "".join(

@@ -1,1 +1,1 @@
-"""Helpers for all packages: argument checks, the native extension, files, optional packages, the installation."""
+"""Helpers for all packages: argument checks, the native extension, files, optional packages and the installation."""

@@ -1,4 +1,4 @@
-"""cached_property without the lock that ``functools.cached_property`` holds until Python 3.12."""
+"""A cached_property without the lock that ``functools.cached_property`` takes before Python 3.12."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ __all__ = ["cached_property"]
 Value = TypeVar("Value")
 
 
-class cached_property(Generic[Value]):  # noqa: N801  # the name that readers know
-    """Decorator for a method whose value is computed at the first access and stored in the instance.
+class cached_property(Generic[Value]):  # noqa: N801  # the name used in functools
+    """Decorator for a method whose value is computed on first access and stored in the instance.
 
-    It takes no lock. That of ``functools`` in Python 3.11 is one for all instances: a process that forks while a thread
-    holds it leaves a child in which nobody releases it. Threads that ask at the same time may each compute the value;
-    the value stored first is kept, so all of them get the same object.
+    It takes no lock. In Python 3.11, ``functools.cached_property`` uses one lock for all instances: if a process forks
+    while a thread holds this lock, it is never released in the child. If several threads access the property at the
+    same time, each of them may compute the value; the value stored first is kept, so all of them receive the same
+    object.
 
     Args:
-        function: the method; its instances need a ``__dict__``, and may be frozen dataclasses.
+        function: the method; instances of its class need a ``__dict__`` and may be frozen dataclasses.
     """
 
     def __init__(self, function: Callable[[Any], Value]) -> None:

@@ -1,4 +1,4 @@
-"""Argument checks: each function returns the checked value or raises an error with name, value and expectation."""
+"""Argument checks: each function returns the checked value, or raises an error with name, value and expectation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def integer(name: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Check an integer within bounds, of any type except bool and float."""
+    """Check that a value is an integer within bounds; bools and floats are refused."""
     if type(value) is not int:
         try:
             if isinstance(value, bool | np.bool_):
@@ -40,9 +40,9 @@ def integer(name: str, value: object, *, minimum: int | None = None, maximum: in
 
 @contextmanager
 def naming(name: str, joint: str = ": ") -> Iterator[None]:
-    """Prefix the message of every error of mmpos raised in this block with a name.
+    """Prefix the messages of all mmpos errors raised in the block with a name.
 
-    A ServiceError passes as it is, since it says nothing of the input.
+    A ServiceError is passed on unchanged, because it says nothing about the input.
 
     >>> with naming("documents[3]", joint="."):
     ...     integer("height", 0, minimum=1)
@@ -58,7 +58,7 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a remark with the name most similar to a mistyped one, or an empty string."""
+    """Return a hint with the name most similar to a mistyped word, or an empty string."""
     from difflib import get_close_matches
 
     likely = get_close_matches(word, names, n=1)
@@ -66,7 +66,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
 
 def written(value: object) -> str:
-    """Format a number, even one with more digits than Python formats."""
+    """Format a number, even if it has more digits than Python can format."""
     try:
         return str(value)
     except ValueError:
@@ -90,7 +90,7 @@ def text(name: str, value: str) -> str:
 
 
 def host_array(name: str, value: object) -> Array:
-    """Convert a list, an array or a tensor on the host to numpy, as a view or a copy."""
+    """Convert a list, an array or a tensor on the host to a numpy array, which may be a view or a copy."""
     if isinstance(value, np.ndarray):
         if hasattr(value, "mask"):  # avoids importing numpy.ma, which mmpos does not need
             raise InvalidInputError(f"{name}: got a masked array, want an array without a mask, which would be lost")
@@ -102,7 +102,7 @@ def host_array(name: str, value: object) -> Array:
 
 
 def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArray:
-    """Check integers of this shape (None: any length), not floats or bools, and return them as int64."""
+    """Check integers of the given shape (None: any length), not floats or bools, and return them as int64."""
     array = host_array(name, value)
     if array.size == 0 and array.ndim == 1 and (None in shape or 0 in shape):
         array = array.reshape([n or 0 for n in shape])
@@ -120,7 +120,7 @@ def int_array(name: str, value: object, shape: tuple[int | None, ...]) -> IntArr
 
 
 def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximum: int | None = None) -> None:
-    """Raise an error for the first element outside the bounds, with its index in the name."""
+    """Raise an error for the first element outside the bounds, and include its index."""
     if not values.size or (
         (minimum is None or values.min() >= minimum) and (maximum is None or values.max() <= maximum)
     ):
@@ -133,9 +133,9 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
 
 
 def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """Check integers within bounds, one for all documents or one for each, and return (documents,)."""
+    """Check integers within bounds, one for all documents or one for each; return an array (documents,)."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
-        same = np.empty(num_documents, np.int64)  # np.full takes twice as long for a few
+        same = np.empty(num_documents, np.int64)  # np.full takes twice as long for short arrays
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))
         return same
     array = int_array(name, value, (num_documents,))
@@ -144,7 +144,7 @@ def per_document(name: str, value: object, num_documents: int, *, minimum: int, 
 
 
 def finite(name: str, value: object, *, minimum: float | None = None, above: float | None = None) -> float:
-    """Check a finite real number within bounds, of any type except bool, and return a float."""
+    """Check that a value is a finite real number within bounds, not a bool, and return it as a float."""
     want = "a finite number"
     if minimum is not None or above is not None:
         want += f" >= {minimum:g}" if minimum is not None else f" > {above:g}"
@@ -161,7 +161,7 @@ def finite(name: str, value: object, *, minimum: float | None = None, above: flo
 
 
 def even(name: str, value: object, *, maximum: int | None = None) -> int:
-    """Check an even integer >= 2."""
+    """Check that a value is an even integer >= 2."""
     number = integer(name, value, minimum=2, maximum=maximum)
     if number % 2:
         raise InvalidInputError(f"{name}: got {number}, want an even number")
@@ -169,13 +169,13 @@ def even(name: str, value: object, *, maximum: int | None = None) -> int:
 
 
 def integers(name: str, values: object, *, minimum: int = 0, maximum: int | None = None) -> tuple[int, ...]:
-    """Check a sequence of integers >= 0, or >= another minimum."""
+    """Check that a value is a sequence of integers >= 0, or >= ``minimum``."""
     every = enumerate(_listed(name, values))
     return tuple(integer(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in every)
 
 
 def numbers(name: str, values: object, minimum: float) -> tuple[float, ...]:
-    """Check a sequence of finite numbers."""
+    """Check that a value is a sequence of finite numbers."""
     return tuple(finite(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(_listed(name, values)))
 
 
@@ -187,14 +187,14 @@ def one_of(name: str, value: T, options: Collection[object]) -> T:
 
 
 def instance(name: str, value: object, kind: type[T], source: str) -> T:
-    """Check that a value is of this class; ``source`` is the call that returns one."""
+    """Check that a value is an instance of a class; ``source`` is the call that returns instances of it."""
     if not isinstance(value, kind):
-        raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as {source} gives it")
+        raise InvalidInputError(f"{name}: got {type(value).__name__}, want a {kind.__name__}, as returned by {source}")
     return value
 
 
 def counted(count: int, noun: str, style: str = "") -> str:
-    """Format a number and its noun, in the plural unless the number is 1.
+    """Format a number and its noun, which is plural unless the number is 1.
 
     >>> counted(1, "document"), counted(0, "axis"), counted(2, "property"), counted(4096, "token", ",")
     ('1 document', '0 axes', '2 properties', '4,096 tokens')
@@ -207,7 +207,7 @@ def counted(count: int, noun: str, style: str = "") -> str:
 
 
 def shown(values: IntArray) -> str:
-    """Format values as a list, shortened if there are many."""
+    """Format values as a list, shortened if there are too many."""
     if values.size <= 8:
         return str(values.tolist())
     head, tail = ", ".join(map(str, values[:3].tolist())), values[-1]

@@ -1,4 +1,4 @@
-"""Optional packages: pip commands that install them, errors that name these commands, and lazy attributes."""
+"""Optional packages: pip commands that install them, errors that contain these commands, and lazy attributes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from importlib import import_module
 __all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
 
 DISTRIBUTION = "multimodal-positions"
-"""Name of this package on an index; the name ``mmpos`` belongs to another project there."""
+"""Name of this package on package indexes, where the name ``mmpos`` belongs to another project."""
 
 _OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra, and the one for a clone.
+    """Return the command that installs an extra, and the corresponding command for a clone.
 
     >>> pip_install("client")
     'pip install "multimodal-positions[client]" (in a clone: pip install ".[client]")'
@@ -31,9 +31,9 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
     'typer'
 
     Args:
-        what: feature that needs the package; begins the message.
-        package: import name of the package; the ``name`` of the error.
-        extra: extra that installs the package; None if the package is installed by its own name.
+        what: feature that needs the package; the message begins with it.
+        package: import name of the package, which becomes the ``name`` of the error.
+        extra: extra that installs the package; None if the package is installed under its own name.
     """
     command = f"pip install {package}" if extra is None else pip_install(extra)
     return ImportError(f"{what}: {package} is not installed, want {command}", name=package)
@@ -41,14 +41,14 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
 
 @contextmanager
 def needed_for(what: str, *, extra: str) -> Iterator[None]:
-    """Turn the failure of an import in this block into the error that names the pip command.
+    """Convert a failed import in the block to an error that contains the pip command.
 
-    Only a missing package becomes this error: a broken package keeps its own, and a missing module of this project is
-    our mistake.
+    Only a missing package causes this error: a broken package raises its own error, and a missing module of this
+    project is our mistake.
 
     Args:
-        what: feature that needs the imports of the block; begins the message.
-        extra: extra that installs them.
+        what: feature that needs the imports in the block; the message begins with it.
+        extra: extra that installs the imported packages.
     """
     try:
         yield
@@ -61,13 +61,13 @@ def needed_for(what: str, *, extra: str) -> Iterator[None]:
 def lazy_names(
     package: str, modules: Mapping[str, str], *, extra: str | None = None, what: str | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package that imports some of its names at their first use.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports some of its names on first use.
 
     Args:
         package: full name of the package.
-        modules: submodule of each name; a name that equals its submodule is that module.
+        modules: submodule that defines each name; a name equal to its submodule stands for the module itself.
         extra: extra that installs the requirements of the submodules, or None.
-        what: beginning of the error if these requirements are missing; None uses the package and the name.
+        what: beginning of the error message if these requirements are missing; None uses the package and the name.
     """
 
     def get(name: str) -> object:

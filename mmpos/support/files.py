@@ -1,4 +1,4 @@
-"""Atomic writing of files, with errors that name them."""
+"""Write files atomically, with errors that contain the file names."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def local_path(name: str, path: str | os.PathLike[str]) -> Path:
     """
     url = _URL.fullmatch(os.fsdecode(path))
     if url:
-        got = path if isinstance(path, str) else f"{url[1]}://{url[2]}"  # pathlib leaves out a slash
+        got = path if isinstance(path, str) else f"{url[1]}://{url[2]}"  # pathlib drops one of the slashes
         raise InvalidInputError(f"{name}: got {got!r}, want a path on this machine, not a URL")
     return Path(path)
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Write a temporary file beside the path, and rename it when the block ends without an error.
+    """Write a temporary file in the same folder, and rename it to ``path`` when the block ends without an error.
 
-    A reader finds the old file or the new one, never a part of either, even after a crash or a loss of power. A
+    A reader sees either the old file or the new one, never a partial file, even after a crash or a power failure. A
     link stays a link, and a device or a pipe is written to directly.
 
     Args:
         path: file to write; an existing file is replaced.
 
     Yields:
-        A file to write bytes to. It has no descriptor, on which libraries would write without words for what fails.
+        A file to write bytes to. It exposes no descriptor, because libraries that write to a descriptor do not report
+        what failed.
 
     Raises:
-        OSError: the file cannot be written; the error names the path, whichever call failed.
+        OSError: the file cannot be written; the error contains the path, whichever call failed.
     """
     with named(path):
         if os.path.isdir(path):
@@ -79,7 +80,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         if beside:
             written.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # some systems cannot open folders to sync the name
+    with suppress(OSError):  # some systems cannot open folders to sync the new name
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -91,7 +92,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write text as UTF-8 with ``whole_file``.
 
     Raises:
-        OSError: the file cannot be written; the error names the path.
+        OSError: the file cannot be written; the error contains the path.
     """
     with whole_file(path) as file:
         file.write(text.encode())
@@ -105,7 +106,7 @@ def leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Replace the path in operating-system errors by this path."""
+    """Replace the path in operating-system errors by ``path``."""
     try:
         yield
     except OSError as error:
@@ -115,7 +116,7 @@ def named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Raw(io.FileIO):
-    """File whose errors name its final path."""
+    """File whose errors contain its final path."""
 
     def __init__(self, written: Path, mode: str, path: str | os.PathLike[str]) -> None:
         super().__init__(written, mode)

@@ -1,4 +1,4 @@
-"""Small HTML for notebooks and reports: tables, maps of tokens, and self-contained pages."""
+"""Simple HTML for notebooks and reports: tables, token maps and self-contained pages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid #8
 th:first-child, td:first-child { text-align: left; }
 """
 
-_WIDTH, _LEFT, _ROW, _NUMBERS = 800, 130, 16, 14  # pixels; numbers of segments are below the bar of a document
-_DIGIT = 7  # pixels of a digit, at most
+_WIDTH, _LEFT, _ROW, _NUMBERS = 800, 130, 16, 14  # in pixels; segment numbers are below the bar of a document
+_DIGIT = 7  # maximum width of a digit, in pixels
 _COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # distinguishable for colour-blind readers
 
 
@@ -49,16 +49,16 @@ def token_map(
 ) -> str:
     """Draw a bar for each document, coloured by the states of its tokens, with a legend below.
 
-    The map keeps its size and scrolls horizontally on a narrow screen.
+    The map keeps its size; it scrolls horizontally on narrow screens.
 
     Args:
-        states: (tokens,) the state of each token, as an index into names.
-        offsets: (documents + 1,) the first token of each document, then the number of tokens.
-        names: up to three states in words.
-        most: bars at most; documents in which every token has state 0 are left out first.
-        segment_starts: (segments,) the first token of each segment, whose number is written below the bar if there is
-            room; None writes no numbers. The segment of a document's first token with another state than 0 always has
-            its number.
+        states: (tokens,) state of each token, as an index into names.
+        offsets: (documents + 1,) first token of each document, then the number of tokens.
+        names: names of up to three states.
+        most: maximum number of bars; documents in which every token has state 0 are left out first.
+        segment_starts: (segments,) first token of each segment; the number of the segment is written below the bar if
+            there is room. None writes no numbers. The segment that contains the first token of a document with a state
+            other than 0 is always numbered.
     """
     state, edges = np.asarray(states, np.int64), np.asarray(offsets, np.int64)
     documents = [d for d in range(edges.size - 1) if edges[d + 1] > edges[d]]
@@ -92,7 +92,7 @@ def _text(x: float, y: float, text: str, size: int = 12) -> str:
 
 
 def _runs(state: npt.NDArray[np.int64], scale: float, y: int, names: Sequence[str]) -> list[str]:
-    """Draw one rectangle for each run of tokens with one state."""
+    """Draw one rectangle for each run of tokens with the same state."""
     starts = np.flatnonzero(np.diff(state, prepend=-1))
     rectangles = []
     for first, last in zip(starts.tolist(), [*(starts[1:] - 1).tolist(), state.size - 1], strict=True):
@@ -106,13 +106,13 @@ def _runs(state: npt.NDArray[np.int64], scale: float, y: int, names: Sequence[st
 
 
 def _numbers(starts: npt.NDArray[np.int64], state: npt.NDArray[np.int64], scale: float, y: int) -> list[str]:
-    """Draw a tick and the number of each segment with room for it, and of the segment with the first nonzero state.
+    """Draw a tick and a number for each segment with enough room, and for the segment with the first nonzero state.
 
     Args:
-        starts: (segments,) the first token of each segment, relative to the document.
-        state: (tokens,) the states of the document's tokens.
+        starts: (segments,) first token of each segment, relative to the document.
+        state: (tokens,) states of the document's tokens.
         scale: pixels per token.
-        y: the top of the bar.
+        y: top of the bar.
     """
     numbers = np.flatnonzero((starts >= 0) & (starts < state.size))
     widths = np.diff(starts[numbers], append=state.size) * scale
@@ -129,11 +129,11 @@ def _numbers(starts: npt.NDArray[np.int64], state: npt.NDArray[np.int64], scale:
 
 
 def page(title: str, body: str) -> str:
-    """Write a whole page, which loads nothing else.
+    """Write a complete page that loads no other resources.
 
     Args:
-        title: of the page, which is escaped.
-        body: HTML.
+        title: title of the page, which is escaped.
+        body: HTML of the page body.
     """
     name = escape(title)
     return (

@@ -1,4 +1,4 @@
-"""Description of the installation and the machine, for bug reports and measurements."""
+"""A description of the installation and the machine, for bug reports and measurements."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MISSING = "not installed"
 
 
 def info() -> dict[str, str]:
-    """Report versions of mmpos and its packages, and whether its extension in C was built.
+    """Report the versions of mmpos and its packages, and whether its C extension was built.
 
-    Nothing is imported for it. Without the extension everything works, and gives the same numbers, through numpy.
+    The packages are not imported. Without the extension, everything works through numpy and produces the same numbers.
 
     >>> sorted(info())[:4]
     ['extension', 'grpcio', 'machine', 'mmpos']
 
     Returns:
-        ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with a version or
-        what is missing.
+        ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with its version or
+        a note that it is missing.
 
     Warns:
         UserWarning: another distribution also provides ``mmpos``, and the files of both may be mixed.
@@ -54,12 +54,12 @@ def print_info() -> None:
 
 
 def version() -> str:
-    """Return the installed version of mmpos, or "unknown" if it runs from its source without being installed."""
+    """Return the installed version of mmpos, or "unknown" if it runs from source without being installed."""
     return version_of(DISTRIBUTION) or "unknown"
 
 
 def cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # missing on some systems

@@ -1,4 +1,4 @@
-"""Delay Ctrl-C while it would leave an object in a store, or a pool of processes, incomplete."""
+"""Delay Ctrl-C while it would leave a stored object or a process pool incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def no_interrupts() -> Iterator[None]:
     held: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
     handled = callable(handler) and threading.current_thread() is threading.main_thread()
-    if handled:  # a thread of a library may receive the signal that this thread blocks, and run the handler here
+    if handled:  # a library's thread may receive the signal that is blocked in this thread; the handler then runs here
         signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,7 +1,8 @@
-"""The optional extension in C, which does the same as the Python beside it; ``core`` is None where it was not built.
+"""The optional C extension, which does the same as the Python code next to it; ``core`` is None if it was not built.
 
-Its functions answer or decline. What they decline, mistakes included, takes the way in Python, which has the words.
-Each is described where it is defined in csrc/; what is an array there may be anything with a buffer.
+Its functions either return a result or decline. Input that they decline, including invalid input, is handled by the
+Python code, which raises the error messages. Each function is described where it is defined in csrc/; where a
+description says array, any object with a buffer is accepted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from mmpos.support.checks import IntArray
 __all__ = ["INT64", "core", "int64"]
 
 INT64 = np.dtype(np.int64)
-"""As a dtype object, since numpy creates arrays from it in two thirds of the time that the scalar class takes."""
+"""int64 as a dtype object, with which numpy creates arrays in two thirds of the time that the scalar class takes."""
 
 
 def int64(data: bytes) -> IntArray:
-    """View bytes as a read-only int64 array, without a copy."""
+    """View bytes as a read-only int64 array without copying them."""
     return np.frombuffer(data, INT64)
 
 

@@ -1,4 +1,4 @@
-"""Common frame of ``mmpos`` and ``mmpos_server``: an error is one line on stderr, and its kind sets the exit code."""
+"""Common frame of ``mmpos`` and ``mmpos_server``: an error is one line on stderr, and its type sets the exit code."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         INTERRUPTED: "stopped by Ctrl-C",
     }
 )
-"""Meanings of the exit codes of both programs."""
+"""Meanings of the exit codes, the same for both programs."""
 
 
 class App(Protocol):
     """Typer app as a click command; it returns an exit code, or None for 0."""
 
     def __call__(self, *, args: Sequence[str] | None, prog_name: str, standalone_mode: bool) -> int | None:
-        """Run the command with these arguments."""
+        """Run the command with the given arguments."""
 
 
 def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:
@@ -51,8 +51,8 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
 
     Args:
         name: name of the program in its messages.
-        load: function that imports the typer app; its requirements may be missing.
-        arguments: command line after the program's name; None is the command line of the process.
+        load: function that imports the typer app, whose requirements may be missing.
+        arguments: command-line arguments after the program's name; None uses those of the process.
 
     Returns:
         The exit code, one of EXIT_CODES.
@@ -92,19 +92,19 @@ def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) ->
         if type(error).__module__ == "google.protobuf.runtime_version":
             said = f"{error} Install all packages that need protobuf in one command: {pip_install('server')}"
             return _fail(name, said, MISSING)
-        # Usage errors have their own message; their base class depends on the version of typer.
+        # Usage errors have their own messages; their base class depends on the version of typer.
         if not hasattr(error, "format_message"):
             raise
         said = error.format_message().strip().rstrip(".")
         command = getattr(getattr(error, "ctx", None), "command_path", name)
-        return _fail(name, f"{said}{'' if said.endswith('?') else ';'} {command} --help tells more", WRONG)
+        return _fail(name, f"{said}{' See' if said.endswith('?') else '; see'} {command} --help", WRONG)
 
 
 def read_input() -> bytes:
     """Read all of standard input.
 
     Raises:
-        InvalidInputError: the process has none.
+        InvalidInputError: the process has no standard input.
     """
     if sys.stdin is None:
         raise InvalidInputError(f"{STDIN}: standard input is closed")
@@ -112,7 +112,7 @@ def read_input() -> bytes:
 
 
 def console() -> Console:
-    """Return a console for tables, at most 100 columns wide; without a terminal it prints plain text of that width."""
+    """Return a console for tables, at most 100 columns wide; without a terminal, it prints plain text of that width."""
     from rich.console import Console
 
     usual = Console()
@@ -133,7 +133,7 @@ def write_output(data: bytes) -> None:
 
 
 def _settle_output() -> None:
-    """Flush the standard streams; discard output that cannot be written, since Python would complain at exit."""
+    """Flush standard output; discard output that cannot be written, because Python would raise an error at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,1 +1,1 @@
-"""The gRPC service of mmpos, for clients in other languages, processes and machines."""
+"""Provide mmpos as a gRPC service for clients in other languages, in other processes and on other machines."""

@@ -1,4 +1,4 @@
-"""Entry point of ``python -m mmpos_server``."""
+"""Run the server as ``python -m mmpos_server``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until a signal stops it.
 
     Args:
-        arguments: command line after the program's name; None is the command line of the process.
+        arguments: command line after the program's name; None means the command line of the process.
 
     Returns:
-        Exit code, one of mmpos.support.program.EXIT_CODES.
+        exit code, one of mmpos.support.program.EXIT_CODES.
     """
     return run_program("mmpos_server", _app, arguments)
 

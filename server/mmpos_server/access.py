@@ -1,4 +1,4 @@
-"""Bearer tokens and TLS certificates of a server, read again whenever their files change."""
+"""Read a server's bearer tokens and TLS certificates, and reload them whenever their files change."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OPEN = frozenset(
         "/inference.GRPCInferenceService/ServerReady",
     }
 )
-"""Methods answered without a token, because probes and load balancers have none."""
+"""Methods that are answered without a token because probes and load balancers have none."""
 
 LEAST_CHARACTERS = 16
-"""Minimum length of a token; a shorter one could be guessed."""
+"""Minimum length of a token; a shorter token could be guessed."""
 
 _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -44,16 +44,16 @@ _Version = tuple[int, int, int, int]
 
 
 class TokenFile:
-    """Tokens of a file: one "NAME TOKEN" per line, comments after "#"; a name may have several tokens.
+    """Tokens from a file with one "NAME TOKEN" per line and comments after "#"; a name may have several tokens.
 
     To rotate a token, add the new one under the same name, let clients switch to it, and remove the old one.
 
     Args:
         path: the file.
-        logs: log that gets an error when a new version of the file is wrong; the old tokens then stay valid.
+        logs: log to which an error is written when a new version of the file is wrong; the old tokens then stay valid.
 
     Raises:
-        InvalidInputError: the file is wrong; the message names file and line, and never quotes the line.
+        InvalidInputError: the file is wrong; the message names the file and the line but never quotes the line.
     """
 
     def __init__(self, path: Path, logs: Logs) -> None:
@@ -74,7 +74,8 @@ class TokenFile:
         version = None if status is None else file_version(status)
         if version == self._version:
             return
-        # Set before reading, so that a wrong file is reported once and a version written meanwhile is read next time.
+        # Set this before reading, so that a wrong file is reported once and a version written meanwhile is read next
+        # time.
         self._version = version
         try:
             if status is not None and not stat.S_ISREG(status.st_mode):
@@ -91,7 +92,7 @@ def _digest(token: str) -> bytes:
 
 
 def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
-    """Read a token file, and return its version and the client names by digest of their tokens."""
+    """Read a token file and return its version and the client name for each token digest."""
     try:
         with path.open("rb") as file:
             version = file_version(os.fstat(file.fileno()))
@@ -118,7 +119,7 @@ def _read_tokens(path: Path) -> tuple[_Version, dict[bytes, str]]:
 
 
 def _entry(words: list[str]) -> tuple[bytes, str]:
-    """Parse a line into digest and name; errors do not quote the line, as any word of it could be a token."""
+    """Parse a line into digest and name; errors do not quote the line because any word in it could be a token."""
     if len(words) != 2:
         raise InvalidInputError(f"got {len(words)} words, want 2: a name and a token")
     name, token = words
@@ -138,7 +139,7 @@ class TlsFiles:
     Args:
         cert: certificate chain, PEM.
         key: private key of the certificate, PEM.
-        client_ca: CA certificates, PEM; clients must then present a certificate. None requires no certificate.
+        client_ca: CA certificates, PEM; clients must then present a certificate. With None, they need none.
     """
 
     cert: Path
@@ -151,10 +152,10 @@ class TlsFiles:
         return (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
 
     def read(self) -> tuple[grpc.ServerCertificateConfiguration, datetime]:
-        """Read the files, and return the configuration for the transport and the expiry time of the certificate.
+        """Read the files and return the configuration for the transport and the certificate's expiry time.
 
         Raises:
-            InvalidInputError: a file cannot be read, or certificate and key do not belong together.
+            InvalidInputError: a file cannot be read, or the certificate and the key do not match.
         """
         cert, key = _read_file("tls-cert", self.cert), _read_file("tls-key", self.key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -177,12 +178,12 @@ class TlsFiles:
 
 
 class Certificates:
-    """Certificates of a server, reloaded whenever their files change.
+    """A server's certificates, which are reloaded whenever their files change.
 
     Args:
         tls: TLS files.
-        logs: log that gets a line when the files are read again, when a new version is wrong (the old one then stays in
-            use), and when a certificate has expired.
+        logs: log to which a line is written when the files are reloaded, when a new version is wrong (the old one then
+            stays in use), and when a certificate has expired.
 
     Raises:
         InvalidInputError: a file is wrong.
@@ -197,16 +198,16 @@ class Certificates:
         self._check_expiry()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of a gRPC port; every handshake uses the latest certificates."""
+        """Return the credentials for a gRPC port; every handshake uses the latest certificates."""
         require_client = self._tls.client_ca is not None
-        fetch: Callable[[], Any] = self._fetch  # may return None, although the annotations of grpc do not say so
+        fetch: Callable[[], Any] = self._fetch  # may return None, although grpc's annotations do not say so
         return grpc.dynamic_ssl_server_credentials(self._given, fetch, require_client)
 
     def refresh(self) -> None:
         """Read the files again if one has changed. Any thread may call this, one at a time."""
         versions = self._seen()
         if versions != self._versions:
-            # Set before reading, so that a version written meanwhile is read next time.
+            # Set this before reading, so that a version written meanwhile is read next time.
             self._versions = versions
             try:
                 self._latest, self._not_after = self._tls.read()

@@ -1,4 +1,4 @@
-"""Admission of calls: counters that refuse at once, thread pools for long work, and a fair share for each client."""
+"""Admit calls: counters that refuse at once, thread pools for long work, and a fair share for each client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "Rates", "WorkP
 PoolName = Literal["place", "image", "heavy", "rotary"]
 
 WATCHES, CHECKS = 64, 64
-"""Maximum number of open health streams, of open reflection streams, and of health checks at once."""
+"""Maximum number of open health streams and open reflection streams, and of simultaneous health checks."""
 
 _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 """Threads for large placements, for images of more than 16 megapixels, and for rotations."""
@@ -31,7 +31,8 @@ _PLACE_THREADS, _HEAVY_THREADS, _ROTARY_THREADS = 2, 2, 1
 _LONG_CALLS = 16
 """Maximum number of waiting and running calls that rotate, and of calls that decode images above 16 megapixels."""
 
-# Bounds of the retry delay in seconds: with a shorter delay clients would retry too often, with a longer one give up.
+# Bounds of the retry delay in seconds: after a shorter delay, clients would retry too often; with a longer one, they
+# would give up.
 _LEAST_WAIT, _LONGEST_WAIT = 0.05, 30.0
 
 _CALM = 1.0
@@ -41,16 +42,17 @@ _TURNS = 2
 """Number of calls that may wait for each thread of a pool while further calls are refused."""
 
 _MOST_IDLE = 10_000
-"""Maximum number of idle clients whose rate is kept; bounds memory when a caller has many addresses."""
+"""Maximum number of idle clients whose rate is kept, which bounds memory when a caller has many addresses."""
 
 
 class Gate:
     """Thread-safe counter of slots that refuses entry when no slot is free or a client has its full share.
 
     Args:
-        name: name of the setting that limits the slots, for errors.
+        name: name of the setting that limits the slots, for error messages.
         limit: number of slots.
-        share: largest fraction of the slots that one client may hold, at least one slot; 0 sets no limit per client.
+        share: largest fraction of the slots that one client may hold, but at least one slot; 0 sets no limit per
+            client.
     """
 
     def __init__(self, name: str, limit: int, share: float = 0.0) -> None:
@@ -63,7 +65,7 @@ class Gate:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which to retry: the mean time that callers hold a slot (Little's law)."""
+        """Seconds to wait before retrying: the mean time for which callers hold a slot (Little's law)."""
         return 1.0 if self._mean is None else min(max(self._mean, _LEAST_WAIT), _LONGEST_WAIT)
 
     def enter(self, client: str, count: int = 1, held: int = 0) -> None:
@@ -72,10 +74,11 @@ class Gate:
         Args:
             client: name of the client.
             count: number of slots.
-            held: slots that the same call holds already; a call larger than the limit may enter alone.
+            held: slots that the call already holds; a call larger than the limit may enter when no other call holds
+                slots.
 
         Raises:
-            ServiceOverloadedError: too few slots are free; the error has the seconds after which to retry.
+            ServiceOverloadedError: too few slots are free; the error contains the seconds after which to retry.
         """
         with self._lock:
             held_by_client = self._held.get(client, 0)
@@ -87,7 +90,7 @@ class Gate:
             self._held[client] = held_by_client + count
 
     def leave(self, client: str, count: int = 1, seconds: float | None = None) -> None:
-        """Free slots of a client, and record for how many seconds it held them; None records no time."""
+        """Free slots of a client and record for how many seconds it held them; None records no time."""
         with self._lock:
             self.taken -= count
             held_by_client = self._held[client] - count
@@ -103,10 +106,10 @@ class Gate:
 
 
 class WorkPool:
-    """Threads for work of one kind, and the queue of the calls that wait for them.
+    """Threads for one kind of work, and the queue of calls that wait for them.
 
-    For a second after a refusal, only a few calls may wait: since some calls must be refused anyway, a short queue
-    serves the others quickly.
+    For a second after a refusal, only a few calls may wait: some calls must be refused anyway, and with a short queue
+    the others are served quickly.
 
     Args:
         name: name of the threads.
@@ -124,7 +127,7 @@ class WorkPool:
         """Take a slot for a call of a client.
 
         Raises:
-            ServiceOverloadedError: no slot is free; the error has the seconds after which to retry.
+            ServiceOverloadedError: no slot is free; the error contains the seconds after which to retry.
         """
         most = self._short if monotonic() < self._overloaded_until else self.gate.limit
         try:
@@ -140,21 +143,22 @@ class WorkPool:
 
 
 class Rates:
-    """Token buckets of the clients: a number of requests per second on average, with a burst after a pause.
+    """Token buckets that allow each client a number of requests per second on average, and a burst after a pause.
 
     Args:
-        limits: rate and burst of each client; a rate of 0 is unlimited, a burst of 0 equals the requests of one second.
-        clock: function that returns the time in seconds.
+        limits: rate and burst of each client; a rate of 0 means no limit, and a burst of 0 means one second's worth of
+            requests.
+        clock: function that returns the current time in seconds.
     """
 
     def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
         self._per_second, self._clock = limits.requests_per_second, clock
         self.limited = self._per_second > 0
-        """Whether the rate of clients is limited."""
+        """Whether clients' rates are limited."""
         self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
         self._left: OrderedDict[str, tuple[float, float]] = (
             OrderedDict()
-        )  # requests left, and when counted; oldest first
+        )  # the requests left and the time when they were counted; oldest first
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -164,7 +168,7 @@ class Rates:
         """Count one request.
 
         Raises:
-            ServiceOverloadedError: the request exceeds the rate; the error has the seconds after which to retry.
+            ServiceOverloadedError: the request exceeds the rate; the error contains the seconds after which to retry.
         """
         if not self.limited:
             return
@@ -182,7 +186,7 @@ class Rates:
             )
 
     def _forget(self, now: float) -> None:
-        """Forget the clients whose burst is full again, and the oldest ones when there are too many."""
+        """Forget the clients whose burst is full again, and the oldest clients if there are too many."""
         while self._left:
             left, then = next(iter(self._left.values()))
             if len(self._left) <= _MOST_IDLE and left + self._per_second * (now - then) < self._burst:
@@ -191,17 +195,17 @@ class Rates:
 
 
 class Admission:
-    """Gates and thread pools of one server.
+    """Gates and thread pools of a server.
 
     Args:
-        concurrency: limits of all clients together.
-        clients: limits of each client.
+        concurrency: limits for all clients together.
+        clients: limits for each client.
     """
 
     arrivals: int = 0
     """Calls and streams that have arrived so far."""
     last_arrival: float = -math.inf
-    """Time of the last arrival, by the monotonic clock."""
+    """Time of the last arrival on the monotonic clock."""
     announced: bool = False
     """Whether health checks report NOT_SERVING because the server is about to stop."""
     ending: bool = False
@@ -213,7 +217,7 @@ class Admission:
         self.streams = Gate("max_streams", concurrency.max_streams, share)
         self.bytes = Gate("max_in_flight_bytes", concurrency.max_in_flight_bytes, share)
         self.watches = Gate("max_watches", WATCHES, 0.5)
-        # Health checks also need slots: a client may send half a check, and a thread then waits for the rest.
+        # Even health checks need slots: a client may send half a check, and a thread then waits for the rest.
         self.checks = Gate("max_checks", CHECKS, 0.5)
         images = Gate("max_in_flight_images", concurrency.max_in_flight_images, share)
         self.pools: dict[PoolName, WorkPool] = {
@@ -235,6 +239,6 @@ class Admission:
             raise ServiceUnavailableError("the server is about to stop")
 
     def close(self) -> None:
-        """Shut the pools down; running tasks continue to their end or to their next checkpoint."""
+        """Shut down the pools; running tasks continue until they end or reach their next checkpoint."""
         for pool in self.pools.values():
             pool.executor.shutdown(wait=False, cancel_futures=True)

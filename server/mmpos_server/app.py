@@ -1,4 +1,4 @@
-"""The server: methods, health and reflection behind one port, from start to drain."""
+"""Run the server, from start to drain, with methods, health and reflection behind one port."""
 
 from __future__ import annotations
 
@@ -38,35 +38,36 @@ _SPARE_THREADS = 64
 """Number of threads for calls that are about to be refused."""
 
 _TICK, _REFRESH = 0.25, 1.0
-"""Seconds between two checks of messages in transit and of the files of tokens and certificates."""
+"""Seconds between checks of messages in transit, and between checks of the token and certificate files."""
 
 _DEAD_SECONDS = 5.0
 """Seconds without a check after which the server no longer counts as live."""
 
-# Seconds to wait for calls that are arriving, first while they are accepted and then while they are refused; and the
-# rounds and seconds without a new call after which no more are expected.
+# The seconds to wait for arriving calls, first while they are accepted and then while they are refused; and the number
+# of rounds and the seconds without a new call after which no more calls are expected.
 _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 
 _HANG_UP_SECONDS = 1.0
-"""Seconds after the last message for clients to close their connections."""
+"""Seconds after the last message within which clients should close their connections."""
 
 MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
-    """Server with a thread for each call. The constructor builds the profiles, so it raises their errors.
+    """Server that handles each call in its own thread. The constructor builds the profiles and raises their errors.
 
     Args:
         config: limits per request and per client, concurrency, and profiles.
         listen: addresses to listen on, TLS and tokens.
-        logs: log of the server; None writes errors only.
-        shared_memory: access to the shared memory of clients; None disables it.
+        logs: log of the server; with None, only errors are written.
+        shared_memory: access to the clients' shared memory; None disables it.
         tracing: source of OpenTelemetry spans; None disables tracing.
-        methods: function from profiles, limits and shared memory to the methods; None serves every service of mmpos.
+        methods: function that returns the methods for these profiles, limits and shared memory; None serves every
+            service of mmpos.
 
     Raises:
-        InvalidInputError: a profile or the token file is wrong (the message names file and field or line), or shared
-            memory is enabled on a server that other machines can reach.
+        InvalidInputError: a profile or the token file is wrong (the message names the file and the field or line), or
+            shared memory is enabled on a server that other machines can reach.
     """
 
     def __init__(
@@ -125,25 +126,25 @@ class Server:
 
     @property
     def ready(self) -> bool:
-        """Whether the server accepts calls and reports SERVING. Thread-safe."""
+        """Whether the server accepts calls and reports SERVING. This is thread-safe."""
         return self._server is not None and not self._admission.announced
 
     @property
     def live(self) -> bool:
-        """Whether the thread that watches the server still runs its checks. Thread-safe."""
+        """Whether the thread that watches the server is still running its checks. This is thread-safe."""
         return monotonic() - self._last_round < _DEAD_SECONDS
 
     def start(self) -> list[str]:
-        """Listen and serve.
+        """Start listening and serving calls.
 
         Returns:
-            Addresses that clients connect to: the port and the unix socket.
+            the addresses to which clients connect: the port and the unix socket.
 
         Raises:
             InvalidInputError: an address is in use, the host is not on this machine, or a TLS file is wrong.
         """
         listen, concurrency = self.listen, self.config.concurrency
-        # First, so that an error in a file is reported before a port in use.
+        # This comes first, so that an error in a file is reported before a port that is in use.
         certificates = Certificates(listen.tls, self.logs) if listen.tls else None
         if certificates is not None:
             self._files.append(certificates.refresh)
@@ -164,7 +165,7 @@ class Server:
         return addresses
 
     def renew(self, config: ServerConfig) -> None:
-        """Serve later calls with new profiles, limits, time limits and rates.
+        """Handle later calls with new profiles, limits, time limits and rates.
 
         Raises:
             InvalidInputError: a profile is wrong; the server then keeps its old settings.
@@ -186,9 +187,9 @@ class Server:
         self._health.stop()
 
     def stop(self, grace: float | None = 30.0) -> None:
-        """Refuse new calls, answer those that have arrived, and stop.
+        """Refuse new calls, answer the calls that have arrived, and stop.
 
-        A stream ends with UNAVAILABLE once the items that the server has read are answered.
+        A stream ends with UNAVAILABLE once all items that the server has read are answered.
 
         Args:
             grace: seconds after which running calls are cancelled; None cancels them at once.
@@ -203,7 +204,7 @@ class Server:
             self._closing.close()
             ended = self._server.stop(max(0.0, end - monotonic()))
             quiet_since = math.inf
-            # The transport itself waits 20 seconds for a client that does not acknowledge the end.
+            # The transport itself would wait 20 seconds for a client that does not acknowledge the end.
             while not ended.wait(_TICK / 5) and monotonic() < end + _HANG_UP_SECONDS:
                 quiet_since = min(quiet_since, monotonic()) if self._quiet else math.inf
                 if monotonic() - quiet_since > _HANG_UP_SECONDS:
@@ -224,7 +225,7 @@ class Server:
         return self._context.transit.quiet and not any(gate.taken for gate in gates)
 
     def _watch(self) -> None:
-        """Run the periodic checks of the server until it ends; an error in one check does not end the others."""
+        """Run the server's periodic checks until it ends; an error in one check does not stop the others."""
         refreshed = monotonic()
         while not self._ended.wait(_TICK):
             tasks = list(self._tasks)
@@ -241,7 +242,8 @@ class Server:
     def _settle(self, seconds: float) -> None:
         """Wait until no more calls arrive, since the transport cancels calls that it has received but not handed over.
 
-        For a while the server still answers calls; if they keep arriving, it refuses further ones with UNAVAILABLE.
+        For a while, the server continues to answer calls; if calls keep arriving, it refuses further ones with
+        UNAVAILABLE.
         """
         admission = self._admission
         for admission.ending in (False, True):
@@ -249,14 +251,15 @@ class Server:
             while monotonic() < end:
                 sleep(0.01)
                 quiet, before = quiet + 1 if admission.arrivals == before else 0, admission.arrivals
-                # The rounds let the transport hand over waiting calls; the pauses let clients finish sending theirs.
+                # The rounds let the transport hand over waiting calls; the pauses let clients finish sending their
+                # calls.
                 if quiet >= _QUIET_ROUNDS and monotonic() - admission.last_arrival > _QUIET_SECONDS:
                     return
 
     def _add_port(self, server: grpc.Server, certificates: Certificates | None) -> str:
         """Listen on the port and return its address."""
         listen, credentials = self.listen, certificates.credentials() if certificates else None
-        # Checked first, since the transport reports a port in use only by port 0 and lines on stderr.
+        # Check this first: the transport reports a port that is in use only by returning port 0 and writing to stderr.
         bind(listen.host, listen.port, reuse_port=listen.reuse_port).close()
         target = address(listen.host, listen.port)
         try:
@@ -268,10 +271,10 @@ class Server:
         return address(listen.host, port)
 
     def _add_methods(self, server: grpc.Server) -> None:
-        """Add all methods over raw bytes, so that mmpos chooses the status of invalid messages.
+        """Add all methods as methods on raw bytes, so that mmpos chooses the status of invalid messages.
 
-        All are registered as streams, since the transport reads nothing of a stream before the handler asks for it. On
-        the wire a unary call is the same.
+        All methods are registered as streams because the transport reads nothing from a stream before the handler asks
+        for it. On the wire, a unary call looks the same.
         """
         for endpoint in self.unary.values():
             method = endpoint.method
@@ -288,7 +291,7 @@ class Server:
 
 
 class _Unknown(grpc.GenericRpcHandler):
-    """Handler of all methods that are not registered."""
+    """Handler for all methods that are not registered."""
 
     def __init__(self, handler: grpc.RpcMethodHandler[bytes, bytes]) -> None:
         self._handler = handler
@@ -299,7 +302,7 @@ class _Unknown(grpc.GenericRpcHandler):
 
 
 def _unary(answer: Callable[[Iterator[bytes], Any], Answer]) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Return the handler of a unary endpoint."""
+    """Return the handler for a unary endpoint."""
 
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
@@ -315,7 +318,7 @@ def _unary(answer: Callable[[Iterator[bytes], Any], Answer]) -> grpc.RpcMethodHa
 def _stream(
     answers: Callable[[Iterator[bytes], Any], Generator[bytes, None, Answer]],
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Return the handler of a streaming endpoint."""
+    """Return the handler for a streaming endpoint."""
 
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:

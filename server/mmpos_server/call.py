@@ -1,4 +1,4 @@
-"""A running request: its deadline, slots and stages, and the long work that it passes to thread pools."""
+"""Keep track of a running request: its deadline, slots and stages, and the long work that it passes to thread pools."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["Call", "GoneError", "Recipient"]
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
-"""Seconds between two checks of whether the client still waits for the work of a pool."""
+"""Seconds between checks of whether the client is still waiting for work in a pool."""
 
 
 class GoneError(BaseException):
-    """The client of a call has disconnected, so the answer is not needed; ``except Exception`` does not catch this."""
+    """The client of a call has disconnected, so no answer is needed; ``except Exception`` does not catch this error."""
 
 
 class Recipient(Protocol):
-    """Side of a transport that knows whether its client is still connected."""
+    """The part of a transport that knows whether its client is still connected."""
 
     def is_active(self) -> bool:
-        """Return whether the client is still waiting for the answer. Thread-safe."""
+        """Return whether the client is still waiting for the answer; thread-safe."""
 
 
 class _Stage:
-    """Context manager that times a stage of a call; written as a generator it would cost three times as much."""
+    """Context manager that times a stage of a call; written as a generator, it would take three times as long."""
 
     __slots__ = ("_began", "_name", "_stages")
 
@@ -57,9 +57,9 @@ class Call:
     Args:
         request_id: id of the request in logs and metadata.
         client: name of the client.
-        admission: gates and thread pools of the server.
-        context: context of the transport.
-        deadline: time on the monotonic clock; None sets no deadline.
+        admission: the server's gates and thread pools.
+        context: the transport's context.
+        deadline: time on the monotonic clock; None means no deadline.
         item: whether the call is an item of a stream, which waits where other calls are refused.
     """
 
@@ -97,7 +97,7 @@ class Call:
         self.span: Span | None = None  # set by tracing
         self.memory: Exchange = NO_MEMORY
         self.request_bytes = 0  # size of its message
-        self.answer_bytes = 0.0  # size of the answer's tensors, as far as it is known before they exist
+        self.answer_bytes = 0.0  # size of the answer's tensors, as far as known before they exist
         self.held = 0  # bytes of the request and of the shared memory that it names
         self._admission, self._context, self._deadline = admission, context, deadline
         self._slots: list[Gate] = []
@@ -110,7 +110,7 @@ class Call:
 
     @property
     def trace(self) -> dict[str, str]:
-        """Ids of the span, for log lines."""
+        """Ids of the call's span, for log lines."""
         context = None if self.span is None else self.span.get_span_context()
         if context is None or not context.is_valid:  # invalid when the environment turns spans off
             return {}
@@ -123,7 +123,7 @@ class Call:
 
     @property
     def stopping(self) -> bool:
-        """Whether the server has announced that it stops."""
+        """Whether the server has announced that it is about to stop."""
         return self._admission.announced
 
     @property
@@ -132,7 +132,7 @@ class Call:
         return (self._deadline is None or not self.late) and self._context.is_active()
 
     def checkpoint(self) -> None:
-        """Raise an error if the client no longer waits for the answer.
+        """Raise an error if the client is no longer waiting for the answer.
 
         Raises:
             ServiceTimeoutError: the deadline has passed.
@@ -170,21 +170,21 @@ class Call:
         return answer
 
     def run(self, pool: PoolName, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in a thread of a pool.
+        """Run a function in a thread pool.
 
         Args:
             pool: name of the pool.
-            function: function to call; a long one calls ``checkpoint`` now and then.
+            function: function to call; a long-running one should call ``checkpoint`` now and then.
             arguments: arguments of the function.
 
         Raises:
-            ServiceOverloadedError: the queue of the pool is full; items of a stream wait instead.
+            ServiceOverloadedError: the pool's queue is full; items of a stream wait instead.
             ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         return self.map(pool, partial(function, *arguments), [()])[0]
 
     def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
-        """Run a function for each tuple of arguments in parallel, in threads of a pool; the first error ends all.
+        """Run a function for all tuples of arguments in parallel in a thread pool; the first error ends all runs.
 
         Raises:
             MmposError, GoneError: see ``run``.
@@ -206,8 +206,8 @@ class Call:
             waiting = set(tasks)
             while waiting:
                 waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
-                # An error holds the frames that it has passed. These frames must not hold the tasks, which would keep
-                # the objects of the work, such as open files, until the next garbage collection.
+                # An error references the frames through which it was raised. These frames must not reference the tasks:
+                # otherwise objects of the work, such as open files, would live until the next garbage collection.
                 list(map(Future.result, filter(_failed, tasks)))
                 if waiting:
                     self.checkpoint()
@@ -218,10 +218,10 @@ class Call:
                 tasks.pop().cancel()
 
     def join(self, pool: PoolName) -> None:
-        """Take the call's slot of a pool, once. If none is free, a unary call is refused and an item of a stream waits.
+        """Take a slot of a pool once per call. If none is free, a unary call is refused and an item of a stream waits.
 
         Raises:
-            ServiceOverloadedError: the queue of the pool is full.
+            ServiceOverloadedError: the pool's queue is full.
             ServiceTimeoutError, GoneError: see ``checkpoint``.
         """
         work = self._admission.pools[pool]
@@ -246,12 +246,12 @@ class Call:
         self.held += size
 
     def of_item(self, number: int) -> Call:
-        """Return the call of one item of this stream."""
+        """Return the call for one item of this stream."""
         request_id = f"{self.request_id}.{number}"
         return Call(request_id, self.client, self._admission, self._context, self._deadline, item=True)
 
     def admit(self, gate: Gate) -> None:
-        """Take the slot of a unary call.
+        """Take the slot for a unary call.
 
         Raises:
             ServiceOverloadedError: no slot is free, or the client holds its full share.
@@ -274,7 +274,7 @@ class Call:
             self._admission.bytes.leave(self.client, held, self.seconds)
 
     def wait_for(self, enter: Callable[[], None]) -> None:
-        """Enter a gate, waiting until it has a free slot.
+        """Enter a gate as soon as it has a free slot.
 
         Raises:
             ServiceTimeoutError, GoneError: see ``checkpoint``.

@@ -1,4 +1,4 @@
-"""Server settings, read from a TOML file and checked field by field, and the model profiles built from them."""
+"""Read server settings from a TOML file, check them field by field, and build the model profiles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Settings(BaseModel):
 
 
 class Limits(_Settings):
-    """Limits of one request, checked before the work begins; the fields equal those of the message Limits."""
+    """Limits for one request, checked before the work begins; the fields equal those of the message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
@@ -56,14 +56,15 @@ class Limits(_Settings):
 
 
 class Concurrency(_Settings):
-    """Limits of concurrent work, waiting calls included; further calls are refused at once, items of a stream wait.
+    """Limits for concurrent work, including waiting calls; further calls are refused at once, items of streams wait.
 
     Args:
-        max_in_flight: calls of any kind.
-        max_in_flight_images: calls that decode images.
-        image_threads: threads that decode images; 0 starts one per core.
-        max_in_flight_bytes: bytes of requests, of the shared memory that they name, and of unread answers.
-        max_streams: open streams.
+        max_in_flight: maximum number of calls of any kind.
+        max_in_flight_images: maximum number of calls that decode images.
+        image_threads: number of threads that decode images; 0 starts one per core.
+        max_in_flight_bytes: maximum total bytes of requests, of the shared memory that they name, and of unread
+            answers.
+        max_streams: maximum number of open streams.
     """
 
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
@@ -74,12 +75,13 @@ class Concurrency(_Settings):
 
 
 class Connections(_Settings):
-    """Limits of the number of connections and of the time for which they stay open.
+    """Limits for the number of connections and the time for which they stay open.
 
     Args:
-        max_connections: number of open connections; the server closes further ones immediately.
-        receive_seconds: time from the start of a call until its request, or the first item of its stream, has arrived.
-        send_seconds: time until a client has read an answer.
+        max_connections: maximum number of open connections; the server closes further ones immediately.
+        receive_seconds: maximum time from the start of a call until its request, or the first item of its stream, has
+            arrived.
+        send_seconds: maximum time until a client has read an answer.
         age_seconds: age of a connection at which the server asks its client to open a new one.
     """
 
@@ -90,12 +92,13 @@ class Connections(_Settings):
 
 
 class ClientLimits(_Settings):
-    """Limits of one client, for concurrent calls and per second; each process counts separately.
+    """Limits for one client, on concurrent calls and on calls per second; each process counts separately.
 
     Args:
-        max_share: share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams; at least one call.
-        requests_per_second: calls and items of streams, on average; 0 sets no limit.
-        burst: maximum number of calls and items at once after a pause; 0 allows the number of one second.
+        max_share: largest share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams, but at
+            least one call.
+        requests_per_second: average number of calls and items of streams per second; 0 means no limit.
+        burst: maximum number of calls and items at once after a pause; 0 means one second's worth.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
@@ -104,14 +107,14 @@ class ClientLimits(_Settings):
 
 
 class ProfileSettings(_Settings):
-    """Settings of one model.
+    """Settings for one model.
 
     Args:
-        scheme: name of the scheme, or a table of name and parameters.
+        scheme: name of the scheme, or a table with its name and parameters.
         tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
         markers: arguments of Markers; "" stands for None, since TOML has no null.
         images: arguments of ImageProcessor; the default backend is "pillow".
-        rotary: arguments of Rotary; without them the profile has no rotation.
+        rotary: arguments of Rotary; without them, the profile has no rotation.
     """
 
     scheme: str | dict[str, Any] = "rope-tie"
@@ -122,7 +125,7 @@ class ProfileSettings(_Settings):
 
 
 class ServerConfig(_Settings):
-    """Settings of a server without its addresses; the first profile is the default."""
+    """Settings of a server, except its addresses; the first profile is the default."""
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
@@ -140,14 +143,14 @@ class ServerConfig(_Settings):
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """Parse settings from TOML; a text without profiles gets the profiles of the embedded file.
+        """Parse settings from TOML; a text without profiles gets the profiles from the embedded file.
 
         Args:
             text: content of the file.
-            path: path of the file, for messages and relative paths; None stands for the embedded file.
+            path: path of the file, for messages and relative paths; None means the embedded file.
 
         Raises:
-            InvalidInputError: a setting is wrong; the message names file and field.
+            InvalidInputError: a setting is wrong; the message names the file and the field.
         """
         try:
             values = tomllib.loads(text)
@@ -164,7 +167,7 @@ class ServerConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Folder to which relative paths refer: the folder of the file, or the working directory."""
+        """Folder to which paths are relative: the folder of the file, or the working directory."""
         return Path() if self._path is None else self._path.parent
 
     @property
@@ -174,10 +177,10 @@ class ServerConfig(_Settings):
 
 
 def load(path: Path | str | None = None) -> ServerConfig:
-    """Load the settings of a file; None loads the embedded file.
+    """Load the settings from a file; None loads the embedded file.
 
     Raises:
-        InvalidInputError: the file or a setting is wrong; the message names file, field and value.
+        InvalidInputError: the file or a setting is wrong; the message names the file, field and value.
     """
     if path is None:
         return ServerConfig.read(_embedded())
@@ -203,7 +206,7 @@ def _first(error: ValidationError) -> str:
     """Format the first error as ``field: got X, want Y``."""
     first = error.errors(include_url=False)[0]
     kind, got, context = first["type"], first["input"], first.get("ctx", {})
-    # pydantic adds the members of a union to the location; the file does not have them.
+    # pydantic adds the members of a union to the location, but they do not occur in the file.
     location = [part for part in first["loc"] if part not in ("str", "int", "dict[str,any]")]
     field = ".".join(map(str, location))
     if kind == "extra_forbidden":
@@ -222,7 +225,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _known(location: list[int | str]) -> list[str]:
-    """Return the fields of the table at a location of the file."""
+    """Return the fields that the table at a location in the file may have."""
     if not location:
         return list(ServerConfig.model_fields)
     if location[0] == "profiles":
@@ -241,11 +244,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Profile:
-    """Objects that serve one model.
+    """The objects that serve one model.
 
     Args:
         name: name of the profile in requests.
-        builder: builder of sequences, with the scheme and markers of the profile.
+        builder: builder of sequences, with the profile's scheme and markers.
         rotary: rotation of the model, or None.
     """
 
@@ -255,7 +258,7 @@ class Profile:
 
 
 class Profiles:
-    """Profiles of a server, in the order of its file.
+    """A server's profiles, in the order of its settings file.
 
     Args:
         profiles: at least one; the first is the default.
@@ -269,10 +272,10 @@ class Profiles:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Profiles:
-        """Build all profiles of the settings of a server.
+        """Build all profiles in a server's settings.
 
         Raises:
-            InvalidInputError: a setting is wrong; the message names file and field.
+            InvalidInputError: a setting is wrong; the message names the file and the field.
             ImportError: a profile needs a package that is not installed; the message names the pip command.
         """
         return cls(_profile(name, settings, config) for name, settings in config.profiles.items())
@@ -311,7 +314,7 @@ def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Prof
 
 
 def _named(name: str, make: Callable[[], T]) -> T:
-    """Call ``make`` and put the name of the setting in front of its errors."""
+    """Call ``make`` and prefix its errors with the name of the setting."""
     try:
         return make()
     except MmposError as error:
@@ -337,7 +340,7 @@ def _tokenizer(setting: str, folder: Path) -> object:
         raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for a broken file
+    except Exception as error:  # for a broken file, the library raises a bare Exception
         raise InvalidInputError(f"got {setting!r}, want a tokenizer.json ({error})") from None
 
 
@@ -349,7 +352,7 @@ def _markers(settings: Mapping[str, Any]) -> Markers:
 
 def _images(settings: Mapping[str, Any]) -> ImageProcessor:
     _check_names(ImageProcessor, settings)
-    # Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
+    # Use Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
     processor = ImageProcessor(**{"backend": "pillow", **settings})
     # Import the backend now, not while the first client waits.
     processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
@@ -376,7 +379,7 @@ def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
 
 
 def _rational(name: str, value: str | float) -> Fraction:
-    """Parse a number or a fraction such as "25/2", for which TOML has no type."""
+    """Parse a number, or a fraction such as "25/2", for which TOML has no type."""
     try:
         return Fraction(value)
     except (ValueError, OverflowError, ZeroDivisionError):

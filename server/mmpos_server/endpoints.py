@@ -1,4 +1,4 @@
-"""Unary endpoints, from bytes to bytes, which time every stage and turn exceptions into statuses; and shared state."""
+"""Answer unary calls, from bytes to bytes: time every stage and turn exceptions into statuses."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ REQUEST_ID = "x-request-id"
 _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _SURELY_FEW = 2**15
-"""Size in bytes below which the elements of a message are not counted: each takes two bytes or is a packed number."""
+"""Size in bytes below which a message's elements are not counted: each takes two bytes or is a packed number."""
 
 _PREFIX = secrets.token_hex(5)
-"""Prefix of the request ids of this process."""
+"""Prefix of this process's request ids."""
 
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     """Outcome of a call.
 
     Args:
-        raw: bytes of the answer.
+        raw: the serialized answer.
         metadata: trailing metadata of the call.
         failed: status of a failed call, or None.
     """
@@ -69,20 +69,20 @@ class Answer(NamedTuple):
 
 
 class Caller(Protocol):
-    """Client of a call."""
+    """The client of a call."""
 
     def invocation_metadata(self) -> Any:
-        """Return the metadata of the client as pairs."""
+        """Return the client's metadata as pairs."""
 
     def peer(self) -> str:
-        """Return the address of the client, as gRPC writes it."""
+        """Return the client's address as gRPC writes it."""
 
     def auth_context(self) -> Any:
-        """Return the names in the client's certificate."""
+        """Return the names from the client's certificate."""
 
 
 class Context(Caller, Transport, Protocol):
-    """Context of a call, from gRPC or from a host that replaces it."""
+    """Context of a call, from gRPC or from a host that replaces gRPC."""
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline, or None without one."""
@@ -90,7 +90,7 @@ class Context(Caller, Transport, Protocol):
 
 @lru_cache(maxsize=4096)
 def host_of(peer: str) -> str:
-    """Return the host of a peer named by gRPC, such as ipv4:127.0.0.1:50051; it is "unix" for a unix socket."""
+    """Return the host of a peer as gRPC names it, such as ipv4:127.0.0.1:50051; "unix" for a unix socket."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
@@ -100,19 +100,19 @@ def host_of(peer: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ServerContext:
-    """State shared by all methods of a server.
+    """State that all methods of a server share.
 
     Args:
         config: settings of the server.
         admission: gates and thread pools.
-        transit: messages in transit.
-        rates: rates of the clients.
-        metrics: metrics of the server.
-        logs: log of the server.
-        tokens: known tokens; None if the server requires no token.
+        transit: the messages in transit.
+        rates: the clients' request rates.
+        metrics: the server's metrics.
+        logs: the server's log.
+        tokens: the known tokens; None if the server requires no token.
         tracing: source of OpenTelemetry spans; None disables tracing.
-        shared_memory: access to shared memory of clients.
-        numbers: counter that numbers the requests without an id.
+        shared_memory: access to the clients' shared memory.
+        numbers: counter that numbers requests without an id.
     """
 
     config: ServerConfig
@@ -127,7 +127,7 @@ class ServerContext:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
-        """Create the call of a context and return it with its trailing metadata."""
+        """Create the call for a context and return it with its trailing metadata."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
@@ -142,14 +142,14 @@ class ServerContext:
         return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id), *retried)
 
     def client(self, context: Context, *, open_to_all: bool = False) -> str:
-        """Return the name of the caller: from its token, else its certificate, else its address without the port.
+        """Return the caller's name, taken from its token, else its certificate, else its address without the port.
 
         Args:
             context: context of the call.
-            open_to_all: whether the method requires no token.
+            open_to_all: whether the method can be called without a token.
 
         Raises:
-            ServiceUnauthenticatedError: the server requires a token, and the call has no known one.
+            ServiceUnauthenticatedError: the server requires a token, and the call has none or an unknown one.
         """
         if self.tokens is not None and not open_to_all:
             token = get_token(context.invocation_metadata())
@@ -172,7 +172,7 @@ class ServerContext:
         Raises:
             DecodeError: the bytes are not a message of this kind.
             LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the initial limit), or more fields and numbers than any request within the limits.
+                enforces the initial limit), or more fields and numbers than any request within the limits can have.
         """
         limits = self.config.limits
         if len(raw) > limits.request_bytes:
@@ -191,7 +191,7 @@ class ServerContext:
         Raises:
             LimitExceededError: the request names more bytes, or has more documents or parts, than the limits allow.
             ServiceOverloadedError: the running requests hold too many bytes.
-            UnsupportedError: the request wants its answer in shared memory, which this server has disabled.
+            UnsupportedError: the request wants its answer in shared memory, which is disabled on this server.
             InvalidInputError: the shared memory for the answer cannot be opened.
         """
         if mentions(raw, self.shared_memory):
@@ -201,10 +201,10 @@ class ServerContext:
         call.memory = Exchange(self.shared_memory, request, raw)
 
     def encode(self, response: Message, call: Call) -> bytes:
-        """Serialize an answer.
+        """Serialize the answer.
 
         Raises:
-            LimitExceededError: the answer has more bytes than the limit.
+            LimitExceededError: the answer has more bytes than the limit allows.
             OutputError: the tensors of the answer do not fit into the shared memory.
         """
         call.checkpoint()
@@ -216,7 +216,7 @@ class ServerContext:
         return raw
 
     def failed(self, error: Exception, request_id: str, method: str, **trace: str) -> Failure:
-        """Return the status of an error; log internal errors, and count refusals by reason."""
+        """Return the status for an error, log internal errors, and count refusals by reason."""
         failed = failure(error, request_id)
         if failed.status == "INTERNAL":
             self.logs.error("internal error", error, request_id=request_id, method=method, **trace)
@@ -225,7 +225,7 @@ class ServerContext:
         return failed
 
     def ended(self, kind: str, call: Call, method: str, status: str, context: Context, **sizes: int) -> None:
-        """Log the end of a request or stream, with further numbers in ``sizes``."""
+        """Log the end of a request or stream; ``sizes`` contains further numbers to log."""
         self.logs.info(
             kind,
             request_id=call.request_id,
@@ -255,11 +255,11 @@ class Endpoint:
         self._metrics = MethodMetrics(server.metrics, method.name)
 
     def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer later calls with this method, which has the same name."""
+        """Answer later calls with this method, which must have the same name."""
         self.method, self._server = method, server
 
     def answer(self, requests: Iterator[bytes], context: Context) -> Answer:
-        """Answer one call; its request is read only after the call has a slot.
+        """Answer one call; its request is not read until the call has a slot.
 
         Raises:
             GoneError: the client has disconnected.

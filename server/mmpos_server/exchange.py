@@ -1,4 +1,4 @@
-"""Tensors of a request outside its parsed message: in shared memory, or in the raw bytes of the request."""
+"""Exchange tensors outside the parsed messages: in shared memory, or in the raw bytes of the request."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NONE = SharedMemory()
 
 
 class Exchange(Beside):
-    """Shared memory and large tensors of a request; implements ``mmpos.rpc.tensors.Memory``.
+    """A request's shared memory and large tensors; implements ``mmpos.rpc.tensors.Memory``.
 
     Args:
-        memory: access of the server to shared memory.
+        memory: the server's access to shared memory.
         request: message that may name a shared memory object for the tensors of the answer, or None.
-        raw: bytes of the request if ``mmpos.rpc.beside.parsed`` has read it.
+        raw: the serialized request if ``mmpos.rpc.beside.parsed`` has parsed it.
 
     Raises:
         UnsupportedError: the request names an object, but shared memory is disabled.
@@ -57,7 +57,7 @@ class Exchange(Beside):
         return self._output is not None
 
     def get(self, name: str, shared: pb.SharedMemory) -> Data:
-        """Read a copy of the bytes of a tensor of the request.
+        """Copy the bytes of a tensor in the request.
 
         Raises:
             UnsupportedError: shared memory is disabled.
@@ -70,7 +70,7 @@ class Exchange(Beside):
             region.close()
 
     def view(self, name: str, shared: pb.SharedMemory) -> Data:
-        """Map or copy the bytes of a tensor of the request. Read them only once: the client may change mapped bytes.
+        """Map or copy the bytes of a tensor in the request. Read them only once: the client may change mapped bytes.
 
         Raises:
             UnsupportedError, InvalidInputError: see ``get``.
@@ -83,7 +83,7 @@ class Exchange(Beside):
             region.close()
 
     def room(self, sizes: Sequence[int]) -> list[Data] | None:
-        """Map the memory that the client names for the first tensors of the answer; return None if that is impossible.
+        """Map the memory that the client provides for the answer's first tensors; return None if that is impossible.
 
         Args:
             sizes: bytes of each tensor, as passed to ``expect`` before.
@@ -97,10 +97,10 @@ class Exchange(Beside):
         return [mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Append a tensor of the answer to the shared memory; return False if the message must hold it instead.
+        """Append an answer's tensor to the shared memory; return False if the message must contain it instead.
 
-        A tensor that does not fit is only counted, and ``serialize`` then refuses the answer. A large tensor that does
-        not go to shared memory is kept for ``serialize``; its bytes must not change afterwards.
+        A tensor that does not fit is only counted, and ``serialize`` then refuses the answer. A large tensor that is
+        not put into shared memory is kept for ``serialize``; its bytes must not change afterwards.
         """
         if self._output is None:
             return self is not NO_MEMORY and super().put(message, data)
@@ -114,7 +114,7 @@ class Exchange(Beside):
         return True
 
     def expect(self, sizes: Iterable[float]) -> None:
-        """Check that tensors of these sizes fit into the shared memory, before they are computed.
+        """Check that tensors of these sizes will fit into the shared memory, before they are computed.
 
         Raises:
             OutputError: the tensors do not fit.
@@ -125,10 +125,11 @@ class Exchange(Beside):
         self._fit(end)
 
     def serialize(self, answer: Message) -> bytes:
-        """Serialize the answer with its large tensors; the GIL is released meanwhile.
+        """Serialize the answer with its large tensors, releasing the GIL meanwhile.
 
         Raises:
-            OutputError: the tensors do not fit into the shared memory; the error has the bytes that they need.
+            OutputError: the tensors do not fit into the shared memory; the error contains the number of bytes that they
+                need.
         """
         self._fit(self._end)
         return super().serialize(answer)
@@ -141,30 +142,30 @@ class Exchange(Beside):
 
 @dataclass(frozen=True)
 class Views:
-    """Memory of an exchange that returns views of tensors; implements ``mmpos.rpc.tensors.Memory``."""
+    """An exchange's memory that returns views of tensors; implements ``mmpos.rpc.tensors.Memory``."""
 
     exchange: Exchange
 
     def get(self, name: str, shared: pb.SharedMemory) -> Data:
-        """View the bytes of a tensor of the request."""
+        """View the bytes of a tensor in the request."""
         return self.exchange.view(name, shared)
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
-        """Return the bytes of a tensor in the request."""
+        """Return the bytes of a tensor that the request itself contains."""
         return self.exchange.data(message)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Accept a tensor of the answer."""
+        """Accept a tensor for the answer."""
         return self.exchange.put(message, data)
 
 
 NO_MEMORY = Exchange()
-"""Empty exchange of a call before its request is read and after its end, while its work may still be running."""
+"""Empty exchange for a call whose request has not been read, or which has ended while its work may still be running."""
 
 
 @lru_cache(maxsize=256)
 def _holder(kind: Descriptor) -> str | None:
-    """Return the field whose message has ``output``: "query", "" for the request itself, or None for no field."""
+    """Return the field whose message contains ``output``: "query", "" for the request itself, or None for no field."""
     if "output" in kind.fields_by_name:
         return ""
     query = kind.fields_by_name.get("query")
@@ -173,7 +174,7 @@ def _holder(kind: Descriptor) -> str | None:
 
 
 def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
-    """Return the shared memory for the answer and its name for errors, or None if the request names none."""
+    """Return the answer's shared memory and its name in errors, or None if the request names none."""
     holder = _holder(request.DESCRIPTOR)
     if holder is None:
         return None
@@ -182,7 +183,7 @@ def _output(request: Any) -> tuple[str, pb.SharedMemory] | None:
 
 
 def mentions(raw: bytes, memory: SharedMemory) -> bool:
-    """Return whether the bytes of a request may name shared memory: every valid key contains the prefix."""
+    """Return whether a serialized request may name shared memory: every valid key contains the prefix."""
     return memory.prefix is not None and b"/" + memory.prefix.encode() in raw
 
 

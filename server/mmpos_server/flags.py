@@ -1,4 +1,4 @@
-"""Flags of the command line and the objects built from them: addresses, settings, shared memory, metrics page."""
+"""Define the command-line flags and the objects built from them: addresses, settings, shared memory, metrics page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Flags", "LogFormat", "LogLevel"]
 
 
 class LogLevel(StrEnum):
-    """Minimum level of the log lines that are written."""
+    """Minimum level at which log lines are written."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -41,14 +41,14 @@ class LogFormat(StrEnum):
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
-    """Return the option of a flag; ``default`` replaces the default value in the help text."""
+    """Return the option for a flag; ``default`` replaces the default value in the help text."""
     shown = True if default is None else default
     return typer.Option(*names, help=text, show_default=shown, **settings)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of the command line, with their help.
+    """Command-line flags, with their help.
 
     Raises:
         InvalidInputError: a flag is wrong, or requires another flag.
@@ -109,11 +109,11 @@ class Flags:
         return Listen(self.host, port, self._tls(), tcp=tcp, uds=self._uds(), token_file=self.token_file)
 
     def settings(self) -> ServerConfig:
-        """Read the settings of the file."""
+        """Read the settings from the file."""
         return load(self.config)
 
     def memory(self) -> SharedMemory:
-        """Return the access to the shared memory of clients.
+        """Return the access to the clients' shared memory.
 
         Raises:
             InvalidInputError: the prefix is wrong, or other machines can reach the server.
@@ -124,7 +124,7 @@ class Flags:
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Serve the page of metrics, liveness and readiness, and export metrics, if the flags enable them."""
+        """Serve the page with metrics, liveness and readiness, and export metrics, if the flags enable these."""
         registry.register(ProcessMetrics(self.listen.tls))
         with ExitStack() as stack:
             if self.metrics_port or inherits():

@@ -1,4 +1,4 @@
-"""Health and reflection, which the server answers under any load, and the refusal of unknown methods."""
+"""Answer health checks and reflection, under any load, and refuse unknown methods."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """Health of each service and, under the empty name, of the server.
+    """Health of each service and, under an empty name, of the server.
 
-    The servicer of grpc_health does not fit: it keeps watchers until they leave, so a server with one watcher would
-    not stop within its grace, and it forgets all watchers of a service when one leaves.
+    grpc_health's servicer is not suitable: it keeps watchers until they leave, so a server with one watcher would not
+    stop within its grace period, and it forgets all watchers of a service when one of them leaves.
 
     Args:
         services: full names of the services.
@@ -59,12 +59,12 @@ class Health:
         """
         service = health_pb2.HealthCheckRequest.FromString(raw).service
         if service not in self._services:
-            # Truncated, since anybody may send it: health needs no token.
+            # Truncate the name because anybody may send it: health checks need no token.
             raise NotFoundError(f"service: got {service[:300]!r}, want a service of this server")
         return self._answer(service)
 
     def watch(self, raw: bytes, ended: Event) -> Iterator[bytes]:
-        """Yield the current status of one service, and a new status when the server drains.
+        """Yield the current status of one service, and the new status when the server drains.
 
         Args:
             raw: bytes of the request.
@@ -99,19 +99,19 @@ class Health:
 
 
 class Introspection:
-    """Endpoints of health and reflection, and the refusal of all methods that the server does not have.
+    """Endpoints for health and reflection, and for refusing all methods that the server does not have.
 
     Args:
         health: health of the services.
-        services: full names of the services that reflection lists.
-        pool: descriptors of these services.
+        services: the full names of the services that reflection lists.
+        pool: the descriptors of these services.
         server: state that the methods share.
     """
 
     def __init__(self, health: Health, services: Iterable[str], pool: DescriptorPool, server: ServerContext) -> None:
         self._health, self.server = health, server
         self._servicer = reflection.ReflectionServicer(services, pool)
-        # Cached: descriptors do not change, and answering a query costs 200 times as much as a lookup.
+        # Cache answers: descriptors do not change, and answering a query takes 200 times as long as a lookup.
         self._described = lru_cache(maxsize=1024)(self._describe)
 
     def check(self, requests: Iterator[bytes], context: Context) -> Answer:
@@ -140,7 +140,7 @@ class Introspection:
         return self._stream(requests, context, "ServerReflectionInfo", self._described, open_to_all=False)
 
     def unknown(self, requests: Iterator[bytes], context: Context) -> Answer:
-        """Refuse a call of a method that the server does not have."""
+        """Refuse a call to a method that the server does not have."""
         try:
             self.server.client(context)
             raise UnsupportedError("method: this server has no method of this path")
@@ -183,7 +183,7 @@ class Introspection:
 
 
 def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
-    """Build a descriptor pool of the files of these messages, of their imports, and of health and reflection."""
+    """Build a descriptor pool from the files of these messages, their imports, and health and reflection."""
     pool, added = DescriptorPool(), set[str]()
 
     def add(file: Any) -> None:

@@ -1,4 +1,4 @@
-"""A server process from start to drain: its signals, the reload of its settings, and its exit in time."""
+"""Run a server process from start to drain: handle signals, reload settings, and exit in time."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ LAST_SECONDS = 3.0
 """Seconds after the drain in which the process must exit; less than the supervisor waits."""
 
 _LOOK_SECONDS = 0.5
-"""Maximum seconds between two checks for signals by the main thread."""
+"""Maximum seconds between the main thread's checks for signals."""
 
 _SWITCH_SECONDS = 0.001
-"""Maximum seconds for which a computing thread keeps the others waiting."""
+"""Maximum seconds for which a computing thread keeps other threads waiting."""
 
 
 def serve(options: Flags) -> None:
-    """Serve until SIGTERM or SIGINT, then until no call is left; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, and then until no calls are left; a second signal ends the process at once.
 
-    If threads are still running after the drain, the process exits with status CUT_OFF. It prints one line per address
-    to stdout as soon as it answers calls.
+    If threads are still running after the drain, the process exits with status CUT_OFF. The process prints one line per
+    address to stdout as soon as it answers calls.
 
     Raises:
         InvalidInputError: a setting is wrong, or an address is in use.
@@ -73,21 +73,21 @@ def serve(options: Flags) -> None:
 
 
 def prepare() -> None:
-    """Set up a process, which ignores SIGHUP until it can reload settings; only for its entry point."""
+    """Set up a process, which ignores SIGHUP until it can reload settings; call this only from its entry point."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
     release_memory_when_idle()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # more than this system allows
+    with suppress(ValueError, OSError):  # the limit is higher than this system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def leave() -> NoReturn:
     """Exit with status 0 at once, without waiting for threads or Python's last garbage collection.
 
-    That collection takes seconds when torch is loaded.
+    That collection takes seconds if torch is loaded.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -96,10 +96,10 @@ def leave() -> NoReturn:
 
 
 class Running:
-    """A server from start to drain. The constructor builds it, so it raises the errors of settings.
+    """A server from start to drain. The constructor builds the server and raises an error if its settings are wrong.
 
     Args:
-        options: flags of the command line.
+        options: the command-line flags.
         listen: addresses to listen on.
         config: settings of the server.
         logs: log of the server.
@@ -114,12 +114,12 @@ class Running:
 
             preload()
         self.reading = SettingsReader(config, options.settings, self.server.renew, logs)
-        self._events: SimpleQueue[str] = SimpleQueue()  # its put is safe in a signal handler
+        self._events: SimpleQueue[str] = SimpleQueue()  # its put is safe to call in a signal handler
         self._started = False
 
     @property
     def live(self) -> bool:
-        """Whether the server is starting or still runs its checks. Thread-safe."""
+        """Whether the server is starting or is still running its checks. This is thread-safe."""
         return self.server.live or not self._started
 
     def stop(self) -> None:
@@ -160,7 +160,7 @@ class Running:
     def _next(self, seconds: float) -> str | None:
         end = monotonic() + seconds
         while True:
-            # In short waits, since a signal that arrives just before a wait does not end it.
+            # Wait for short periods, since a signal that arrives just before a wait does not end it.
             try:
                 return self._events.get(timeout=min(max(0.0, end - monotonic()), _LOOK_SECONDS))
             except Empty:
@@ -168,14 +168,14 @@ class Running:
                     return None
 
     def _end(self, grace: float) -> None:
-        """Stop the server in a thread, so that it cannot delay the end of the process."""
+        """Stop the server in a thread, so that stopping cannot delay the end of the process."""
 
         def end() -> None:
             try:
                 self.server.stop(grace)
                 for thread in _running_threads():
                     thread.join()
-            except Exception as error:  # must not delay the exit until the end of the drain
+            except Exception as error:  # an error must not delay the exit until the drain ends
                 self._logs.error("stop failed", error)
                 self._events.put("failed")
             else:
@@ -191,14 +191,14 @@ def _tracing() -> Tracing:
 
 
 def _running_threads() -> list[Thread]:
-    """Return the threads of the pools that have not ended; their names end in numbers."""
+    """Return the pool threads that have not ended; their names end with numbers."""
     return [thread for thread in all_threads() if re.fullmatch(r"mmpos-\w+_\d+", thread.name)]
 
 
 def _cut_off(logs: Logs) -> NoReturn:
     """Log the tracebacks of the running threads and exit, since Python cannot stop a thread."""
     try:
-        with tempfile.TemporaryFile("w+") as file:  # not stderr, which may be a pipe that nobody reads
+        with tempfile.TemporaryFile("w+") as file:  # a file, since stderr may be a pipe that nobody reads
             faulthandler.dump_traceback(file)
             file.seek(0)
             logs.error("cut off", threads=[thread.name for thread in _running_threads()], traceback=file.read())
@@ -208,13 +208,13 @@ def _cut_off(logs: Logs) -> NoReturn:
 
 
 class SettingsReader:
-    """Thread that reloads the settings on request; wrong settings change nothing.
+    """Thread that reloads the settings on request; wrong settings have no effect.
 
     Args:
-        first: settings at the start; some of them stay in force.
+        first: the settings at the start, some of which stay in force.
         read: function that returns the settings.
         renew: function that applies settings, or raises an error.
-        logs: log that gets a line for each result.
+        logs: log to which a line is written for each result.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class SettingsReader:
         logs: Logs,
     ) -> None:
         self._first, self._read, self._renew, self._logs = first, read, renew, logs
-        self._asked: SimpleQueue[ServerConfig | None] = SimpleQueue()  # its put is safe in a signal handler
+        self._asked: SimpleQueue[ServerConfig | None] = SimpleQueue()  # its put is safe to call in a signal handler
         Thread(target=self._keep_reading, name="mmpos-settings", daemon=True).start()
 
     def ask(self, config: ServerConfig | None = None) -> None:
@@ -242,7 +242,7 @@ class SettingsReader:
                 self._renew(config.model_copy(update={"concurrency": self._first.concurrency}))
             except (MmposError, ImportError) as error:
                 self._logs.error("settings not reloaded", reason=str(error))
-            except Exception as error:  # any error, so that the thread survives and reads the next version
+            except Exception as error:  # catch every error, so that the thread survives and reads the next version
                 self._logs.error("settings not reloaded", error)
             else:
                 self._logs.info(
@@ -258,11 +258,11 @@ _FROM_NEXT_START = {
     "connections": ("max_connections", "age_seconds"),
     "clients": ("max_share",),
 }
-"""Settings that apply from the next start on; None stands for a whole table."""
+"""Settings that take effect only at the next start; None means a whole table."""
 
 
 def _later(first: ServerConfig, config: ServerConfig) -> list[str]:
-    """Return the names of changed settings that apply from the next start on."""
+    """Return the names of changed settings that take effect only at the next start."""
     later = [
         f"{table}.{field}"
         for table, fields in _FROM_NEXT_START.items()

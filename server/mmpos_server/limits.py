@@ -1,4 +1,4 @@
-"""Limit checks before the work: count the contents that a request claims to have and compare them with the limits."""
+"""Check limits before the work begins: count what a request claims to contain and compare that with the limits."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 MAX_VIEWS = 16
-"""Maximum number of views of a query."""
+"""Maximum number of views in a query."""
 
 _ELEMENTS, _MORE_ELEMENTS = 10, 2**16
 """Maximum number of fields and numbers per part or segment, rounded up, and in the rest of a message."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
-    """Check a number against the limit of this name.
+    """Check a number against the limit with this name.
 
     Raises:
         LimitExceededError: the number is larger; the message names the limit.
@@ -67,10 +67,10 @@ def _refuse(name: str, got: float, most: int) -> None:
 
 
 def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
-    """Check the fields and numbers of a message against the limits, before it is parsed.
+    """Check the number of fields and numbers in a message against the limits, before it is parsed.
 
     Raises:
-        LimitExceededError: the message has more fields and numbers than any request within the limits.
+        LimitExceededError: the message has more fields and numbers than any request within the limits can have.
         DecodeError: the bytes are not a message.
     """
     most = _ELEMENTS * (limits.documents + limits.segments) + _MORE_ELEMENTS
@@ -83,7 +83,7 @@ def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
 
 
 def check_message(message: PositionsQuery, limits: Limits) -> None:
-    """Check the lists of a query against the limits before they become arrays."""
+    """Check the lists in a query against the limits before they are converted to arrays."""
     source = message.WhichOneof("source")
     if source == "segments":
         check("segments", len(message.segments.kind), limits)
@@ -106,8 +106,8 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
     check("images", images, limits)
-    # A scheme may split a grid at every frame, a clip also at every audio token, thumbnails and tiles at their
-    # markers and the tokens after these, and a thumbnail with tiles at every patch.
+    # A scheme may split a grid at every frame, a clip at every audio token too, thumbnails and tiles at their markers
+    # and the tokens after them, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
     detailed = counts[THUMBNAIL] + counts[TILE]
     if detailed:
@@ -126,7 +126,7 @@ def check_table(positions: PositionTable, limits: Limits) -> None:
 
 
 def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
-    """Check the size of a view before it is computed, since overlapping ranges may multiply the table."""
+    """Check the size of a view before it is computed, since overlapping ranges may multiply the size of the table."""
     tokens = positions.num_tokens
     if isinstance(view, Take):
         starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
@@ -145,18 +145,18 @@ def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
 
 
 def check_answer(size: float, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply against the limit before they are computed, and record them in the call."""
+    """Check the size of a reply against the limit before the reply is computed, and record it in the call."""
     check("response_bytes", size, limits)
     call.answer_bytes += size
 
 
 def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Check the tensors of an answer, before they are computed, against the client's memory or the limit of replies.
+    """Check an answer's tensors, before they are computed, against the client's memory or the limit for replies.
 
     Args:
-        sizes: bytes of each tensor.
-        limits: limits of the server.
-        call: call that is answered.
+        sizes: size of each tensor in bytes.
+        limits: the server's limits.
+        call: the call to answer.
     """
     if call.memory.answers:
         call.memory.expect(sizes)
@@ -165,7 +165,7 @@ def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
 
 
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
-    """Check the bytes of a reply with positions against the limit before they are computed."""
+    """Check the size of a reply with positions against the limit before the reply is computed."""
     if dense is None:
         check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
     else:
@@ -173,13 +173,13 @@ def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, c
 
 
 def dense_bytes(positions: PositionTable, dense: Dense) -> int:
-    """Return the bytes of the ids of a query."""
+    """Return the size in bytes of a query's ids."""
     rows = positions.axes if dense.axes is None else len(dense.axes)
     return rows * positions.num_tokens * (4 if not positions.fractional and dense.dtype in (None, "int32") else 8)
 
 
 def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:
-    """Count the segments in all of these token ranges."""
+    """Count the segments in all these token ranges."""
     first = np.searchsorted(positions.offset, starts, side="right") - 1
     last = np.searchsorted(positions.offset, stops, side="left")
     return int(np.maximum(last - first, 0)[stops > starts].sum())

@@ -1,4 +1,4 @@
-"""Listening addresses: TCP ports, unix sockets, sockets passed by systemd; and the options of the transport."""
+"""Listen on TCP ports, unix sockets and sockets passed by systemd, and set the options of the transport."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Listen:
     """Addresses that a server listens on, with TLS and tokens.
 
     Args:
-        host: address or name of this machine to listen on.
-        port: port of gRPC; 0 picks a free one.
-        tls: files of an encrypted port; None leaves the port unencrypted.
+        host: address or name of this machine on which to listen.
+        port: gRPC port; 0 picks a free one.
+        tls: files for an encrypted port; with None, the port is not encrypted.
         reuse_port: whether other processes may listen on the same port; set for workers only.
-        tcp: whether to listen on a port at all.
-        uds: additional unix socket, never encrypted.
-        token_file: file of client names and tokens; None admits every client that can connect.
+        tcp: whether to listen on a TCP port at all.
+        uds: additional unix socket, which is never encrypted.
+        token_file: file with client names and tokens; None admits every client that can connect.
 
     Raises:
-        InvalidInputError: tokens would cross a network without TLS, or there are certificates but no port.
+        InvalidInputError: tokens would be sent over a network without TLS, or there are certificates but no port.
     """
 
     host: str = "127.0.0.1"
@@ -85,7 +85,7 @@ def local(listen: Listen) -> bool:
 
 
 def warn(listen: Listen, logs: Logs) -> None:
-    """Warn about a port that is open to everybody, and about secret files that every user of this machine can read."""
+    """Warn about a port that is open to everybody and about secret files that every user of this machine can read."""
     if not local(listen):
         target = address(listen.host, listen.port)
         if listen.tls is None:
@@ -109,7 +109,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         raise InvalidInputError(f"host: got {host!r} ({error.strerror}), want an address of this machine") from None
     reserved = socket.socket(family, kind, protocol)
     try:
-        # As the transport does: otherwise the last connections of a server that has just ended would block the port.
+        # The transport does this too: otherwise, the last connections of a server that just ended would block the port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -125,10 +125,10 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
-"""Seconds for which an idle connection stays open, and for which calls may last on a closing connection."""
+"""Seconds for which an idle connection stays open, and seconds that calls may last on a closing connection."""
 
 MAX_METADATA_BYTES = 16 * 1024
-"""Maximum bytes of the headers of a call."""
+"""Maximum size in bytes of a call's headers."""
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:
@@ -142,9 +142,9 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
     return [
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
-        # No compression: the size of a compressed message is unknown before it is unpacked.
+        # Disable compression: the size of a compressed message is unknown until it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # Both equal, since the transport randomly refuses calls between the two.
+        # Make both equal because the transport randomly refuses calls between the two.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # gRPC enables this by default: a second server on the port would silently take half of the calls.
@@ -154,11 +154,11 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
-        # Calls that Python has not accepted yet: beyond these (by default 1000) gRPC drops calls of any client, so
-        # one client that opens calls and ends them at once could shut out the others.
+        # These limit the calls that Python has not accepted yet. Beyond the limit (1000 by default), gRPC drops calls
+        # from any client, so one client that opens calls and ends them at once could shut out the others.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
-        # Per connection; further calls of a client wait until one ends.
+        # This limit is per connection; further calls of a client wait until one ends.
         ("grpc.max_concurrent_streams", 256),
         # Clients may ping every 10 s, even between calls; the server pings every minute.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -178,12 +178,12 @@ def _most_connections() -> int:
     return 2**31 - 1 if files == resource.RLIM_INFINITY else max(16, files - 128)
 
 
-_LONGEST = 107  # maximum path length in bytes of sockaddr_un on Linux, without the final zero
+_LONGEST = 107  # maximum length in bytes of a path in sockaddr_un on Linux, without the final zero
 
 
 @dataclass(frozen=True)
 class Uds:
-    """Unix socket to listen on; its file is never open to more users than its mode allows.
+    """Unix socket to listen on; its file is never accessible to more users than its mode allows.
 
     Args:
         path: path of the socket; a stale socket is replaced.
@@ -238,14 +238,14 @@ class Uds:
         """Listen on the socket.
 
         The socket is created in a folder that nobody else can enter and moved to its path once its permissions are
-        right. Therefore the umask, which all threads share, stays unchanged, and gRPC, which finally deletes the path
-        that it listened on, deletes nothing.
+        right. Therefore the umask, which all threads share, need not be changed, and gRPC, which in the end deletes the
+        path on which it listened, deletes nothing.
 
         Args:
-            add: function that listens on an address of gRPC.
+            add: function that listens on a gRPC address.
 
         Returns:
-            Function that removes the socket, unless another file has replaced it.
+            a function that removes the socket unless another file has replaced it.
 
         Raises:
             InvalidInputError: ``check`` fails, or the folder is not writable.
@@ -269,9 +269,9 @@ class Uds:
         """Create the socket in the folder and move it to its path; return its device and inode."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # A unique name, in case the descriptor of the folder is reused when gRPC deletes the path.
+            # The name is unique in case the folder's descriptor is reused before gRPC deletes the path.
             name = Path(folder).name
-            # Addressed by the descriptor of the folder, since the path of the folder may be too long.
+            # Address the socket by the folder's descriptor because the path of the folder may be too long.
             add(f"unix:/proc/self/fd/{fd}/{name}")
             os.chmod(name, self.mode, dir_fd=fd)
             identity = _identity(os.stat(name, dir_fd=fd))

@@ -1,4 +1,4 @@
-"""Allocator settings, and the return of free memory to the system when the process is idle."""
+"""Configure the allocator, and return free memory to the system when the process is idle."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from time import process_time, sleep
 __all__ = ["keep_large_blocks", "release_memory_when_idle"]
 
 
-# From glibc's malloc.h, which allows thresholds up to 32 MiB on 64 bits.
+# These are from glibc's malloc.h, which allows thresholds up to 32 MiB on 64-bit systems.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES, _TRIM_BYTES, _ARENAS = 32 * 2**20, 256 * 2**20, 4
 
 _IDLE_SECONDS, _IDLE_SHARE = 5.0, 0.05
-"""A process is idle when it has used at most this share of a processor for this many seconds."""
+"""A process is idle if it has used at most this share of a processor for this many seconds."""
 _GROWN_BYTES = 32 * 2**20
 """Growth of resident memory, in bytes, above which free memory is returned."""
 
 
 def keep_large_blocks() -> bool:
-    """Configure malloc to serve blocks up to 32 MiB from the heap and keep 256 MiB of it; only for entry points.
+    """Let malloc serve blocks of up to 32 MiB from the heap and keep 256 MiB of it; for entry points only.
 
-    Otherwise page faults dominate large replies. Each arena keeps this much, and glibc creates up to eight per core;
-    a limit of four arenas bounds the total.
+    Otherwise, page faults dominate the cost of large replies. Each arena keeps this much, and glibc creates up to eight
+    arenas per core; a limit of four arenas bounds the total.
 
     Returns:
-        Whether the settings were applied: they exist in glibc only.
+        whether the settings were applied; they exist only in glibc.
     """
     library = _glibc()
     if library is None:
@@ -39,15 +39,16 @@ def keep_large_blocks() -> bool:
 
 
 def release_memory_when_idle(seconds: float = _IDLE_SECONDS) -> bool:
-    """Start a thread that returns free memory to the system when the process is idle; only for its entry point.
+    """Start a thread that returns free memory to the system when the process is idle; for entry points only.
 
-    After a peak, much more memory is free than arenas may keep, since that limit ignores free blocks between used ones.
+    After a peak, much more memory is free than the arenas may keep, because that limit ignores free blocks between used
+    blocks.
 
     Args:
-        seconds: idle time after which memory is returned.
+        seconds: idle seconds after which memory is returned.
 
     Returns:
-        Whether the thread was started: only glibc can return memory.
+        whether the thread was started; only glibc can return memory.
     """
     library = _glibc()
     if library is None:
@@ -75,5 +76,5 @@ def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)
         return library if hasattr(library, "gnu_get_libc_version") else None
-    except (OSError, TypeError):  # no such library, as on Windows
+    except (OSError, TypeError):  # there is no such library, as on Windows
         return None

@@ -1,4 +1,4 @@
-"""Descriptions of RPC methods, and the gRPC status of each exception."""
+"""Describe RPC methods, and map each exception to its gRPC status."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ __all__ = [
 
 
 Run = Callable[[Any, Any, "Call"], None]
-"""Function that reads the request and fills the response; an exception becomes the status."""
+"""Function that reads the request and fills the response; an exception determines the status."""
 
 
 Plain = tuple[bytes, int, int, int]
 """Answer to a plain request, with its numbers of documents, tokens and images."""
 
 Answering = Callable[[bytes], Plain | None]
-"""Function from the bytes of a request to its answer; it returns None if the request must be parsed."""
+"""Function that answers a serialized request; it returns None if the request must be parsed."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """Streaming form of a method.
+    """The streaming form of a method.
 
     Args:
-        name: name of the stream method.
-        request: type of an item.
-        response: type of the answer to an item.
-        run: function from an item to its answer.
-        refuse: function from a failed item and its error to the answer.
-        side_by_side: whether items of one stream run in parallel; set if an item may take long.
+        name: name of the streaming method.
+        request: message type of an item.
+        response: message type of the answer to an item.
+        run: function that writes the answer to an item.
+        refuse: function that writes the answer to a failed item from its error.
+        side_by_side: whether items of one stream run in parallel; set this if an item may take long.
         plain: faster path for plain items, or None.
     """
 
@@ -82,15 +82,15 @@ class Twin:
 
 @dataclass(frozen=True)
 class Method:
-    """RPC method with its optional streaming form.
+    """An RPC method and, optionally, its streaming form.
 
     Args:
-        service: full name of its service, such as "mmpos.rpc.v1.PositionService".
+        service: full name of the method's service, such as "mmpos.rpc.v1.PositionService".
         name: name of the method.
-        request: type of the request.
-        response: type of the response.
-        run: function from the request to the response.
-        twin: streaming form of the method.
+        request: message type of the request.
+        response: message type of the response.
+        run: function that writes the response to a request.
+        twin: the streaming form of the method.
         admitted: whether a call needs a slot; liveness and readiness do not.
         plain: faster path for plain requests, or None.
     """
@@ -106,7 +106,7 @@ class Method:
 
 
 def queried(run: Run, field: str) -> Run:
-    """Wrap a function of a query and a field of the response as a function of the request and the response."""
+    """Turn a function of a query and a field of the response into a function of the request and the response."""
 
     def run_request(request: Message, response: Message, call: Call) -> None:
         run(required("", request, "query"), answering(response, field), call)
@@ -127,13 +127,13 @@ class _ItemAnswer(Protocol):
 
     @property
     def error(self) -> error_pb2.Error:
-        """Error of the item."""
+        """Error of the item, if any."""
 
 
 def streamed(
     name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
 ) -> Twin:
-    """Return the streaming form of a method of mmpos; each item has an id and its own error."""
+    """Return the streaming form of an mmpos method; each item has an id and its own error."""
 
     def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
@@ -147,14 +147,14 @@ def streamed(
 
 
 def answering(response: Message, field: str) -> Message:
-    """Mark a field of a response as present, even if it stays empty, and return it."""
+    """Mark a field of a response as present even if it stays empty, and return the field."""
     target: Message = getattr(response, field)
     target.SetInParent()
     return target
 
 
 class NotFoundError(InvalidInputError):
-    """Unknown name in a request of a protocol that reports it with the status NOT_FOUND."""
+    """A name is unknown in a request of a protocol that reports this with the status NOT_FOUND."""
 
 
 _KNOWN = (
@@ -184,12 +184,12 @@ class Failure:
 
     @property
     def code(self) -> grpc.StatusCode:
-        """Status code of grpc."""
+        """The grpc status code."""
         return grpc.StatusCode[self.status]
 
 
 def public(error: Exception, request_id: str) -> MmposError:
-    """Return the error to show to a client: the client's errors unchanged, internal errors only by request id."""
+    """Return the error to show to a client: the client's own errors unchanged, internal errors only by request id."""
     if isinstance(error, DecodeError):
         return InvalidInputError("request: the bytes are not a protobuf message of this method")
     if isinstance(error, _KNOWN):
@@ -198,7 +198,7 @@ def public(error: Exception, request_id: str) -> MmposError:
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """Return the status of an error, with its message truncated to the size of a header."""
+    """Return the status for an error, with the message truncated to the size of a header."""
     shown = public(error, request_id)
     status, message = to_status(shown)
     if isinstance(shown, NotFoundError):
@@ -212,10 +212,10 @@ def failure(error: Exception, request_id: str) -> Failure:
 
 
 def refused_by(error: Exception) -> str | None:
-    """Return the label in metrics of the limit that refused a call, or None for other errors."""
+    """Return the metrics label of the limit that refused a call, or None for other errors."""
     if isinstance(error, ServiceUnauthenticatedError):
         return "unauthenticated"
-    if isinstance(error, ServiceUnavailableError):  # also raised at the end of an idle stream
+    if isinstance(error, ServiceUnavailableError):  # this is also raised at the end of an idle stream
         return "stopping" if "about to stop" in str(error) else None
     if isinstance(error, ServiceOverloadedError):
         return str(error).partition(":")[0].partition(" ")[0]

@@ -1,4 +1,4 @@
-"""Export of metrics by OTLP: the registry of the metrics page, sent at intervals to the collector of the spans."""
+"""Export metrics by OTLP: send the registry of the metrics page at intervals to the collector of the spans."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By"}
 
 _LAST_SECONDS = 2.0
-"""Seconds for the last export, so that a collector that does not answer cannot delay the exit for longer."""
+"""Maximum seconds for the last export, so that a collector that does not answer cannot delay the exit any longer."""
 
 
 @contextmanager
 def exported(registry: CollectorRegistry) -> Iterator[None]:
-    """Export the metrics by OTLP over gRPC while the context is open, at intervals and once more at its end.
+    """Export the metrics by OTLP over gRPC while the context is open, at intervals and once more at the end.
 
     The environment (OTEL_...) configures the export and may disable it. The interval is OTEL_METRIC_EXPORT_INTERVAL
     in milliseconds, 60,000 by default.
 
     Args:
-        registry: metrics to export.
+        registry: the metrics to export.
 
     Raises:
         InvalidInputError: the interval is not a positive number.
@@ -95,7 +95,7 @@ def converted(families: Iterable[Family], begun: int) -> ScopeMetrics:
     """Convert Prometheus metrics to OpenTelemetry: counters to monotonic sums, histograms unchanged, others to gauges.
 
     Args:
-        families: families of metrics that a registry has collected.
+        families: metric families that a registry has collected.
         begun: unix time in nanoseconds at which counters and histograms began to count.
     """
     metrics = [_metric(family, begun, time_ns()) for family in families]
@@ -118,7 +118,7 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
 
 
 def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
-    """Return a point for each set of labels; Prometheus counts values up to each bound, OTLP values between bounds."""
+    """Return a point per set of labels; Prometheus counts values up to each bound, but OTLP those between bounds."""
     below: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Command line of ``mmpos serve`` and ``python -m mmpos_server``."""
+"""Define the command line of ``mmpos serve`` and ``python -m mmpos_server``."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ app = typer.Typer(
 def serve(**flags: Any) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
-    SIGTERM and SIGINT drain: health reports NOT_SERVING, and the server answers the calls that have arrived and exits.
-    A second signal ends the server at once. SIGHUP reloads the settings.
+    SIGTERM and SIGINT drain the server: health reports NOT_SERVING, and the server answers the calls that have arrived
+    and exits. A second signal ends the server at once. SIGHUP reloads the settings.
     """
     options = Flags(**flags)
     if options.otel:
         # Report a missing package once instead of once per worker.
         import_module("mmpos_server.tracing")
     if options.workers > 1:
-        supervise(options)  # no immediate exit: multiprocessing removes its folder at the end
+        supervise(options)  # do not exit immediately: multiprocessing removes its folder at the end
         return
     serve_in_process(options)
     leave()

@@ -1,4 +1,4 @@
-"""HTTP endpoint for metrics, liveness and readiness."""
+"""Serve metrics, liveness and readiness over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_CONNECTIONS = 64
 """Maximum number of connections; a new one closes the oldest, so that idle clients cannot block a probe."""
 
 SECONDS = 5.0
-"""Seconds after which a connection of the page is closed."""
+"""Seconds after which a connection to the page is closed."""
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def exposed(
     """Serve the page in a thread while the context is open, and yield the port.
 
     Args:
-        registry: metrics to show.
-        live: thread-safe function that returns whether the server works.
+        registry: the metrics to show.
+        live: thread-safe function that returns whether the server is working.
         ready: thread-safe function that returns whether the server accepts calls.
         host: address to listen on, unless systemd passes a socket.
         port: port to listen on, unless systemd passes a socket; 0 picks a free one.
@@ -65,7 +65,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class _Page(ThreadingHTTPServer):
-    """HTTP server that closes old and excess connections, even busy ones."""
+    """HTTP server that closes old and excess connections, even if they are busy."""
 
     daemon_threads, block_on_close = True, False
 
@@ -80,7 +80,7 @@ class _Page(ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; pause if the process is out of descriptors, an error that the caller ignores."""
+        """Accept a connection; pause if the process has no free descriptors, an error that the caller ignores."""
         try:
             return super().get_request()
         except OSError:
@@ -102,7 +102,7 @@ class _Page(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that are too old; called several times a second."""
+        """End connections that are too old; the base class calls this several times a second."""
         with self._lock:
             for request, began in self._began.items():
                 if monotonic() - began > SECONDS:
@@ -116,7 +116,7 @@ class _Page(ThreadingHTTPServer):
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake the thread of a connection, so that the thread closes it."""
+    """Wake the thread of a connection, so that it closes the connection."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -141,11 +141,11 @@ class _Request(BaseHTTPRequestHandler):
             self._answer(404, b"not found\n")
 
     def do_HEAD(self) -> None:
-        """Answer like GET, without the body."""
+        """Answer like GET, but without the body."""
         self.do_GET()
 
     def log_message(self, *_: Any) -> None:
-        """Ignore messages about requests."""
+        """Do not log requests."""
 
     def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

@@ -1,4 +1,4 @@
-"""Plain queries: C parses, places and answers documents of text and grids in one pass, from bytes to bytes."""
+"""Answer plain queries: C parses and places documents of text and grids in one pass, from bytes to bytes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_ANSWER", "SMALL_BYTES", "SMALL_SEGMENTS", "PlainQueries"]
 
 SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
-"""Bounds of small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The thread of
-the call does small work itself; larger work waits for a thread of a pool."""
+"""Bounds for small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The call's
+own thread does small work; larger work waits for a thread of a pool.
+"""
 
 _MOST_SETTINGS = 64
 """Maximum number of cached settings, one for each combination of scheme and profile in requests."""
 
 _Settings = tuple[Plan, bool, bool, bytes]
-"""Settings read by csrc/served.c: plan, whether grids must not touch, whether ids may be fractions, and label."""
+"""Settings that csrc/served.c reads: plan, whether grids must not touch, whether ids may be fractions, and label."""
 
 
 class PlainQueries:
-    """Answers to plain queries, byte for byte equal to the answers made through messages.
+    """Answers to plain queries, equal byte for byte to the answers made through messages.
 
     Args:
-        profiles: settings of models.
-        limits: limits of one request.
+        profiles: settings for the models.
+        limits: limits for one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
@@ -49,11 +50,11 @@ class PlainQueries:
         self._core: Any = native.core if sys.byteorder == "little" else None
 
     def answer(self, raw: bytes, *, item: bool = False) -> Plain | None:
-        """Answer a request of Place, or of StreamPlace for an item.
+        """Answer a Place request, or a StreamPlace request if ``item`` is true.
 
         Returns:
-            None for a query that is not plain, not small, above a limit, or wrong; the path through messages then
-            answers it or raises the error.
+            the answer, or None for a query that is not plain, not small, above a limit, or wrong; the path through
+            messages then answers it or raises the error.
         """
         if self._core is None or len(raw) > self._most_bytes:
             return None
@@ -64,9 +65,9 @@ class PlainQueries:
         return None if served is None or isinstance(served, bytes) else served
 
     def _learn(self, key: bytes) -> None:
-        """Cache the settings of a query whose bytes hold only a profile and a scheme.
+        """Cache the settings of a query whose bytes contain only a profile and a scheme.
 
-        Repeated when a shape is unknown: the plan may have been dropped from its cache and built again.
+        This is repeated when a shape is unknown: the plan may have been dropped from its cache and built again.
         """
         if len(self._known) >= _MOST_SETTINGS:
             self._known = {}

@@ -1,4 +1,4 @@
-"""PositionService: read a query, place its documents and write the positions."""
+"""Implement PositionService: read a query, place its documents and write the positions."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class PositionService:
     """Implementation of PositionService.
 
     Args:
-        profiles: settings of models.
-        limits: limits of one request.
+        profiles: settings for the models.
+        limits: limits for one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
     def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Answer Place: positions of a batch of documents."""
+        """Answer Place with the positions of a batch of documents."""
 
         def write(query: PositionsQuery, positions: PositionTable) -> None:
             check_reply(positions, query.dense, self._limits, call)
@@ -59,12 +59,12 @@ class PositionService:
     def answer(
         self, read: Callable[[], PositionsQuery], write: Callable[[PositionsQuery, PositionTable], None], call: Call
     ) -> None:
-        """Answer a query; small work runs in this thread, larger work in the pool "place".
+        """Answer a query; small work runs in this thread, larger work runs in the pool "place".
 
         Args:
             read: function that returns the query, with ``dense`` set if it asks for ids.
             write: function that writes the positions of the query into the answer.
-            call: call that is answered.
+            call: the call to answer.
         """
 
         def finish(query: PositionsQuery) -> None:
@@ -120,9 +120,9 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     """Fill the unset fields of a query from a profile.
 
     Args:
-        query: query of the client.
+        query: the client's query.
         profile: settings for the unset fields.
-        named: whether the client named the profile; its spatial_merge_size merges grids only then.
+        named: whether the client named the profile; only then does its spatial_merge_size merge grids.
     """
     source = query.source
     if isinstance(source, InputIds):
@@ -139,7 +139,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
 
 
 def max_segments(query: PositionsQuery) -> float:
-    """Return an upper bound of the number of segments in the documents and views of a query."""
+    """Return an upper bound on the number of segments in the documents and views of a query."""
     documents, segments = _source(query.source)
     total = segments
     for view in query.views:
@@ -158,7 +158,7 @@ def max_segments(query: PositionsQuery) -> float:
 
 
 def _source(source: SegmentTable | Spans | InputIds) -> tuple[int, float]:
-    """Count the documents and bound the segments, counting each frame of an image as a segment."""
+    """Count the documents and bound the number of segments, counting each frame of an image as a segment."""
     if isinstance(source, SegmentTable):
         return source.num_documents, source.extents[0].sum(dtype=np.float64)
     if isinstance(source, Spans):

@@ -1,4 +1,4 @@
-"""Ray Serve application with the services: every replica has all methods, behind the gRPC proxy of a cluster."""
+"""Run the services as a Ray Serve application: every replica has all methods, behind the gRPC proxy of a cluster."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ _ARGUMENTS = ("config", "num_replicas", "log_level")
 
 
 class _Host(Protocol):
-    """Server of Serve, or of grpc.aio."""
+    """A server from Serve or grpc.aio."""
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler], /) -> None:
         """Add services."""
 
 
 class _ServeContext(Caller, Protocol):
-    """Context of a call that Serve passes."""
+    """The context that Serve passes for a call."""
 
     def set_code(self, code: grpc.StatusCode, /) -> None:
-        """Set the status of the call."""
+        """Set the call's status."""
 
     def set_details(self, details: str, /) -> None:
-        """Set the message of the status."""
+        """Set the status message."""
 
     def set_trailing_metadata(self, metadata: list[tuple[str, str]], /) -> None:
-        """Set the trailing metadata of the call."""
+        """Set the call's trailing metadata."""
 
 
 def _methods() -> Iterator[tuple[ServiceDescriptor, list[MethodDescriptor]]]:
-    """Yield each service and its methods. Method names are unique across services, since Serve routes by them."""
+    """Yield each service and its methods. Method names are unique across services because Serve routes by them."""
     for file in (positions_pb2, sequences_pb2, rotary_pb2, info_pb2, open_inference_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield service, list(service.methods)
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    # Without Watch, which would keep a replica alive as long as its client.
+    # Omit Watch, which would keep a replica alive as long as its client.
     yield health, [health.methods_by_name["Check"]]
 
 
 def add_services(servicer: object, server: _Host) -> None:
-    """Add all services to a server, like generated code for one service; messages stay bytes.
+    """Add all services to a server, as generated code does for one service; messages stay bytes.
 
     Args:
-        servicer: object with the methods of all services.
-        server: server of Serve, or of grpc.aio.
+        servicer: an object with the methods of all services.
+        server: a server from Serve or grpc.aio.
     """
     for service, members in _methods():
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -83,7 +83,7 @@ def add_services(servicer: object, server: _Host) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # One per call, since Serve takes only the first handler of several.
+        # Add one handler per call because Serve uses only the first of several.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
@@ -92,18 +92,18 @@ class Replica:
 
     Args:
         config: settings of the server.
-        log_level: minimum level of the log lines written to stderr.
+        log_level: minimum level at which log lines are written to stderr.
     """
 
     def __init__(self, config: ServerConfig, log_level: str) -> None:
         malloc.keep_large_blocks()
-        # A server without a port: Serve passes the calls.
+        # The server has no port: Serve passes the calls.
         self._server = Server(config, logs=Logs(log_level))
-        # One thread per call, as in a server: an open stream needs its own.
+        # There is a thread for each call, as in a server: an open stream needs its own thread.
         self._threads = ThreadPoolExecutor(_most_calls(config), "mmpos-call")
 
     async def Check(self, request: bytes, grpc_context: _ServeContext) -> Message:  # noqa: N802 (the name in the protocol)
-        """Answer a health check: SERVING, since the replica answers."""
+        """Answer a health check with SERVING, since the replica is able to answer."""
         return await answered(self._server.introspection.check, request, grpc_context, self._threads)
 
 
@@ -133,12 +133,12 @@ for _, _members in _methods():
 
 
 def application(config: ServerConfig | None = None, *, log_level: str = "warning", **options: Any) -> serve.Application:
-    """Create an application of one deployment, "mmpos", for serve.run.
+    """Create an application with one deployment, "mmpos", for serve.run.
 
     Args:
         config: settings of each replica; None uses the embedded settings. Replicas read the files that profiles name.
-        log_level: key of LEVELS, the minimum level of the lines that replicas write to stderr.
-        options: options of serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
+        log_level: key of LEVELS; the minimum level at which replicas write log lines to stderr.
+        options: options for serve.deployment, such as num_replicas, autoscaling_config and ray_actor_options.
 
     Raises:
         InvalidInputError: a profile or the level is wrong.
@@ -157,7 +157,7 @@ def application(config: ServerConfig | None = None, *, log_level: str = "warning
 
 
 def _most_calls(config: ServerConfig) -> int:
-    """Return one call more than the gates admit, so that they can refuse it; further calls wait in Serve's queue."""
+    """Return one call more than the gates admit, so that the gates can refuse it; other calls wait in Serve's queue."""
     return config.concurrency.max_in_flight + config.concurrency.max_streams + 1
 
 
@@ -165,7 +165,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     """Create the application for ``serve run mmpos_server.ray_serve:app config=FILE`` and Serve config files.
 
     Args:
-        arguments: "config", the path of a file of settings; "num_replicas", a number or "auto"; "log_level".
+        arguments: "config", the path of a settings file; "num_replicas", a number or "auto"; "log_level".
 
     Raises:
         InvalidInputError: an argument or the file is wrong.
@@ -177,12 +177,12 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     config = options.pop("config", None)
     if "num_replicas" in options:
         options["num_replicas"] = _replicas(options["num_replicas"])
-    # Absolute, since each replica works in its own folder.
+    # Make the path absolute because each replica works in its own folder.
     return application(load(None if config is None else Path(config).absolute()), **options)
 
 
 def _replicas(value: object) -> object:
-    """Parse a number of replicas; the command line passes it as text."""
+    """Parse the number of replicas, which the command line passes as text."""
     text = str(value)
     if value == "auto" or (text.isdecimal() and int(text) >= 1):
         return value if value == "auto" else int(text)
@@ -190,10 +190,10 @@ def _replicas(value: object) -> object:
 
 
 class Message:
-    """Serialized message with the interface of a message.
+    """A serialized message with the interface of a message.
 
     Args:
-        raw: bytes of the message.
+        raw: the serialized message.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -210,13 +210,13 @@ async def answered(
     context: _ServeContext,
     threads: ThreadPoolExecutor,
 ) -> Message:
-    """Call a unary endpoint from Serve, in a thread.
+    """Call a unary endpoint from Serve in a thread.
 
     Args:
-        answer: method of the endpoint.
-        request: bytes of the request.
-        context: context of Serve, which gets the metadata and the status of the call.
-        threads: threads of calls.
+        answer: the endpoint's method.
+        request: the serialized request.
+        context: Serve's context, which receives the metadata and the status of the call.
+        threads: the threads for calls.
     """
     with _Context(context) as caller:
         try:
@@ -233,13 +233,13 @@ async def answers(
     context: _ServeContext,
     threads: ThreadPoolExecutor,
 ) -> AsyncIterator[Message]:
-    """Call a streaming endpoint from Serve, in threads.
+    """Call a streaming endpoint from Serve in threads.
 
     Args:
-        answer: method of the endpoint.
-        requests: bytes of the items.
-        context: context of Serve, which gets the metadata and the status of the stream.
-        threads: threads of calls.
+        answer: the endpoint's method.
+        requests: the serialized items.
+        context: Serve's context, which receives the metadata and the status of the stream.
+        threads: the threads for calls.
     """
     loop = asyncio.get_running_loop()
 
@@ -269,7 +269,7 @@ async def answers(
 
 
 class _StreamError(Exception):
-    """Failure of a stream; its context has the status."""
+    """A stream has failed; its context contains the status."""
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
@@ -277,9 +277,9 @@ async def _next(requests: AsyncIterator[bytes]) -> bytes | None:
 
 
 def _end(outcome: Answer, context: _ServeContext) -> None:
-    """Set the metadata of a call, and its status if it failed.
+    """Set a call's metadata, and its status if it has failed.
 
-    The call then returns normally, since Serve sends no trailing metadata after an exception.
+    The call then returns normally because Serve sends no trailing metadata after an exception.
     """
     context.set_trailing_metadata(list(outcome.metadata))
     if outcome.failed is not None:
@@ -303,7 +303,7 @@ class _Context:
         self.cancel()
 
     def time_remaining(self) -> None:
-        """Return None: Serve passes no deadline, but its proxy cancels late calls."""
+        """Return None because Serve passes no deadline; its proxy cancels late calls."""
 
     def is_active(self) -> bool:
         """Return whether Serve is still waiting for the answer."""

@@ -1,4 +1,4 @@
-"""RotaryService: compute cos and sin and rotate the tensors of a request, on an accelerator if available."""
+"""Implement RotaryService: compute cos and sin and rotate a request's tensors, on an accelerator if available."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RotaryService", "check_head_dim", "device", "has_torch", "preload", "require_torch"]
 
 MAX_HEAD_DIM = 1024
-"""Largest head_dim, since frequencies are computed pair by pair in exact arithmetic."""
+"""Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
 
 _TABLES: dict[int, TableLayout | None] = {
     pb.COS_SIN_LAYOUT_UNSPECIFIED: "pairs",
@@ -49,22 +49,22 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; the first call that needs torch imports it, unless ``preload`` has.
+    """Implementation of RotaryService; unless ``preload`` has imported torch, the first call that needs torch does.
 
     Args:
-        profiles: settings of models.
-        limits: limits of one request.
+        profiles: settings for the models.
+        limits: limits for one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
     def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        """Answer CosSin: cos and sin of every token."""
+        """Answer CosSin with cos and sin of every token."""
         call.run("rotary", self._cos_sin, message, answer, call)
 
     def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """Answer Rotate: rotated q and k; this thread rotates small tensors itself."""
+        """Answer Rotate with the rotated q and k; this thread rotates small tensors itself."""
         if is_small(call):
             self._rotate(message, answer, call)
         else:
@@ -77,7 +77,7 @@ class RotaryService:
             positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
             numbers = float(tokens * rotary.rotary_dim * (rotary.own_heads or 1))
-            call.memory.expect([4 * numbers])  # twice as much in some layouts
+            call.memory.expect([4 * numbers])  # some layouts need twice as much
             if not call.memory.answers:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
@@ -144,7 +144,7 @@ class RotaryService:
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
             check_head_dim(message.rotary.head_dim)
-            message.rotary.DiscardUnknownFields()  # they may have any size, and the cache would keep them
+            message.rotary.DiscardUnknownFields()  # unknown fields may have any size, and the cache would keep them
             return _parsed(message.rotary.SerializeToString(deterministic=True))
         return self.rotary(message.profile if message.HasField("profile") else None)
 
@@ -165,7 +165,7 @@ class RotaryService:
 
 
 def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, Tensor | None]:
-    """View the memory for the tensors of an answer as tensors shaped like q and k."""
+    """View the memory for an answer's tensors as tensors shaped like q and k."""
     import torch
 
     room_q, room_k = (torch.from_numpy(room) for room in rooms)
@@ -174,12 +174,12 @@ def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, T
 
 @lru_cache(maxsize=64)
 def _parsed(message: bytes) -> Rotary:
-    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
+    """Parse and cache a rotation: its frequencies take milliseconds to compute, and clients repeat their settings."""
     return get_rotary("rotary", pb.Rotary.FromString(message))
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Refuse a rotation with a head_dim above MAX_HEAD_DIM."""
+    """Refuse a head_dim above MAX_HEAD_DIM."""
     if head_dim > MAX_HEAD_DIM:
         raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
@@ -191,7 +191,7 @@ def has_torch() -> bool:
 
 
 def device() -> str:
-    """Return the device of rotations: "cuda", "cpu", or "" without torch.
+    """Return the device for rotations: "cuda", "cpu", or "" without torch.
 
     Until a rotation or ``preload`` imports torch, the device is "cuda" if the machine has NVIDIA's driver.
     """
@@ -203,7 +203,7 @@ def device() -> str:
 
 
 def preload() -> None:
-    """Import torch now, since the import takes seconds and would delay the first client."""
+    """Import torch now because the import takes seconds and would delay the first client."""
     if has_torch():
         _device_of_torch()
 

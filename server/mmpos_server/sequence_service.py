@@ -1,4 +1,4 @@
-"""SequenceService: check, build and write documents; a document that fails does not affect the others."""
+"""Implement SequenceService: check, build and write documents; a document that fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
 __all__ = ["PendingDocument", "SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
-"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, to bound memory."""
+"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, which bounds
+memory.
+"""
 
 
 @dataclass
 class PendingDocument:
-    """Document of a request: its parts, and later its sequence or its error.
+    """A document in a request: its parts, and later its sequence or its error.
 
     Args:
         parts: parts for SequenceBuilder.
         hashes: content hashes of the images that are not decoded.
-        pool: pool that decodes the images: "heavy" if an image has more than 16 megapixels, "" without images.
+        pool: pool that decodes the images: "heavy" if an image has more than 16 megapixels, "" if there are no images.
         outcome: the sequence, or the error; None before the document is built.
     """
 
@@ -55,16 +57,16 @@ class SequenceService:
     """Implementation of SequenceService.
 
     Args:
-        profiles: settings of models.
-        limits: limits of one request.
+        profiles: settings for the models.
+        limits: limits for one request.
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
     def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Answer Build: the sequences of a batch of documents."""
-        # An item of a stream waits for its slot, then joins the pools in the same order as all calls.
+        """Answer Build with the sequences of a batch of documents."""
+        # An item of a stream waits for its slot, then joins the pools in the same order as all other calls.
         if message.patches and not call.item and _begins_with_an_image(message):
             call.join("image")
         profile = message.profile if message.HasField("profile") else None
@@ -78,7 +80,7 @@ class SequenceService:
         )
 
     def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
-        """Return the builder of a profile, with another scheme or start unless they are None and 0."""
+        """Return a profile's builder, with this scheme unless it is None and this start unless it is 0."""
         changes: dict[str, Any] = {"start": start} if start else {}
         if scheme is not None:
             changes["scheme"] = scheme
@@ -94,15 +96,15 @@ class SequenceService:
         *,
         patches: bool,
     ) -> None:
-        """Build documents and write the answer; threads for images build documents with images in parallel.
+        """Build documents and write the answer; image threads build documents with images in parallel.
 
-        The rest runs in this thread if it is small, else in the pool "place".
+        The rest of the work runs in this thread if it is small, else in the pool "place".
 
         Args:
-            read: function that returns the documents, or refuses too many.
-            builder: builder of the sequences.
+            read: function that returns the documents, or raises if there are too many.
+            builder: builder for the sequences.
             write: function that writes the documents into the answer.
-            call: call that is answered.
+            call: the call to answer.
             patches: whether the answer includes patches.
         """
 
@@ -121,7 +123,7 @@ class SequenceService:
                 decoded[document.pool].append(document)
         pools = [pool for pool, pending in decoded.items() if pending]
         for pool in pools:
-            call.join(pool)  # first, so that a call is refused before any work
+            call.join(pool)  # this comes first, so that a call is refused before any work
         for pool in pools:
             call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
         if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
@@ -165,7 +167,7 @@ class SequenceService:
     ) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
-        except ServiceError:  # raised by the checkpoint
+        except ServiceError:  # the checkpoint raised it
             raise
         except MmposError as error:
             return error
@@ -181,7 +183,7 @@ class SequenceService:
         tokens = sum(sequence.input_ids.size for sequence in built)
         check("tokens", tokens, self._limits)
         call.count(documents=len(documents), tokens=tokens, images=sum(len(sequence.grid_thw) for sequence in built))
-        del built  # so that the patches are held only once
+        del built  # so that the patches are in memory only once
         for document in documents:
             call.checkpoint()
             result = answer.results.add()
@@ -193,7 +195,7 @@ class SequenceService:
 
 
 class _CheckedParts(list[Any]):
-    """List of parts that raises an error during iteration if the client no longer waits for the answer."""
+    """List of parts that raises an error during iteration if the client is no longer waiting for the answer."""
 
     def __init__(self, parts: list[Any], call: Call) -> None:
         super().__init__(parts)
@@ -206,7 +208,7 @@ class _CheckedParts(list[Any]):
 
 
 def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
-    """Return whether one of the first parts is an image, so that an overloaded pool can refuse before reading."""
+    """Return whether one of the first parts is an image, so that an overloaded pool can refuse the call unread."""
     parts = message.documents[0].parts[:16] if message.documents else []
     return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
@@ -224,7 +226,7 @@ def _read(message: pb.Document, call: Call) -> PendingDocument:
 
 @dataclass
 class _Size:
-    """Size of a request, estimated from image headers: source pixels, tokens, bytes of patches, and frames."""
+    """Size of a request as estimated from image headers: source pixels, tokens, bytes of patches, and frames."""
 
     pixels: int = 0
     tokens: int = 0
@@ -235,7 +237,7 @@ class _Size:
         """Add a document.
 
         Each character counts as a token until it is tokenised. Images that need not be decoded are replaced by their
-        sizes. A broken image adds nothing, since building it raises the error.
+        sizes. A broken image adds nothing because building the document raises the error.
         """
         images = 0
         for i, part in enumerate(document.parts):

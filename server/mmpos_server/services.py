@@ -1,4 +1,4 @@
-"""All methods of the server: services of mmpos, GetInfo, and the Open Inference Protocol."""
+"""Collect all methods of the server: mmpos's services, GetInfo, and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
 
 
 def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
-    """Return method Place with its streaming form, from a function of queries and an optional faster path."""
+    """Return the method Place with its streaming form, given a function that answers queries and maybe a fast path."""
     method = _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
     if plain is None or method.twin is None:
         return method
@@ -68,11 +68,11 @@ def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
 
 
 def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = False) -> Method:
-    """Return a method of mmpos; its messages are named after it."""
+    """Return an mmpos method; its messages are named after it."""
     twin = None
     if stream:
         request, response = (getattr(messages, f"Stream{name}{kind}") for kind in ("Request", "Response"))
-        # Not in parallel: placing takes no longer than handing an item to another thread.
+        # Items do not run in parallel: placing one takes no longer than handing it to another thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
     return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin)

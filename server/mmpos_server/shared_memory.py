@@ -1,4 +1,4 @@
-"""Shared memory of clients on this machine: objects with a prefix, their regions, and registered regions."""
+"""Access the shared memory of clients on this machine: objects with a prefix, their regions, and registered regions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Data", "Region", "Regions", "SharedMemory"]
 Data = npt.NDArray[np.uint8]
 
 MAX_REGIONS = 256
-"""Maximum number of registered regions, since each keeps a file open."""
+"""Maximum number of registered regions, which is limited because each keeps a file open."""
 
 MAX_NAME = 256
-"""Maximum number of characters in the name of a region."""
+"""Maximum number of characters in a region's name."""
 
 _KEY = re.compile(r"/[A-Za-z0-9_.-]{1,254}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -38,15 +38,15 @@ _MEMFD = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}")
 
 
 class Region:
-    """Range of bytes of a client's POSIX shared memory object; the server never removes the object.
+    """Range of bytes in a client's POSIX shared memory object; the server never removes the object.
 
-    The bytes are read and written through a descriptor: a client that shrinks a mapped object would crash the server
-    (SIGBUS), and mapped bytes could change after a check. ``map`` maps objects that cannot shrink, for uses that need
-    no check. The descriptor is closed when the region is garbage-collected.
+    The bytes are read and written through a descriptor because a client that shrinks a mapped object would crash the
+    server (SIGBUS), and mapped bytes could change after a check. ``map`` maps objects that cannot shrink, for uses that
+    do not depend on a check. The descriptor is closed when the region is garbage-collected.
 
     Args:
-        name: name of the region in errors.
-        key: name of the object for shm_open: on Linux a file in /dev/shm, or a link there to a memfd of this name.
+        name: name of the region in error messages.
+        key: name of the object for shm_open: on Linux, a file in /dev/shm, or a link there to a memfd of the same name.
         offset: first byte of the region.
         byte_size: size of the region.
 
@@ -82,7 +82,7 @@ class Region:
         """Read bytes of the region into a new writable array.
 
         Args:
-            name: name of the bytes in errors.
+            name: name of the bytes in error messages.
             offset: first byte, counted from the start of the region.
             byte_size: number of bytes.
 
@@ -90,7 +90,7 @@ class Region:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
         """
         at = self.within(name, offset, byte_size)
-        self._check(name)  # before allocating memory of the claimed size
+        self._check(name)  # check before allocating memory of the claimed size
         data = np.empty(byte_size, np.uint8)
         rest = data.data
         while rest:  # the system reads at most 2 GiB at once
@@ -104,7 +104,7 @@ class Region:
         """Write bytes into the region.
 
         Args:
-            name: name of the bytes in errors.
+            name: name of the bytes in error messages.
             offset: first byte, counted from the start of the region.
             data: bytes to write.
 
@@ -125,14 +125,14 @@ class Region:
             at, rest = at + done, rest[done:]
 
     def map(self, name: str, byte_size: int) -> Data | None:
-        """Map the first bytes of the region, which the client may change but cannot remove during their use.
+        """Map the first bytes of the region, which the client may change but cannot remove while they are in use.
 
         Args:
-            name: name of the bytes in errors.
+            name: name of the bytes in error messages.
             byte_size: number of bytes.
 
         Returns:
-            The bytes, readable and writable in place; None if the client could shrink the object.
+            the bytes, readable and writable in place; None if the client could shrink the object.
 
         Raises:
             InvalidInputError: the bytes are outside the region, or the object has shrunk.
@@ -140,13 +140,13 @@ class Region:
         at = self.within(name, 0, byte_size)
         if not _cannot_shrink(self._descriptor, at + byte_size):
             return None
-        self._check(name)  # after the seals, since an earlier check could be outdated
+        self._check(name)  # check after the seals, since an earlier check could be outdated
         begin = at - at % mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
                 self._descriptor, at + byte_size - begin, mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=begin
             )
-        except OSError:  # for example a read-only object
+        except OSError:  # for example, the object is read-only
             return None
         return np.frombuffer(pages, np.uint8, byte_size, at - begin)
 
@@ -154,7 +154,7 @@ class Region:
         """Check that bytes are within the region, and return their offset in the object.
 
         Args:
-            name: name of the bytes in errors.
+            name: name of the bytes in error messages.
             offset: first byte, counted from the start of the region.
             byte_size: number of bytes.
 
@@ -179,10 +179,10 @@ class Region:
 
 
 def _opened(key: str) -> int:
-    """Open the object of a name.
+    """Open the object with this name.
 
     Raises:
-        OSError: the object does not exist, or is neither a file in /dev/shm nor a link to a memfd of this name.
+        OSError: the object does not exist, or is neither a file in /dev/shm nor a link to a memfd of the same name.
     """
     path = f"/dev/shm{key}"
     try:
@@ -190,7 +190,8 @@ def _opened(key: str) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP or not _MEMFD.fullmatch(target := os.readlink(path)):
             raise
-        # O_PATH, since opening a device or a FIFO would have effects; the file behind the handle cannot be exchanged.
+        # Use O_PATH because opening a device or a FIFO would have side effects; the file behind the handle cannot be
+        # replaced.
         handle = os.open(target, os.O_PATH)
         try:
             if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{key[1:]} (deleted)":
@@ -201,7 +202,7 @@ def _opened(key: str) -> int:
 
 
 def _cannot_shrink(descriptor: int, size: int) -> bool:
-    """Return whether no client can remove the first bytes of an object, a sealed memfd without holes.
+    """Return whether no client can remove the first bytes of an object, which must be a sealed memfd without holes.
 
     The system replaces pages that a client frees, unless memory overcommit is off.
     """
@@ -211,13 +212,13 @@ def _cannot_shrink(descriptor: int, size: int) -> bool:
             return False
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         return bool(sealed) and Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
-    except OSError:  # the process may not create memfds or read the settings of the system
+    except OSError:  # the process may not create memfds or read the system settings
         return False
 
 
 @cache
 def _device_of_memfd() -> int:
-    """Return the device of all memfds except memfds of huge pages, since the system may run out of huge pages."""
+    """Return the device of all memfds except those of huge pages, which the system may run out of."""
     descriptor = os.memfd_create("mmpos")
     try:
         return os.fstat(descriptor).st_dev
@@ -227,14 +228,14 @@ def _device_of_memfd() -> int:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Access of a server to the shared memory of clients.
+    """A server's access to its clients' shared memory.
 
     Args:
         prefix: required prefix of object names, so that clients cannot reach other objects of the server's user; None
             disables shared memory.
 
     Raises:
-        InvalidInputError: the prefix is not valid in an object name.
+        InvalidInputError: the prefix is not allowed in an object name.
     """
 
     prefix: str | None = None
@@ -246,7 +247,7 @@ class SharedMemory:
             )
 
     def check(self, listen: Listen) -> None:
-        """Check that only clients on this machine can reach the server, if it uses shared memory.
+        """Check that only clients on this machine can reach the server if it uses shared memory.
 
         Raises:
             InvalidInputError: other machines can reach an address.
@@ -255,7 +256,7 @@ class SharedMemory:
             raise InvalidInputError(f"shared-memory: got host {listen.host!r}, want a loopback host such as 127.0.0.1")
 
     def open(self, name: str, key: str, offset: int, byte_size: int) -> Region:
-        """Open a region of an object.
+        """Open a region in an object.
 
         Raises:
             UnsupportedError: shared memory is disabled.
@@ -274,7 +275,7 @@ class Regions:
     """Thread-safe registry of the regions that clients have registered by name.
 
     Args:
-        memory: access of the server to shared memory.
+        memory: the server's access to shared memory.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -305,17 +306,17 @@ class Regions:
             self._regions[name] = region
 
     def unregister(self, name: str) -> None:
-        """Unregister a region, or all regions if the name is empty; running reads continue."""
+        """Unregister a region, or all regions if the name is empty; reads in progress continue."""
         if name:
             self._regions.pop(name, None)
         else:
             self._regions.clear()
 
     def get(self, where: str, name: str) -> Region:
-        """Return the region of a name.
+        """Return the region registered under a name.
 
         Args:
-            where: name of the field in errors.
+            where: name of the field in error messages.
             name: name under which the region was registered.
 
         Raises:

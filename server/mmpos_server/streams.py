@@ -1,4 +1,4 @@
-"""Streaming endpoints: one thread reads and answers the items, another sends the answers in order."""
+"""Answer streams: one thread reads and answers the items, another sends the answers in order."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _FIRST_ITEMS = 4
 
 
 class ItemWindow:
-    """Flow control of one stream: limits reading ahead of the answers.
+    """Flow control for one stream, which limits reading ahead of the answers.
 
-    An answer may be far larger than its item, and is held until the client reads it. Therefore answers count towards
+    An answer may be far larger than its item and is held until the client reads it. Therefore answers count towards
     the limit, each running item counts as the largest answer so far, and few items begin before the first answer.
 
     Args:
         items: maximum number of items that are read but not answered.
-        size: bytes of these items and their answers at which reading pauses.
+        size: total bytes of these items and their answers at which reading pauses.
     """
 
     def __init__(self, items: int = WINDOW_ITEMS, size: int = WINDOW_BYTES) -> None:
         self._most, self._size = items, size
-        # Totals in and out, since each number has one writing thread: the reader or the writer.
+        # Keep totals in and out, so that only one thread writes each number: the reader or the writer.
         self._read = self._read_bytes = self._sent = self._sent_bytes = 0
-        # Totals of answers, which several threads update.
+        # Totals for answers, which several threads update.
         self._answered = self._answer_bytes = 0
         self._largest = -1
         self._changed = Condition()
@@ -60,7 +60,7 @@ class ItemWindow:
 
     @property
     def full(self) -> bool:
-        """Whether reading pauses; a single item may always be read."""
+        """Whether reading must pause; a single item may always be read."""
         items = self._read - self._sent
         if items and self._largest < 0 and items >= _FIRST_ITEMS:
             return True
@@ -69,7 +69,7 @@ class ItemWindow:
         return items >= self._most or (items > 0 and size + expected >= self._size)
 
     def room(self) -> bool:
-        """Wait until another item may be read; return False if the window was closed."""
+        """Wait until another item may be read; return False if the window has been closed."""
         if self.full:
             with self._changed:
                 self._waiting = True
@@ -78,7 +78,7 @@ class ItemWindow:
         return not self._closed
 
     def close(self) -> None:
-        """Wake the reader if it waits for room, and end all later waits at once."""
+        """Wake the reader if it is waiting for room, and let all later waits return at once."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -89,7 +89,7 @@ class ItemWindow:
         self._read_bytes += size
 
     def answered(self, size: int) -> None:
-        """Record an answer of ``size`` bytes. Thread-safe."""
+        """Record an answer of ``size`` bytes. This is thread-safe."""
         with self._changed:
             self._answered += 1
             self._answer_bytes += size
@@ -97,19 +97,19 @@ class ItemWindow:
             self._changed.notify()
 
     def leave(self, size: int) -> None:
-        """Record a sent answer; ``size`` covers the answer and its item. Only the sending thread calls this."""
+        """Record a sent answer; ``size`` includes the answer and its item. Only the sending thread calls this."""
         self._sent += 1
         self._sent_bytes += size
-        if self._waiting:  # read after the sums are written; the reader sets it before it reads the sums
+        if self._waiting:  # read this after writing the sums; the reader sets it before reading the sums
             with self._changed:
                 self._changed.notify()
 
 
 class StreamEndpoint:
-    """Streaming endpoint of a method: answers are in order, and an item that fails does not affect the others.
+    """Streaming endpoint of a method, which answers in order; an item that fails does not affect the others.
 
     Args:
-        method: method with a stream form.
+        method: a method with a streaming form.
         server: state that the methods share.
         readers: threads that read streams, one per stream.
         workers: threads for items that run in parallel.
@@ -127,7 +127,7 @@ class StreamEndpoint:
         self._draining = False
 
     def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer later items with this method, which has the same name."""
+        """Answer later items with this method, which must have the same name."""
         assert method.twin is not None
         self.method, self._twin, self.server = method, method.twin, server
 
@@ -188,7 +188,7 @@ class StreamEndpoint:
                 server.ended("stream", call, self.name, status, context, items=stream.items)
 
     def plain(self, raw: bytes, stream: Call) -> bytes | None:
-        """Answer a plain item whose client still waits; return None for any other item."""
+        """Answer a plain item whose client is still waiting; return None for any other item."""
         answering = self._twin.plain
         if answering is None or self.server.tracing is not None or not stream.awaited:
             return None
@@ -210,12 +210,12 @@ class StreamEndpoint:
         return answer
 
     def item(self, raw: bytes, call: Call, stream: Call) -> bytes:
-        """Answer one item of a stream; its answer carries its error, if any.
+        """Answer one item of a stream; if the item fails, its answer contains the error.
 
         Raises:
             DecodeError: the bytes are not a request, so the item has no id.
             LimitExceededError: the item has too many bytes.
-            ServiceTimeoutError: the deadline of the stream has passed.
+            ServiceTimeoutError: the stream's deadline has passed.
             GoneError: the client has disconnected.
         """
         tracing = self.server.tracing
@@ -240,7 +240,7 @@ class StreamEndpoint:
             self._metrics.end(status, call.stages, call.counts, **sizes)
 
     def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
-        """Return the answer to one item, and its status."""
+        """Return the answer to one item and the item's status."""
         twin, server = self._twin, self.server
         request, response = server.parse(twin.request, raw, call), twin.response()
         try:
@@ -257,12 +257,12 @@ class StreamEndpoint:
 
 
 class _Stream:
-    """Open stream: a reader that answers items as the window allows, and a writer that sends the answers."""
+    """An open stream: a reader that answers items as the window allows, and a writer that sends the answers."""
 
     def __init__(self, endpoint: StreamEndpoint, call: Call, context: Context) -> None:
         self._endpoint, self._call, self._context = endpoint, call, context
         self._window = ItemWindow()
-        # Answers in order, with the sizes of their items; an error ends the stream, None is its end.
+        # Answers in order, with the sizes of their items; an error aborts the stream, and None marks its end.
         self._answers: SimpleQueue[tuple[bytes | Future[bytes], int] | BaseException | None] = SimpleQueue()
         self._draining = Event()
         self._reading = self._ended = False
@@ -292,7 +292,7 @@ class _Stream:
                 try:
                     raw = answer if isinstance(answer, bytes) else answer.result()
                 finally:
-                    del answer  # an error keeps this frame alive, which must not keep the answer alive
+                    del answer  # an error keeps this frame alive; the frame must not keep the answer alive
                 transit.sending(self, self._context)
                 yield raw
                 transit.sent(self)
@@ -317,11 +317,11 @@ class _Stream:
             try:
                 raise item
             finally:
-                del item  # an error keeps this frame alive, which must not keep the item alive
+                del item  # an error keeps this frame alive; the frame must not keep the item alive
         return item
 
     def _read(self, requests: Iterator[bytes]) -> None:
-        """Read the items, and answer them or pass them to workers."""
+        """Read the items and answer them or pass them to workers."""
         endpoint, call = self._endpoint, self._call
         transit = endpoint.server.transit
         late = ServiceTimeoutError("request: only part of it arrived in time")

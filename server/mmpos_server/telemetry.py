@@ -1,4 +1,4 @@
-"""Logs and metrics of a server."""
+"""Write a server's logs and metrics."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.
 
 
 class Metrics:
-    """Metrics of one server, in its own registry.
+    """Metrics of one server, in a registry of their own.
 
-    In workers prometheus_client keeps the values in files for the supervisor, in the folder named by the environment
-    variable PROMETHEUS_MULTIPROC_DIR.
+    In workers, prometheus_client keeps the values in files for the supervisor, in the folder that the environment
+    variable PROMETHEUS_MULTIPROC_DIR names.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Settling(self))  # first, so that it is collected first
+        self.registry.register(_Settling(self))  # register this first, so that it is collected first
         self.recorded: deque[_End | None] = deque()
-        """Ended calls that are not counted yet; None stands for a call that begins."""
+        """Ended calls that have not been counted yet; None stands for the beginning of a call."""
         registry, method = self.registry, ["method"]
         self.requests = Counter(
             "mmpos_requests", "Calls and items of streams, by status.", ["method", "status"], registry=registry
@@ -77,7 +77,7 @@ class Metrics:
         )
 
     def settle(self) -> None:
-        """Count the recorded calls. Thread-safe. Counting later keeps small calls fast."""
+        """Count the recorded calls. This is thread-safe. Counting calls later keeps small calls fast."""
         begun = 0
         ended: dict[tuple[MethodMetrics, str], list[_End]] = defaultdict(list)
         with suppress(IndexError):
@@ -94,7 +94,7 @@ class Metrics:
 
 
 class _Settling(Collector):
-    """Collector without metrics that counts the recorded calls before other collectors run."""
+    """Collector that has no metrics but counts the recorded calls before other collectors run."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -106,7 +106,7 @@ class _Settling(Collector):
 
 
 class _End(NamedTuple):
-    """End of a call or of an item of a stream; see ``MethodMetrics.end`` for the fields."""
+    """The end of a call or of an item of a stream; see ``MethodMetrics.end`` for the fields."""
 
     method: MethodMetrics
     status: str
@@ -121,10 +121,10 @@ _MOST_RECORDED = 10_000
 
 
 class MethodMetrics:
-    """Metrics of one method; labels are resolved once.
+    """Metrics of one method, with labels resolved once.
 
     Args:
-        metrics: metrics of the server.
+        metrics: the server's metrics.
         method: name of the method.
     """
 
@@ -153,10 +153,10 @@ class MethodMetrics:
 
         Args:
             status: name of the gRPC status.
-            stages: name and seconds of each stage.
-            counts: documents, tokens and images of the answer.
-            request_bytes: bytes of the request.
-            response_bytes: bytes of the answer.
+            stages: name and duration in seconds of each stage.
+            counts: numbers of documents, tokens and images in the answer.
+            request_bytes: size of the request in bytes.
+            response_bytes: size of the answer in bytes.
         """
         recorded = self._metrics.recorded
         recorded.append(_End(self, status, stages, counts, request_bytes, response_bytes))
@@ -164,7 +164,7 @@ class MethodMetrics:
             self._metrics.settle()
 
     def count(self, status: str, ends: Sequence[_End]) -> None:
-        """Count recorded ends of this method with this status."""
+        """Count recorded ends of calls to this method with this status."""
         requests = self._requests.get(status)
         if requests is None:
             requests = self._requests[status] = self._metrics.requests.labels(self._method, status)
@@ -190,17 +190,17 @@ def aggregate(folder: str) -> CollectorRegistry:
 
 
 class ProcessMetrics(Collector):
-    """Metrics of the process: build, start time, and expiry of the certificate.
+    """Metrics of the process: build, start time, and expiry time of the certificate.
 
     Args:
-        tls: TLS files of the server; None without TLS.
+        tls: the server's TLS files; None without TLS.
     """
 
     def __init__(self, tls: TlsFiles | None) -> None:
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, without the expiry of the certificate if it cannot be read."""
+        """Yield the metrics, except the certificate's expiry time if the certificate cannot be read."""
         build = {"version": version(), "python": python_version()}
         yield InfoMetricFamily("mmpos_build", "Versions of the server and of Python.", build)
         yield GaugeMetricFamily("mmpos_start_time_seconds", "Start time of the server in unix time.", self._started)
@@ -221,26 +221,26 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _CORE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<source>\S+)\] (?P<event>.*)")
 _CORE_LEVELS = {"I": "info", "W": "warning"}
 
-# Records of grpc that begin with these words quote the metadata of callers, which may hold a token.
+# grpc's log records that begin with these words quote callers' metadata, which may contain a token.
 _QUOTES_METADATA = "Invalid encoding on"
 
 _MOST_LINES = 10_000
 """Maximum number of lines that wait for a slow file; further lines are dropped and counted."""
 
 _GATHERING_SECONDS = 0.02
-"""Seconds for which a line waits to be written together with others: waking a thread costs more than a line."""
+"""Seconds for which a line waits to be written together with others: waking a thread costs more than writing a line."""
 
 
 class Logs:
-    """Logger of one server. Its methods never wait for the file: a thread formats and writes the lines.
+    """Logger for one server. Its methods never wait for the file: a thread formats and writes the lines.
 
     If the file accepts no lines, for example a pipe that nobody reads or a file on a full disk, lines are dropped and
     counted; the first line after that reports their number.
 
     Args:
-        level: minimum level that is written, a key of LEVELS.
+        level: minimum level at which lines are written, a key of LEVELS.
         form: "json", one object per line; or "console", readable text.
-        file: file to write to; None is stderr.
+        file: file to write to; None means stderr.
     """
 
     def __init__(self, level: str = "info", form: str = "json", file: TextIO | None = None) -> None:
@@ -248,18 +248,18 @@ class Logs:
         self._file = file or sys.stderr
         self._render: Callable[[dict[str, Any]], str] = partial(json.dumps, default=repr)
         if form == "console":
-            import structlog  # here, since the import takes a tenth of the start-up time
+            import structlog  # imported here because the import takes a tenth of the start-up time
 
             plain = structlog.dev.plain_traceback
             console = structlog.dev.ConsoleRenderer(colors=self._file.isatty(), exception_formatter=plain)
             self._render = partial(console, None, "")
         self.requests = self._level <= LEVELS["info"]
         """Whether the log has a line per request; otherwise the values of such lines need not be computed."""
-        # A simple queue, since a finalizer may log while a method of the queue runs.
+        # This must be a SimpleQueue because a finalizer may log while a method of the queue is running.
         self._lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._counting = threading.RLock()
         self.dropped = 0
-        """Number of dropped lines that no line has reported yet."""
+        """Number of dropped lines that have not been reported yet."""
         self._torn = b""
         self._seldom: dict[str, tuple[float, int]] = {}
         self._thread = threading.Thread(target=self._keep_writing, name="mmpos-log", daemon=True)
@@ -274,7 +274,7 @@ class Logs:
         self._put("warning", event, values)
 
     def seldom(self, event: str, **values: object) -> None:
-        """Write a line of level warning with a count, at most once a second for each event."""
+        """Write a line of level warning with a count, at most once a second per event."""
         if times := self.times(event):
             self.warning(event, times=times, **values)
 
@@ -287,13 +287,13 @@ class Logs:
         return 0 if now - then < 1.0 else times + 1
 
     def error(self, event: str, error: BaseException | None = None, **values: object) -> None:
-        """Write a line of level error, with the traceback of an exception."""
+        """Write a line of level error, with the traceback of an exception if there is one."""
         if error is not None:
             values["exception"] = _traceback(error)
         self._put("error", event, values)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write the waiting lines and accept no more; give up after ``timeout`` seconds."""
+        """Write the waiting lines and accept no more lines; give up after ``timeout`` seconds."""
         self._lines.put(None)
         self._thread.join(timeout)
 
@@ -328,7 +328,7 @@ class Logs:
                 self._drop(-dropped)
 
     def _gather(self) -> list[dict[str, Any] | None]:
-        """Wait for lines; stop waiting after a while if lines were dropped, so that their number is reported."""
+        """Wait for lines; if lines were dropped, stop waiting after a while so that their number is reported."""
         try:
             lines = [self._lines.get(timeout=1.0 if self.dropped else None)]
         except Empty:
@@ -348,7 +348,7 @@ class Logs:
             self._file.write(text)
             self._file.flush()
             return
-        # Bypass the buffer of the file, which would keep the text that a full disk rejected.
+        # Bypass the file's buffer, which would keep the text that a full disk rejected.
         data = self._torn + text.encode(errors="backslashreplace")
         size = len(data)
         try:
@@ -380,15 +380,15 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
-    """Create the logger of a process and write all messages of the process with it; only for its entry point.
+    """Create a process's logger and write all messages of the process with it; for entry points only.
 
-    These include records of ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes to stderr
-    directly. If the process crashes, its last lines may be lost.
+    These include records from ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes directly to
+    stderr. If the process crashes, its last lines may be lost.
 
     Args:
-        level: minimum level that is written, a key of LEVELS.
+        level: minimum level at which lines are written, a key of LEVELS.
         form: see Logs.
-        core: whether the process uses the C++ core of gRPC.
+        core: whether the process uses gRPC's C++ core.
     """
     with _relayed_stderr(level, form) if core else closing(Logs(level, form)) as logs, _adopted(logs):
         yield logs
@@ -396,7 +396,7 @@ def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
 
 @contextmanager
 def _adopted(logs: Logs) -> Iterator[None]:
-    """Write the records of logging and warnings, and uncaught errors, to a logger."""
+    """Write the records from ``logging`` and ``warnings``, and uncaught errors, to a logger."""
 
     def unraisable(hook: sys.UnraisableHookArgs) -> None:
         logs.error(hook.err_msg or "exception ignored", hook.exc_value, object=repr(hook.object))
@@ -442,7 +442,7 @@ def _relay(reading: int, logs: Logs) -> None:
         for line in lines:
             match = _CORE.match(line)
             if match:
-                # Rate-limited: callers can cause a line with every header of every call.
+                # Limit the rate: callers can cause a line with every header of every call.
                 if times := logs.times(match["source"]):
                     write = getattr(logs, _CORE_LEVELS.get(match["level"], "error"))
                     write(match["event"], logger="grpc", source=match["source"], times=times)

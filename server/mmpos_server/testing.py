@@ -1,4 +1,4 @@
-"""Server inside this process, for tests, notebooks and examples."""
+"""Run a server inside this process, for tests, notebooks and examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["running"]
 
 @contextmanager
 def running(config: ServerConfig | None = None, *, grace: float | None = 5.0, **options: Any) -> Iterator[str]:
-    """Serve while the context is open, and yield HOST:PORT, or the address of the unix socket if there is no port.
+    """Serve while the context is open and yield HOST:PORT, or the unix socket's address if there is no port.
 
     >>> from mmpos_server.config import load
     >>> with running(load()) as address:
@@ -25,9 +25,9 @@ def running(config: ServerConfig | None = None, *, grace: float | None = 5.0, **
     '127.0.0.1'
 
     Args:
-        config: settings of the server; None uses the embedded ones.
+        config: the server's settings; None uses the embedded settings.
         grace: seconds that running calls may take at the end.
-        options: further arguments of Server; without ``listen`` a free port of 127.0.0.1.
+        options: further arguments of Server; without ``listen``, the server listens on a free port of 127.0.0.1.
     """
     server = Server(config or load(), **options)
     address, *_ = server.start()

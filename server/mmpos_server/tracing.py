@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one for each call, stream and item, with child spans for its stages."""
+"""Create OpenTelemetry spans: one for each call, stream and item, with child spans for its stages."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracing", "configured", "resource"]
 
-# Server errors in the semantic conventions for gRPC; other statuses are client errors.
+# These are server errors in the semantic conventions for gRPC; other statuses are client errors.
 _FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
 
 
 class Tracing:
-    """Source of the OpenTelemetry spans of one server.
+    """Source of one server's OpenTelemetry spans.
 
     Args:
-        provider: provider of the tracer.
+        provider: the provider of the tracer.
     """
 
     def __init__(self, provider: trace.TracerProvider) -> None:
@@ -38,10 +38,10 @@ class Tracing:
         self._tracer = provider.get_tracer("mmpos_server", version())
 
     def begin(self, call: Call, method: str, context: CallContext) -> None:
-        """Begin the span of a call or stream in the trace named by its metadata.
+        """Begin the span of a call or stream in the trace that its metadata names.
 
         Args:
-            call: call that gets the span.
+            call: the call to which the span belongs.
             method: full name of the method.
             context: gRPC context of the call.
         """
@@ -57,12 +57,12 @@ class Tracing:
         self._enter(call, self._tracer.start_span(method, parent, trace.SpanKind.SERVER, attributes))
 
     def begin_item(self, call: Call, method: str, stream: Call) -> None:
-        """Begin the span of an item as a child of the span of its stream.
+        """Begin an item's span as a child of its stream's span.
 
         Args:
-            call: call of the item, which gets the span.
+            call: the item's call, to which the span belongs.
             method: full name of the method.
-            stream: call of the stream.
+            stream: the stream's call.
         """
         attributes = {"mmpos.request_id": call.request_id}
         assert stream.span is not None
@@ -72,9 +72,9 @@ class Tracing:
         """End the span of a call, a stream or an item.
 
         Args:
-            call: call with the span.
+            call: the call to which the span belongs.
             status: name of the gRPC status.
-            sizes: further numbers, as attributes.
+            sizes: further numbers, which become attributes.
         """
         span = call.span
         assert span is not None
@@ -90,7 +90,7 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Send the waiting spans and shut the provider down, if it belongs to the SDK."""
+        """Send the waiting spans and shut down the provider if it belongs to the SDK."""
         shutdown = getattr(self._provider, "shutdown", None)
         if shutdown is not None:
             shutdown()
@@ -107,7 +107,7 @@ class Tracing:
 
 
 class _Stages(list[tuple[str, float]]):
-    """Stages of a call with the wall-clock time of each begin and end; ``append`` is thread-safe."""
+    """Stages of a call with the wall-clock times at which each began and ended; ``append`` is thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,9 +121,9 @@ class _Stages(list[tuple[str, float]]):
 
 
 def configured() -> Tracing:
-    """Return tracing with the provider of this process, or with an OTLP provider from the environment (OTEL_...).
+    """Return tracing with this process's provider, or with an OTLP provider from the environment (OTEL_...).
 
-    A thread of the SDK sends the spans in batches, the last batch when tracing is closed.
+    A thread of the SDK sends the spans in batches; it sends the last batch when tracing is closed.
 
     Raises:
         ImportError: the SDK or the exporter is missing; the message names the pip command.
@@ -141,7 +141,7 @@ def configured() -> Tracing:
 
 
 def resource() -> Resource:
-    """Return the resource that the environment describes; its service is mmpos unless the environment names another."""
+    """Return the resource that the environment describes; its service is mmpos unless the environment names one."""
     with needed_for("--otel", extra="otel"):
         from opentelemetry.sdk.resources import Resource
     described = Resource.create()
@@ -155,7 +155,7 @@ def _context_of(span: Span) -> Context:
 
 
 def _peer(peer: str) -> dict[str, str | int]:
-    """Return the span attributes of a peer named by gRPC, such as ipv6:%5B::1%5D:50051 or unix:PATH."""
+    """Return the span attributes for a peer as gRPC names it, such as ipv6:%5B::1%5D:50051 or unix:PATH."""
     kind, _, address = peer.partition(":")
     if kind == "unix":
         return {"network.peer.address": address} if address else {}

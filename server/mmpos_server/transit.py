@@ -1,4 +1,4 @@
-"""Messages in transit: time limits for requests to arrive and for answers to be read."""
+"""Watch messages in transit: limit the time for requests to arrive and for answers to be read."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Transport(Recipient, Protocol):
     """Context of a call that can report the end of the call and cancel it."""
 
     def add_callback(self, callback: Callable[[], None], /) -> bool:
-        """Register a function for the end of the call; return False if the call has already ended."""
+        """Register a function to call when the call ends; return False if it has already ended."""
 
     def cancel(self) -> None:
         """End the call at once."""
 
 
 class Transit:
-    """Messages in transit; a thread of the server checks them.
+    """Messages in transit, which a thread of the server checks.
 
-    gRPC does not limit the time to send a request or to read an answer. The server cancels a call that is too slow,
-    and its client gets the status CANCELLED.
+    gRPC does not limit the time for sending a request or reading an answer. The server cancels a call that is too slow,
+    and its client receives the status CANCELLED.
 
     Args:
         times: time limits.
-        logs: log of the server.
+        logs: the server's log.
     """
 
     def __init__(self, times: Connections, logs: Logs) -> None:
         self._times, self._logs = times, logs
-        # The start of each message, and the function that ends its call.
+        # For each message, its start and the function that ends its call.
         self._requests: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
         self._answers: dict[object, tuple[float, Callable[[], None]]] = {}
         self._draining = False
@@ -55,7 +55,7 @@ class Transit:
         self._times = times
 
     def drain(self) -> None:
-        """Shorten the time limit of incomplete requests to a second."""
+        """Shorten the time limit for incomplete requests to a second."""
         self._draining = True
 
     def receive(self, requests: Iterator[bytes], late: Callable[[], None] | None) -> bytes | None:
@@ -63,7 +63,7 @@ class Transit:
 
         Args:
             requests: messages of the call.
-            late: function that ends the call if the message takes too long; None sets no time limit.
+            late: function that ends the call if the message takes too long; None means no time limit.
 
         Raises:
             GoneError: the client has disconnected or was too late.
@@ -77,7 +77,7 @@ class Transit:
         finally:
             in_time = self._requests.pop(requests, None)
         if raw is None and late is not None and in_time is None:
-            raise GoneError  # a cancelled call may look like a call without a message
+            raise GoneError  # a cancelled call can look like a call without a message
         return raw
 
     def request(self, requests: Iterator[bytes], transport: Transport) -> bytes:
@@ -96,7 +96,7 @@ class Transit:
         """Reserve ``size`` bytes for an answer until the call ends, then free all bytes that the call holds.
 
         Raises:
-            ServiceOverloadedError: unread answers hold too many bytes.
+            ServiceOverloadedError: unread answers occupy too many bytes.
         """
         call.hold(size)
         self._answers[call] = monotonic(), transport.cancel
@@ -122,7 +122,7 @@ class Transit:
         return not self._requests and not self._answers
 
     def check(self) -> None:
-        """End the calls whose messages take too long."""
+        """End all calls whose messages take too long."""
         now, times = monotonic(), self._times
         seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
         for event, messages, limit in (

@@ -1,4 +1,4 @@
-"""Worker processes that share a port; their supervisor starts, watches, replaces and drains them."""
+"""Run worker processes that share a port; a supervisor starts, watches, replaces and drains them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _YOUNG_SECONDS, _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 0.1, 1.0
 """Bounds in seconds of the pause before a crashed worker is restarted; the pause doubles with each early crash."""
 
 _WORKER_SECONDS = 5.0
-"""Seconds that workers have to exit after the notice and the drain."""
+"""Seconds within which workers must exit after the notice and the drain."""
 
 _BEAT_SECONDS, _MOST_SILENCE = 1.0, 10
-"""Seconds between two beats of a worker, and the number of missing beats after which it is replaced."""
+"""Seconds between a worker's heartbeats, and the number of missed heartbeats after which the worker is replaced."""
 
 _STOP = "stop"
 
 
 def supervise(options: Flags) -> None:
-    """Serve with several processes until SIGTERM or SIGINT, then until all have drained.
+    """Serve with several processes until SIGTERM or SIGINT, and then until all of them have drained.
 
     Args:
-        options: flags of the command line.
+        options: the command-line flags.
 
     Raises:
         InvalidInputError: a setting is wrong, the port is in use, or a worker could not start.
@@ -73,7 +73,7 @@ def supervise(options: Flags) -> None:
         if listen.token_file:
             TokenFile(listen.token_file, logs)
         warn(listen, logs)
-        # First without sharing the port, since two servers that both share it would not notice each other.
+        # Bind first without sharing the port, since two servers that both share it would not notice each other.
         bind(listen.host, listen.port).close()
         reserved = stack.enter_context(bind(listen.host, listen.port, reuse_port=True))
         shared = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
@@ -86,7 +86,7 @@ def supervise(options: Flags) -> None:
 
 @dataclass
 class _Worker:
-    """Slot of a worker in its supervisor, which holds one process after another."""
+    """A supervisor's slot for a worker, which holds one process after another."""
 
     number: int
     due: float = 0.0
@@ -96,10 +96,10 @@ class _Worker:
     pipe: Connection | None = None
     began: float = 0.0
     silent: int = 0
-    """Number of missing beats."""
+    """Number of missed heartbeats."""
     ready: bool = False
     serving: bool = False
-    """Whether the process has accepted calls, and therefore drains before it stops."""
+    """Whether the process has accepted calls and must therefore drain before it stops."""
     served: bool = False
     """Whether any process of this slot has accepted calls."""
     failure: str | None = None
@@ -126,12 +126,12 @@ class _Supervisor:
 
     @property
     def live(self) -> bool:
-        """Whether the supervisor still runs its checks. Thread-safe."""
+        """Whether the supervisor is still running its checks. This is thread-safe."""
         return monotonic() - self._last_step < 5.0
 
     @property
     def ready(self) -> bool:
-        """Whether any worker accepts calls. Thread-safe."""
+        """Whether any worker accepts calls. This is thread-safe."""
         return any(worker.ready for worker in self._workers) and not self._stopping
 
     @property
@@ -177,7 +177,7 @@ class _Supervisor:
             self._stop()
 
     def _tick(self) -> None:
-        """Count missing beats, except while this process itself was suspended."""
+        """Count missed heartbeats, except while this process itself was suspended."""
         for worker in self._workers:
             if worker.process is None:
                 continue
@@ -193,7 +193,7 @@ class _Supervisor:
         process = self._context.Process(target=_work, args=arguments, name=f"mmpos-worker-{worker.number}")
         try:
             process.start()
-        except (OSError, EOFError) as error:  # no memory, no descriptors
+        except (OSError, EOFError) as error:  # no memory or descriptors left
             ours.close()
             self._logs.error("worker cannot be started", error, worker=worker.number)
             worker.due = monotonic() + _LONGEST_PAUSE
@@ -249,7 +249,7 @@ class _Supervisor:
         worker.due, worker.pause = monotonic() + worker.pause, min(2 * worker.pause, _LONGEST_PAUSE)
 
     def _stop(self) -> None:
-        """Drain the workers; a second call ends them at once."""
+        """Drain the workers; a second call ends them immediately."""
         if not self._stopping:
             notify("STOPPING=1")
             self._ends = monotonic() + self._options.notice_seconds + self._options.drain_seconds + _WORKER_SECONDS
@@ -260,10 +260,10 @@ class _Supervisor:
                 _kill(worker)
 
     def _renew(self, config: ServerConfig) -> None:
-        """Pass settings to the workers; each logs the result.
+        """Pass settings to the workers; each worker logs the result.
 
         Raises:
-            InvalidInputError: the settings are wrong; reported once instead of once per worker.
+            InvalidInputError: the settings are wrong; this is reported once instead of once per worker.
         """
         Profiles.from_config(config)
         self._config = config
@@ -284,7 +284,7 @@ def _kill(worker: _Worker) -> None:
 
 
 def _catch_signals() -> int:
-    """Return the descriptor of a pipe that delivers the numbers of signals."""
+    """Return the descriptor of a pipe that delivers signal numbers."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
@@ -294,11 +294,11 @@ def _catch_signals() -> int:
 
 
 def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int, folder: str) -> NoReturn:
-    """Serve as a worker until the supervisor stops the worker or ends."""
+    """Serve as a worker until the supervisor stops this process or ends."""
     used = _use(folder)
-    gc.freeze()  # the garbage collector then does not touch memory shared with the parent process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by the terminal; the supervisor gets it as well
-    # Files are named by the worker's number, so that the next process continues the files of the previous one.
+    gc.freeze()  # the garbage collector then does not touch memory that is shared with the parent process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends SIGINT to the supervisor
+    # Name files by the worker's number, so that the next process continues the previous one's files.
     values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
     prepare()
     sending = Lock()
@@ -331,14 +331,14 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
 
 
 def _use(folder: str) -> int:
-    """Open the folder of metrics with a shared lock, so that the last process that uses it can remove it."""
+    """Open the metrics folder with a shared lock, so that the last process that uses it can remove it."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def _beat(beating: list[Running], report: Callable[[bool | str], None]) -> None:
-    """Report once a second whether the worker accepts calls."""
+    """Report once per second whether the worker accepts calls."""
     while True:
         sleep(_BEAT_SECONDS)
         if all(running.live for running in beating):
@@ -346,7 +346,7 @@ def _beat(beating: list[Running], report: Callable[[bool | str], None]) -> None:
 
 
 def _follow(pipe: Connection, running: Running) -> None:
-    """Follow the messages of the supervisor, and stop when it has ended."""
+    """Follow the supervisor's messages, and stop when the supervisor has ended."""
     while True:
         try:
             message = pipe.recv()

@@ -1,4 +1,4 @@
-"""The measured properties of schemes and encodings: a matrix written by hand, and schemes that break one property."""
+"""Compare measured properties of schemes and encodings with a handwritten matrix; measure schemes that break one."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from mmpos.support.checks import IntArray
 
 MARKS = {"✓": True, "✗": False, "–": None}
 
-# From the formulas of the schemes, with h×w patches after the text id L and before K:
-# symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does, v2pe
-#   continues at the next integer, videorope's middle is c for odd sides only, rows of a reset are near 0, as are all
-#   axes of xd-rope but one, and the rows of qwen-image-2.1 around 0. An image of bagel of any size has one id.
+# Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
+# symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does; v2pe
+#   continues at the next integer; videorope's middle is c for odd sides only; rows of a reset are near 0, as are all
+#   axes of xd-rope but one, and the rows of qwen-image-2.1 around 0. In bagel, an image of any size has one id.
 # unique: a vision encoder counts every grid from 0, and so does xd-rope without its token axis; ⌊t·¼·2⌋ and ⌊t·25/30⌋
 #   of tmrope give two frames one id.
 # delta 0: ids consumed minus patches; rows and grid-2d have no next position.
 # prefix-stable: another frame changes the strides, or the centre, of three-axis ties.
 # Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
 #   2(h+1)(w+1)−1, hw, hw, lcm(2, h+1, w+1)−1.
-# Growth: log2 of ids of 128×128 / ids of 64×64; for lcm 127×128 / 63×64, in three axes 126×128 / 62×64.
+# Growth: log2 of the ids of 128×128 over those of 64×64; for lcm 127×128 over 63×64, on three axes 126×128 over 62×64.
 SCHEMES = f"""
     rope-tie                     2 ✓✓✓✗✓✓ 624 1153 {log2(16640 / 4224)}
     rope-tie-fractional          2 ✓✓✓✓✗✓ 576 576 2
@@ -76,7 +76,7 @@ SCHEMES = f"""
     xd-rope(axes=3)              3 ✓✗✗✓✓✓ 576 576 2
 """
 
-# Far keys share a bias if distances are clipped or in buckets, nope has no bias, and HoPE does not distinguish times.
+# Far keys share a bias if distances are clipped or bucketed. nope adds no bias, and HoPE does not distinguish times.
 NOT_UNIQUE = {"clipped-relative", "t5-buckets", "nope", "hope"}
 ENCODING_AXES = {"rope-2d": 2, "rope-nd": 3, "hope": 3, "mhrope": 3}
 
@@ -105,19 +105,19 @@ def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> Non
     assert {name: matrix[name, "axes"].value for name in matrix.rows} == dict.fromkeys(ENCODINGS, 1) | ENCODING_AXES
 
 
-def test_separation_is_that_of_the_nearest_two_positions() -> None:
+def test_separation_is_the_distance_between_the_two_nearest_positions() -> None:
     separation = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
     assert separation["integer"] == separation["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
-    # The smallest is a difference of two sines of angles up to 26, which determine the bound.
+    # The smallest distance is a difference of two sines. Their angles, up to 26, determine the bound.
     error = cos_sin(0.1 * 256, 1, np.float64)
     assert separation["single-sinusoid"] == pytest.approx(min(sines) / max(sines), rel=2 * error / min(sines))
     assert (separation["binary"], separation["t5-buckets"], separation["nope"]) == (1, 0, 0)
     assert separation["sinusoidal"] == pytest.approx(separation["rope-1d"], abs=0.1)
 
 
-def test_a_property_that_fails_has_its_smallest_counterexample() -> None:
+def test_a_property_that_fails_comes_with_its_smallest_counterexample() -> None:
     reasons = {(name, column.name): reason for name, column, reason in record.schemes().reasons}
     holds = "; holds for {} of 144 images, those with {}"
     even = holds.format(72, "h and w both odd or both even")
@@ -156,7 +156,7 @@ class Backwards(Naive2D):
 
 @dataclass(frozen=True)
 class FarOff(Naive2D):
-    """naive-2d up to id 500."""
+    """naive-2d up to id 500; later images begin one id too late."""
 
     name: ClassVar[str] = "far-off"
 
@@ -167,7 +167,7 @@ class FarOff(Naive2D):
 
 @dataclass(frozen=True)
 class Floored(MRopeQwen25):
-    """Only the floored times: the ends of a video are symmetric, but not the frames between them."""
+    """The floored times alone: the ends of a video are symmetric, but the frames between them are not."""
 
     name: ClassVar[str] = "floored"
     axes = 1
@@ -194,14 +194,14 @@ class Floored(MRopeQwen25):
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_broken_property_has_a_counterexample(scheme: Scheme, name: str, reason: str) -> None:
+def test_a_broken_property_comes_with_a_counterexample(scheme: Scheme, name: str, reason: str) -> None:
     (broken,) = (column for column in SCHEME_PROPERTIES if column.name == name)
     assert broken.measure(scheme) == PropertyValue(False, reason)
 
 
 @dataclass(frozen=True)
 class Fine(Naive2D):
-    """naive-2d in fine and different units, with a common denominator beyond 64 bits."""
+    """naive-2d in fine units that differ between images, so that their common denominator exceeds 64 bits."""
 
     name: ClassVar[str] = "fine"
     fractional = True
@@ -216,7 +216,7 @@ def test_common_denominators_beyond_64_bits_are_exact() -> None:
     assert fine.rows["fine"] == naive.rows["naive-2d"]
 
 
-def test_schemes_with_parameters_are_named_with_them() -> None:
+def test_names_of_schemes_include_their_parameters() -> None:
     matrix = measure(["rope-tie-v2", RopeTieV2(rounding="floor")])
     assert list(matrix.rows) == ["rope-tie-v2", "rope-tie-v2(rounding=floor)"]
     assert (matrix["rope-tie-v2(rounding=floor)", "integer"], matrix["rope-tie-v2", "integer"].value) == (
@@ -234,7 +234,7 @@ class Halved(AdditiveTable):
         return np.asarray(positions, np.float64)[..., None] // 2
 
 
-def test_two_positions_with_one_vector_are_named() -> None:
+def test_two_positions_with_the_same_vector_are_reported() -> None:
     matrix = measure_encodings([Halved(), LearnedAbsolute.drawn(20, 4), Sinusoidal(128)])
     assert [value.value for value in matrix.rows["halved"].values()] == [1, False, 0]
     assert matrix["halved", "unique"].why == "positions 0 and 1 have the same vector"
@@ -252,7 +252,7 @@ class Wordless(Encoding):
         (lambda: measure(5), "schemes: got 5, want a list of names or Scheme objects"),  # type: ignore[arg-type]
         (lambda: measure_encodings(5), "encodings: got 5, want a list of names or "),  # type: ignore[arg-type]
         (lambda: measure([]), "schemes: got none, want at least one"),
-        (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want every name once"),
+        (lambda: measure(["rows", "rows"]), "schemes: got 'rows' twice, want each name once"),
         (lambda: measure(["tie"]), "scheme: got 'tie', want a Scheme or one of "),
         (lambda: measure_encodings(["rope"]), "encoding: got 'rope', want one of 'integer', "),
         (
@@ -264,7 +264,7 @@ class Wordless(Encoding):
         (lambda: record.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
     ],
 )
-def test_invalid_arguments_are_named(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         call()
     assert str(raised.value).startswith(message)
@@ -277,7 +277,7 @@ def test_every_property_has_a_definition() -> None:
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_pages_hold_the_measured_values(page: Any) -> None:
+def test_pages_contain_the_measured_values(page: Any) -> None:
     text = page.read_text(encoding="utf-8")
     assert record.filled_in(text) == text
 
@@ -298,7 +298,7 @@ def run(*arguments: str) -> str:
     return str(result.stdout)
 
 
-def test_the_command_prints_tables_that_fit_and_reasons() -> None:
+def test_the_command_prints_reasons_and_tables_that_fit_the_line() -> None:
     lines = run("rope-tie", "alibi", "--why").splitlines()
     rows = [line.split() for line in lines if line.startswith(("rope-tie ", "alibi "))]
     assert rows == [["rope-tie", "2", *"✓✓✓✗✓✓", "624"], ["rope-tie", "1,153", "2"], ["alibi", "1", "✓", "0.0039"]]
@@ -312,13 +312,13 @@ def test_the_command_measures_schemes_of_generative_models_by_name() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
-def test_a_matrix_is_printed_as_tables_that_fit(width: int) -> None:
+def test_a_matrix_is_printed_as_tables_that_fit_the_width(width: int) -> None:
     lines = measure(["rows"]).to_text(width).splitlines()
     assert max(map(len, lines)) <= width
     assert " ".join(lines).split().count("rows") == {40: 4, 80: 2, 140: 1}[width]
 
 
-def test_print_and_a_notebook_show_a_matrix_as_a_table() -> None:
+def test_print_and_notebooks_show_a_matrix_as_a_table() -> None:
     matrix = measure(["rope-tie"]).part(["rope-tie"])
     assert str(matrix).splitlines()[:3] == [
         "scheme     axes   text is RoPE-1D   symmetric   unique   delta 0   integer   prefix-stable   24×24",
@@ -331,7 +331,7 @@ def test_print_and_a_notebook_show_a_matrix_as_a_table() -> None:
     assert matrix._repr_html_().count("<tr>") == 1 + len(matrix.rows)
 
 
-def test_a_part_has_the_properties_that_apply_to_it() -> None:
+def test_part_keeps_only_the_properties_that_apply_to_its_rows() -> None:
     part = measure(["rope-tie", "wan"]).part(["wan"])
     assert list(part.rows) == ["wan"]
     assert (
@@ -348,7 +348,7 @@ def test_the_command_prints_the_same_values_as_json() -> None:
     assert printed["schemes"]["naive-2d"]["ids-of-a-square"] == {"value": 24, "why": ""}
 
 
-def test_an_unknown_name_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "alibby"]) == 2
     assert capsys.readouterr().err.startswith(
         "mmpos: error: NAME: got 'alibby' (did you mean 'alibi'?), want one of rope-tie, rope-tie-fractional"

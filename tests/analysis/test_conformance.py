@@ -1,4 +1,4 @@
-"""Conformance: mmpos against the vectors, their schema and independent readers; the runner on faulty programs."""
+"""Test mmpos against the vectors, their schema and independent readers, and the runner on faulty programs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_scheme_and_model_type_has_cases_of_every_kind() -> None:
 @pytest.mark.parametrize(
     "pattern", [pytest.param("schemes/v2pe", id="few"), pytest.param("*/*", id="all", marks=pytest.mark.slow)]
 )
-def test_lines_and_requests_match_the_schema(pattern: str) -> None:
+def test_lines_and_requests_conform_to_the_schema(pattern: str) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     line = jsonschema.Draft202012Validator(SCHEMA)
     for path in VECTORS.glob(f"{pattern}.jsonl"):
@@ -146,7 +146,7 @@ def test_pages_state_the_number_of_cases(page: str) -> None:
 
 @pytest.mark.slow
 def test_the_generator_writes_these_vectors(tmp_path: Path) -> None:
-    """Run the generator in another process, since models of other tests change the configs of their classes."""
+    """Run the generator in another process, since models in other tests change the configs of their classes."""
     generator = ROOT / "tests" / "helpers" / "conformance_vectors.py"
     path = os.pathsep.join(str(ROOT / "tests" / room) for room in ("helpers", "oracles", "integrations"))
     subprocess.run([sys.executable, generator, tmp_path], check=True, env={**os.environ, "PYTHONPATH": path})
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_refused(damaged: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def program(name: str) -> str:
-    """Return the path of a program in this environment, or else on this machine."""
+    """Return the path of a program installed in this environment or, failing that, on this machine."""
     path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -207,7 +207,7 @@ def test_a_cpp_program_answers_cases(tmp_path: Path) -> None:
     declined = [name.partition("-")[2].partition("-")[2] for name in report.unsupported]
     assert (report.same, report.findings, Counter(declined)) == (9, [], {"padded": 2, "rotation": 6})
     assert set(report.unsupported.values()) == {"padding, rotations or row separators"}
-    # It supports two axes only, so three axes are a difference.
+    # The program supports only two axes, so it answers a case with three axes wrongly.
     (deep,) = run([str(binary)], load_cases(["rope-tie/2/0-prefill"])).findings
     assert str(deep) == "rope-tie/2/0-prefill: position_ids: got 2 values, want 3"
 
@@ -254,18 +254,18 @@ WANT = {"position_ids": [[0, None, 2], ["1/2", 4, 5]], "next_position": 3, "cos"
         ({"cos": [[0.54032, 1.0]]}, "cos[0][0]: got 0.54032, want 0.5403023059"),
     ],
 )
-def test_the_first_difference_is_named(changed: dict[str, Any], message: str | None) -> None:
+def test_the_first_difference_is_reported(changed: dict[str, Any], message: str | None) -> None:
     assert Case("a", {}, WANT).difference(WANT | {"position_ids": [[0, 1, 2], ["1/2", 4, 5]]} | changed) == message
 
 
-def test_lists_too_deep_to_print_are_described() -> None:
+def test_lists_nested_too_deeply_to_print_are_described() -> None:
     deep: list[Any] = []
     for _ in range(10**5):
         deep = [deep]
     assert Case("a", {}, {"delta": 1}).difference({"delta": deep}) == "delta: got lists in lists, want the number 1"
 
 
-def test_a_missing_field_is_named() -> None:
+def test_a_missing_field_is_reported() -> None:
     assert Case("a", {}, {"delta": -4}).difference({}) == "delta: missing, want -4"
 
 
@@ -297,7 +297,7 @@ for line in sys.stdin:
 
 
 def ran(body: str = "pass", cases: Sequence[Case] = CASES, time_limit: float = 60.0, end: str = "") -> Outcome:
-    """Run a program that answers correctly, with a statement in its loop and another at its end."""
+    """Run a program that answers correctly, after inserting one statement into its loop and another at its end."""
     return run([sys.executable, "-c", LOOP.replace("{body}", body) + end], cases, time_limit=time_limit)
 
 
@@ -331,28 +331,28 @@ def test_a_program_with_correct_answers_passes() -> None:
         ),
     ],
 )
-def test_one_wrong_answer_is_one_mismatch_and_the_other_cases_are_sent(body: str, message: str) -> None:
+def test_one_wrong_answer_counts_as_one_mismatch_and_the_other_cases_are_still_sent(body: str, message: str) -> None:
     report = ran(body)
     assert list(map(str, report.findings)) == [f"a/0/2-prefill: {message}"]
     assert (report.same, report.not_asked, report.passed) == (4, 0, False)
 
 
 @pytest.mark.parametrize("depth", [500, 10**5])
-def test_deeply_nested_lists_are_one_mismatch(depth: int) -> None:
+def test_deeply_nested_lists_count_as_one_mismatch(depth: int) -> None:
     lists = f"'[' * {depth} + ']' * {depth}"
     body = f"""if n == 2: print('{{"case": "a/0/2-prefill", "delta": ' + {lists} + '}}', flush=True); continue"""
     report = ran(body)
     assert ([finding.case for finding in report.findings], report.same) == (["a/0/2-prefill"], 4)
 
 
-def test_a_second_answer_to_the_last_case_is_a_mismatch() -> None:
+def test_a_second_answer_to_the_last_case_counts_as_a_mismatch() -> None:
     report = ran("if n == 4: print(json.dumps(answer))")
     line = """'{"case": "a/0/4-prefill", "delta": 4}\\n'"""
     message = f"after the last case: got the line {line}, want one line per case"
     assert list(map(str, report.findings)) == [f"a/0/4-prefill: {message}"]
 
 
-def test_a_program_that_waits_for_all_cases_is_too_slow() -> None:
+def test_a_program_that_waits_for_all_cases_times_out() -> None:
     body = "rest = [json.loads(line) for line in sys.stdin]; print(json.dumps(rest[::-1]))"
     report = ran(body, CASES[:1], time_limit=0.1)
     assert list(map(str, report.findings)) == ["a/0/0-prefill: no answer within 0.1 s"]
@@ -363,30 +363,30 @@ LONG = Case("a", {"case": "a", "more": "x" * 2**20}, {"delta": 1})
 
 
 @pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
-def test_a_program_that_never_reads_is_too_slow(case: Case) -> None:
+def test_a_program_that_never_reads_times_out(case: Case) -> None:
     report = run([sys.executable, "-c", "import time; time.sleep(600)"], [case], time_limit=0.1)
     assert list(map(str, report.findings)) == [f"{case.name}: no answer within 0.1 s"]
 
 
 @pytest.mark.parametrize("case", [CASES[0], LONG], ids=["short", "long"])
 @pytest.mark.parametrize("time_limit", [60.0, 1e12, float("inf")])
-def test_a_program_that_exits_immediately_is_a_mismatch(case: Case, time_limit: float) -> None:
+def test_a_program_that_exits_immediately_counts_as_a_mismatch(case: Case, time_limit: float) -> None:
     report = run([sys.executable, "-c", ""], [case], time_limit=time_limit)
     assert list(map(str, report.findings)) == [f"{case.name}: the program ended with exit code 0, want an answer"]
 
 
-def test_a_program_may_write_before_it_has_read() -> None:
+def test_a_program_may_write_its_answer_before_reading_the_case() -> None:
     answer = "{'case': 'a', 'delta': 1, 'more': 'x' * 2**20}"
     body = f"import json, sys; print(json.dumps({answer}), flush=True); sys.stdin.read()"
     assert run([sys.executable, "-c", body], [LONG]).passed
 
 
-def test_reasons_are_printable_lines() -> None:
+def test_reasons_are_printed_as_one_printable_line_each() -> None:
     report = ran(r"if n != 2: answer['unsupported'] = ['no videos', '\ud800', '', 'a\nb', ['odd']][n]")
     assert list(report.unsupported.values()) == ["no videos", r'"\ud800"', r'"a\nb"', '["odd"]']
 
 
-def test_declined_cases_are_no_mismatches_unless_all_are_declined() -> None:
+def test_declined_cases_pass_unless_all_are_declined() -> None:
     report = ran("if n != 2: answer = {'case': request['case'], 'unsupported': 'odd'}")
     assert (report.same, report.findings, report.passed) == (1, [], True)
     assert report.unsupported == {f"a/0/{n}-prefill": "odd" for n in (0, 1, 3, 4)}
@@ -399,12 +399,12 @@ def test_a_program_that_never_answers_is_abandoned() -> None:
     assert report.not_asked == 2
 
 
-def test_failures_that_are_not_consecutive_do_not_end_the_run() -> None:
+def test_nonconsecutive_failures_do_not_end_the_run() -> None:
     report = ran("if n != 2: sys.exit(1)")
     assert (report.same, len(report.findings), report.not_asked) == (1, 4, 0)
 
 
-def test_a_nonzero_exit_code_is_a_mismatch() -> None:
+def test_a_nonzero_exit_code_counts_as_a_mismatch() -> None:
     report = ran(end="sys.exit(5)")
     assert list(map(str, report.findings)) == ["a/0/4-prefill: after the last case: exit code 5, want exit code 0"]
     assert report.same == 5
@@ -412,7 +412,7 @@ def test_a_nonzero_exit_code_is_a_mismatch() -> None:
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the wait for the end of programs."""
+    """Do not wait for programs to exit."""
     wait = subprocess.Popen.wait
 
     def at_once(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -422,13 +422,13 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_program_that_does_not_exit_is_a_mismatch() -> None:
+def test_a_program_that_does_not_exit_counts_as_a_mismatch() -> None:
     message = "after the last case, the program did not exit within 60 s of the end of its input"
     assert list(map(str, ran(end="time.sleep(600)").findings)) == [f"a/0/4-prefill: {message}"]
 
 
 @pytest.mark.usefixtures("endless")
-def test_a_program_that_closes_its_output_is_a_mismatch() -> None:
+def test_a_program_that_closes_its_output_counts_as_a_mismatch() -> None:
     report = ran("if n == 2: os.close(1); time.sleep(600)")
     message = "the program closed its output, want an answer"
     assert str(report.findings[0]) == f"a/0/2-prefill: {message}"
@@ -465,7 +465,7 @@ def test_mmpos_passes_its_own_cases(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def answer_chunks_only(folder: Path, ids: list[list[int | str]]) -> str:
-    """Return the command of a program that answers chunks with these ids and declines other cases."""
+    """Return the command line of a program that answers chunk cases with these ids and declines all others."""
     script = folder / "mine.py"
     script.write_text(
         "import json, sys\nfor line in sys.stdin:\n    request = json.loads(line)\n"
@@ -475,7 +475,9 @@ def answer_chunks_only(folder: Path, ids: list[list[int | str]]) -> str:
     return f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"
 
 
-def test_differences_are_printed_and_set_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_differences_are_printed_and_determine_the_exit_code(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     command = answer_chunks_only(tmp_path, [[0]])
     assert mmpos(capsys, "run", "--command", command, "v2pe/0/2-*", "v2pe/0/3-*") == (
         3,
@@ -497,7 +499,7 @@ def test_differences_are_printed_and_set_the_exit_code(capsys: pytest.CaptureFix
     )
 
 
-def test_declined_cases_are_counted_and_named_with_require_all(
+def test_declined_cases_are_counted_and_require_all_lists_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = answer_chunks_only(tmp_path, [[7, 8, 9, "37/4", "19/2"]])
@@ -518,14 +520,14 @@ def test_declined_cases_are_counted_and_named_with_require_all(
         (["run", "--command", "a", "--time-limit", "0"], "time_limit: got 0.0, want seconds > 0"),
     ],
 )
-def test_invalid_arguments_have_another_exit_code_than_differences(
+def test_invalid_arguments_and_differences_have_different_exit_codes(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert mmpos(capsys, *words) == (2, "", f"mmpos: error: {message}\n")
 
 
 @pytest.mark.parametrize("line", ["garbage", "[]", '{"case": "a", "scheme": {"name": "b"}, "documents": []}', "{}"])
-def test_mmpos_answers_only_valid_cases(
+def test_mmpos_refuses_to_answer_invalid_cases(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(line))

@@ -1,4 +1,4 @@
-"""Ids against a scheme: equality, the first difference, and its cause."""
+"""Compare ids with those of a scheme: equality, the first difference, and its cause."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
 
 
 def test_padding_next_to_a_clip_is_ignored() -> None:
-    # Text, two markers, video and audio, two markers; then seven tokens of padding and one of text.
+    # The first row is text, two markers, video and audio, and two markers; the second is seven padding tokens and text.
     rows = [[0, *[0] * 2, *[7, 8, 8], *[0] * 2], [*[0] * 7, 0]]
     clip = SegmentTable.from_input_ids(
         rows,
@@ -86,7 +86,7 @@ def test_padding_next_to_a_clip_is_ignored() -> None:
     assert str(mmpos.diagnose(mmpos.place(clip, "tmrope").dense(), clip, "tmrope")) == sentence
 
 
-def test_padding_of_the_table_is_ignored() -> None:
+def test_padding_in_the_table_is_ignored() -> None:
     segments = SegmentTable.from_input_ids(
         [[1, 2, 9, 9], [0, 0, 0, 1]], Placeholders(image=9), [[1, 1, 2]], attention_mask=[[1, 1, 1, 1], [0, 0, 0, 1]]
     )
@@ -101,7 +101,7 @@ def test_padding_of_the_table_is_ignored() -> None:
         assert str(mmpos.diagnose(ids, placed)) == sentence
 
 
-def test_one_row_is_used_for_all_axes() -> None:
+def test_a_single_row_is_used_for_all_axes() -> None:
     assert diagnose(range(4), "4", scheme="mrope").equal
     assert diagnose([range(4)], "4", scheme="mrope").equal
     assert diagnose([[0, 1, 2, 3], [0, 1, 7, 7]], "4", "2", scheme="mrope").equal
@@ -112,7 +112,7 @@ def test_a_tensor_is_accepted() -> None:
     assert diagnose(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
 
 
-def test_a_difference_has_all_its_fields() -> None:
+def test_a_difference_sets_all_fields_of_the_diagnosis() -> None:
     ids = ids_of("2", "3,2x3,2", scheme="rope-tie-v2")
     ids[1, 6] = 9.5
     diagnosis = diagnose(ids, "2", "3,2x3,2", scheme="rope-tie-v2")
@@ -171,7 +171,7 @@ FLATTEN: dict[str, Any] = {"scheme": "flatten"}
 
 
 def cols_of_v2(*cols: int) -> list[list[int]]:
-    """Return the ids of TIE in rope-tie-v2 with integers in place of columns 4.5, 5.5 and 6.5."""
+    """Return the ids of TIE in rope-tie-v2, but with these integers instead of columns 4.5, 5.5 and 6.5."""
     return [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, *cols, *cols, 9, 10]]
 
 
@@ -180,12 +180,12 @@ def after_grid(*after: int) -> list[list[int]]:
 
 
 def frames(times: list[int], after: list[int]) -> list[list[int]]:
-    """Return ids of three text tokens, three frames of one patch at these times, and text."""
+    """Return the ids of three text tokens, three one-patch frames at these times, and the text after them."""
     return [[0, 1, 2, *times, *after], *[[0, 1, 2, 3, 3, 3, *after]] * 2]
 
 
 def video(*times: float) -> list[list[float]]:
-    """Return ids of two frames of one patch between two text tokens, in the middle of rows and columns."""
+    """Return the ids of two one-patch frames between two text tokens, with centred rows and columns."""
     return [list(times), *[[times[0], times[3] / 2, times[3] / 2, times[3]]] * 2]
 
 
@@ -198,7 +198,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     (cols_of_v2(4, 5, 6), TIE, TIE_V2, CUT),
     (cols_of_v2(4, 6, 6), TIE, TIE_V2, EVEN),
     (cols_of_v2(5, 6, 7), TIE, TIE_V2, "fractions are rounded to integers, halves up"),
-    # With start -5 the row of the grid is -3.5, and its columns are -4 and -3.
+    # With start -5, the grid has row -3.5 and columns -4 and -3.
     ([[-5, -4, -4, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, FLOOR),
     ([[-5, -3, -3, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, CUT),
     (
@@ -293,7 +293,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         {"scheme": MRopeQwen25()},
         "these are the ids of mrope-transformers(tokens_per_second=2)",
     ),
-    (  # the same scheme with other parameters is tried before other schemes
+    (  # other parameters of the same scheme are tried before other schemes
         frames([3, 4, 5], [4]),
         "3,3x1x1,1",
         {"scheme": MRopeTransformers(tokens_per_second=4)},
@@ -348,7 +348,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
 ]
 
 
-def test_a_mistake_is_found_if_documents_have_different_starts() -> None:
+def test_a_mistake_is_found_even_if_documents_have_different_starts() -> None:
     segments, start = SegmentTable.from_documents([[mmpos.Text(2), mmpos.Grid(2, 3), mmpos.Text(3)]] * 2), [0, 7]
     ids = mmpos.place(segments, "rope-tie", start).dense()
     ids[:, [8, 9, 10, 19, 20, 21]] = [8, 9, 10, 15, 16, 17]
@@ -356,7 +356,7 @@ def test_a_mistake_is_found_if_documents_have_different_starts() -> None:
 
 
 @pytest.mark.parametrize(("ids", "specs", "options", "cause"), CAUSES, ids=lambda value: None)
-def test_a_known_mistake_is_named(ids: Any, specs: Any, options: dict[str, Any], cause: str) -> None:
+def test_a_known_mistake_is_identified(ids: Any, specs: Any, options: dict[str, Any], cause: str) -> None:
     assert cause_of(ids, *([specs] if isinstance(specs, str) else specs), **options) == cause
 
 
@@ -377,7 +377,7 @@ def test_ids_shifted_by_one_token_are_recognized(first: list[int], last: list[in
     assert cause_of(ids, "2,1x2,2", start=5) == NEIGHBOUR.format(neighbour)
 
 
-def test_1d_ids_are_diagnosed_in_full_sentences() -> None:
+def test_diagnoses_of_1d_ids_are_full_sentences() -> None:
     sentence = (
         "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): got 3, want (6, 5) in rope-tie. "
         f"8 of 11 tokens differ, in 1 of 1 document. Cause: {DOCUMENT}. "
@@ -429,21 +429,22 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
     [
         # Text is the fifth token after the first thumbnail, and the ninth after the second.
         (PICTURE, "mrope-canvas", [[0, 1, 1, 1, 4, 5, 5, 5, 8], *[[0, 0, 1, 2, 4, 4, 5, 6, 8]] * 2], AHEAD),
-        # A canvas of two rows and two columns, not of one row and four columns.
+        # The canvas has two rows and two columns instead of one row and four columns.
         (
             SLICED,
             "mrope-canvas",
             [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
             EXCHANGED,
         ),
-        # Two markers, patches and audio with the same ids, two markers; then text at the ninth token.
+        # The clip is two markers, patches and audio with the same ids, and two markers; text follows as the ninth
+        # token.
         (
             SOUND,
             "tmrope",
             [*[[0, 1, 1, 2, 2, 2, 3, 3, 8, 9, 9, 11]] * 2, [0, 1, 1, 2, 3, 2, 3, 3, 8, 9, 10, 11]],
             AHEAD,
         ),
-        # Frames half an id apart, and text after 6 ids instead of 3.
+        # Frames are half an id apart, and text follows after 6 ids instead of 3.
         (
             VIDEO,
             "tmrope-qwen3",
@@ -467,7 +468,7 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
         ),
     ],
 )
-def test_mistakes_in_images_with_tiles_and_videos_with_audio_are_recognized(
+def test_mistakes_in_tiled_images_and_videos_with_audio_are_recognized(
     document: list[Any], scheme: str, ids: list[list[float]], cause: str
 ) -> None:
     diagnosis = mmpos.diagnose(ids, SegmentTable.from_documents([document]), scheme)
@@ -500,13 +501,13 @@ def test_the_smallest_seconds_per_frame_cannot_be_halved() -> None:
 
 
 class Late(MRope):
-    """Grids begin later, by the number of ids that they consume."""
+    """M-RoPE in which each grid begins later, by the number of ids that it consumes."""
 
     def place(self, grids: Grids, cursor: npt.NDArray[np.int64]) -> Placement:
         return super().place(grids, cursor + self.advance(grids))
 
 
-def test_a_mistake_replaces_one_method_of_a_scheme_whose_methods_call_each_other() -> None:
+def test_a_mistake_replaces_one_method_even_if_methods_of_the_scheme_call_each_other() -> None:
     segments = table("1,2x3,3")
     ids = mmpos.place(segments, Late()).dense()
     ids[:, 7:] = [7, 8, 9]
@@ -557,7 +558,7 @@ def test_shifted_images_between_right_tokens_are_recognized(specs: list[str], sh
     assert "all other tokens are right" not in str(diagnose(ids, *specs, scheme="mrope"))
 
 
-def test_an_offset_of_a_whole_document_is_not_claimed_if_its_first_or_last_tokens_are_right() -> None:
+def test_a_whole_document_is_not_called_shifted_if_its_first_or_last_tokens_are_right() -> None:
     ids = ids_of("3,2x3,4,4x4,5", scheme="mrope")
     ids[:, 14:29] += 1
     cause = "a run of {} tokens has ids that are {} too large; all other tokens are right"
@@ -577,14 +578,14 @@ def test_a_constant_offset_in_several_runs_is_recognized() -> None:
     assert cause_of(ids, "30") is None
 
 
-def test_zero_documents_are_equal() -> None:
+def test_zero_documents_are_reported_as_equal() -> None:
     empty = SegmentTable.from_documents([])
     assert str(mmpos.diagnose(np.zeros((2, 0)), empty)) == "All 0 tokens of 0 documents have the ids of rope-tie."
     assert mmpos.diagnose(np.zeros((2, 0, 3)), empty).equal
 
 
 @pytest.mark.parametrize("far", [np.uint64(2**63), np.float64(1e300)])
-def test_ids_far_beyond_any_start_are_a_constant_too_large(far: Any) -> None:
+def test_ids_far_beyond_any_start_are_reported_as_a_constant_too_large(far: Any) -> None:
     ids = np.arange(3).astype(far.dtype) + far
     cause = diagnose(ids, "3").cause
     assert cause is not None
@@ -593,7 +594,7 @@ def test_ids_far_beyond_any_start_are_a_constant_too_large(far: Any) -> None:
 
 @settings(settled, max_examples=40)
 @given(SPECS, SCHEMES, st.data())
-def test_one_wrong_token_is_no_evidence_of_any_mistake(specs: list[str], scheme: str, data: st.DataObject) -> None:
+def test_one_wrong_token_is_not_evidence_of_a_mistake(specs: list[str], scheme: str, data: st.DataObject) -> None:
     segments = table(*specs)
     placed = mmpos.place(segments, scheme)
     ids = placed.dense().astype(np.float64)
@@ -608,25 +609,25 @@ def test_one_wrong_token_is_no_evidence_of_any_mistake(specs: list[str], scheme:
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3, 9], [0, 1, 2, 0, 0]])
-def test_a_fitted_token_is_no_evidence(ids: list[int]) -> None:
+def test_a_token_that_was_fitted_is_not_evidence_of_a_mistake(ids: list[int]) -> None:
     assert diagnose(ids, "5").cause is None
 
 
 @pytest.mark.parametrize("last", [0, 10])
-def test_a_mistake_that_gives_one_of_eleven_wrong_ids_is_not_named(last: int) -> None:
-    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 gives the first id and, if it is 10, the tenth
+def test_a_mistake_that_explains_one_of_eleven_wrong_ids_is_not_reported(last: int) -> None:
+    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 explains the first id, and the tenth if it is 10
     diagnosis = diagnose(ids, "11", scheme="flatten")
     assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
 
 
-def test_the_cause_is_unknown_if_no_mistake_gives_the_ids() -> None:
+def test_the_cause_is_unknown_if_no_known_mistake_produces_the_ids() -> None:
     ids = ids_of("3,2x3,4")
     ids[:, 11:] = 3, 99
-    sentence = "Cause unknown: no known mistake gives the first two differences."
+    sentence = "Cause unknown: no known mistake reproduces the first two differences."
     assert diagnose(ids, "3,2x3,4").sentences[2] == sentence
 
 
-def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
+def test_a_partial_cause_is_reported_with_the_number_of_differences_it_explains() -> None:
     ids = np.array(after_grid(7, 8, 9))
     ids[1, 9] = 99
     diagnosis = diagnose(ids, "1,2x3,3")
@@ -638,7 +639,7 @@ def test_a_cause_of_some_differences_is_reported_with_their_number() -> None:
 
 @settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.integers(-3, 10**6), st.integers(0, 3), st.sampled_from(["left", "right"]))
-def test_placed_ids_are_equal_packed_and_padded(
+def test_placed_ids_are_found_equal_whether_packed_or_padded(
     specs: list[str], scheme: str, start: int, more: int, side: Any
 ) -> None:
     segments = table(*specs)
@@ -673,7 +674,7 @@ def a_case(ids: Ids, segments: SegmentTable, scheme: str) -> Deviation:
 
 @settings(settled, max_examples=4)
 @given(SPECS, SCHEMES, st.data())
-def test_the_ids_of_every_mistake_are_explained_by_it_or_by_an_earlier_one(
+def test_ids_with_a_mistake_are_explained_by_that_mistake_or_an_earlier_one(
     specs: list[str], scheme: str, data: st.DataObject
 ) -> None:
     segments = table(*specs)
@@ -696,7 +697,7 @@ def test_the_ids_of_every_mistake_are_explained_by_it_or_by_an_earlier_one(
 
 @settings(settled, max_examples=25)
 @given(SPECS, SCHEMES, st.data())
-def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
+def test_a_cause_reproduces_the_first_difference_and_the_reported_number_of_ids(
     specs: list[str], scheme: str, data: st.DataObject
 ) -> None:
     segments = table(*specs)
@@ -778,7 +779,7 @@ def test_a_cause_gives_the_first_difference_and_the_reported_number_of_ids(
         (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 12]}, "attention_mask[0]: got 12 tokens, want 11"),
     ],
 )
-def test_invalid_arguments_are_named(ids: Ids, options: dict[str, Any], message: str | None) -> None:
+def test_invalid_arguments_are_refused(ids: Ids, options: dict[str, Any], message: str | None) -> None:
     with pytest.raises(InvalidInputError) as error:
         diagnose(ids, "3,2x3,2", **options)
     assert message is None or str(error.value) == message
@@ -795,7 +796,7 @@ def test_documents_must_be_a_table_and_a_position_table_takes_no_scheme() -> Non
             mmpos.diagnose([0], placed, **option)
 
 
-def test_a_table_of_ids_has_a_run_of_text_wherever_ids_increase_by_one() -> None:
+def test_a_table_built_from_ids_has_a_run_of_text_wherever_ids_increase_by_one() -> None:
     positions = table_of_ids(np.array([[0, 1, 2, 3, 5]]), None, np.array([2, 0, 3]), "ids")
     assert positions.dense().tolist() == [[0, 1, 2, 3, 5]]
     assert positions.lengths.tolist() == [2, 0, 3]
@@ -806,12 +807,12 @@ def test_a_table_of_ids_has_a_run_of_text_wherever_ids_increase_by_one() -> None
     ]
 
 
-def test_indices_between_right_ids_are_recognized() -> None:
+def test_token_indices_between_right_ids_are_recognized() -> None:
     ids = ids_of("2,6x9,12", scheme="mrope")
     ids[:, [23, 24, 25]] = [[23, 24, 25]] * 3  # ids of tokens 68 to 70: text continues at 2 + 9 after 54 patches
     assert cause_of(ids, "2,6x9,12", scheme="mrope") == SLOTS
     ids[:, 24] += 5
     assert cause_of(ids, "2,6x9,12", scheme="mrope") is None
     decoded = ids_of("3,2x4,4", scheme="mrope")
-    decoded[:, 11:14] = [[11, 12, 13]] * 3  # only the last of four tokens has its delta
+    decoded[:, 11:14] = [[11, 12, 13]] * 3  # only the last of the four tokens has the delta
     assert cause_of(decoded, "3,2x4,4", scheme="mrope") == SLOTS

@@ -1,4 +1,4 @@
-"""Fingerprints: their canonical form, their independence of storage, and the diagnosis of two sides that differ."""
+"""Fingerprints: their canonical form, their independence from storage, and the diagnosis of sides that differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Sequence[Sequence[int | float | Fraction]]
 
 
 def canonical(document: Rows) -> str:
-    """Compute the fingerprint of exact (axes, tokens) ids, token by token."""
+    """Compute the fingerprint of exact (axes, tokens) ids one token at a time."""
     tokens = [[Fraction(number) for number in ids] for ids in zip(*document, strict=True)]
     steps = tokens[:1] + [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(tokens)]
     steps = [[(number + 2**31) % 2**32 - 2**31 for number in step] for step in steps]
@@ -76,7 +76,7 @@ def test_equal_ids_have_one_fingerprint_however_they_are_stored(
     side: Side = data.draw(st.sampled_from(["left", "right"]))
     padded, mask = positions.padded(side=side)
     assert fingerprint(padded, attention_mask=mask) == fingerprint(positions.pad(side=side)) == want
-    # In other segments: split anywhere and joined again.
+    # With other segments: split anywhere and joined again.
     cuts = sorted(data.draw(st.lists(st.integers(0, positions.num_tokens), max_size=5)))
     edges = [0, *cuts, positions.num_tokens]
     assert fingerprint(positions.take(edges[:-1], edges[1:])) == want
@@ -104,7 +104,7 @@ def test_a_shard_has_the_fingerprint_of_the_ids_that_its_rank_holds(
 
 @settings(max_examples=60)
 @given(DOCUMENTS, SCHEMES, st.data())
-def test_fingerprints_differ_exactly_where_ids_do(
+def test_fingerprints_differ_exactly_where_ids_differ(
     documents: list[list[Any]], scheme: str | Scheme, data: st.DataObject
 ) -> None:
     positions = placed(documents, scheme)
@@ -192,7 +192,7 @@ def test_masked_ids_are_neither_counted_nor_checked() -> None:
     assert same_positions({"position_ids": [[0.5, np.nan, 2.0]], "attention_mask": mask[:3]}, [[0.5, 2.0]]).equal
 
 
-def test_padding_may_be_anywhere() -> None:
+def test_padding_can_be_anywhere() -> None:
     ids = [[9, 0, 1, 9, 2, 0, 9, 1]]
     want = [canonical([[0, 1, 2]]), canonical([[0, 1]]), canonical([[]])]
     assert fingerprint(ids, attention_mask=[0, 1, 1, 0, 1, 1, 0, 1], cu_seqlens=[0, 5, 8, 8]) == want
@@ -240,13 +240,13 @@ def test_padding_may_be_anywhere() -> None:
         ),
     ],
 )
-def test_invalid_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)
     assert str(error.value).startswith(message)
 
 
-def test_tensors_must_be_on_the_host_and_may_require_a_gradient() -> None:
+def test_tensors_must_be_on_the_host_and_may_require_gradients() -> None:
     torch = pytest.importorskip("torch")
     ids = torch.tensor([[0.0, 0.5, 2.0]], requires_grad=True)
     assert fingerprint(ids, attention_mask=torch.tensor([1, 1, 0])) == fingerprint([[0.0, 0.5]])
@@ -281,7 +281,7 @@ def test_equal_positions_are_equal_however_they_are_stored() -> None:
     assert difference(WANT, PACKED) == "All 15 tokens of 2 documents have the ids of b."
 
 
-def test_the_first_difference_is_named_with_both_values_and_its_cause() -> None:
+def test_the_first_difference_is_reported_with_both_values_and_its_cause() -> None:
     rest = "got (4, 3, 3), want (3, 4, 3) in {}. 3 of 15 tokens differ, in 1 of 2 documents. Cause: axes are swapped"
     swapped = {**PACKED, "position_ids": IDS[[1, 0, 2]]}
     where = "documents[0], token 6, is frame 0, row 1, column 0 of a grid of width 3 (segment 1): "
@@ -308,7 +308,7 @@ def test_documents_in_another_order_are_recognized() -> None:
     assert "Cause: documents are in another order: documents[0] has the ids of documents[1]." in difference(reordered)
 
 
-def test_documents_of_other_lengths_are_recognized() -> None:
+def test_documents_of_different_lengths_are_recognized() -> None:
     short = {"position_ids": IDS[:, :14], "cu_seqlens": [0, 11, 14]}
     assert difference(short) == (
         "documents[1], token 3, is token 3 of a run of text (segment 3): got no token, want (3, 3, 3) in mrope. "
@@ -324,7 +324,7 @@ def test_documents_of_other_lengths_are_recognized() -> None:
     )
 
 
-def test_a_text_row_on_one_side_is_not_an_axis() -> None:
+def test_a_text_row_on_one_side_does_not_count_as_an_axis() -> None:
     with_text_row: dict[str, Any] = {**PACKED, "position_ids": np.concatenate([[np.r_[:11, :4]], IDS])}
     hint = "; Transformers' text row is not an axis: pass position_ids[1:]"
     for a, b, message in (

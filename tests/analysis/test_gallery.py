@@ -35,7 +35,8 @@ def test_a_command_draws_the_picture_below_it(
     monkeypatch.chdir(tmp_path)
     assert testing.CliRunner().invoke(app, command[1:]).exit_code == 0
     drawn, kept = pixels(tmp_path / command[-1]), pixels(DOCS / "gallery" / command[-1])
-    # Cosines of other processors may change a shade slightly; one more letter changes a hundred times as much.
+    # Cosines computed on another processor may change a shade slightly; one extra letter changes a hundred times as
+    # much.
     assert drawn.shape == kept.shape
     assert np.abs(drawn.astype(np.int16) - kept).mean() < 2e-4
 

@@ -38,7 +38,7 @@ def colours(path: Path) -> dict[tuple[int, int, int], int]:
     return {(code >> 16, code >> 8 & 255, code & 255): int(codes[code]) for code in np.flatnonzero(codes).tolist()}
 
 
-def test_columns_are_drawn_to_the_right_and_rows_downwards() -> None:
+def test_columns_are_drawn_rightwards_and_rows_downwards() -> None:
     plane = read_plane(table("3,2x3,2"), 0)
     assert plane.text.tolist() == [[0, 1, 2, 14, 15], [0, 1, 2, 14, 15]]
     (image,) = plane.images
@@ -57,24 +57,24 @@ def test_columns_are_drawn_to_the_right_and_rows_downwards() -> None:
         ("4,4x10,4", "naive-2d", ["gaps (1, 1) and (7, 1)"], (3, 14)),
         ("3,2x3", "rope-tie", ["gap (4, 3) on both sides"], (2, 14)),  # up to the next position
         ("2x3,2", "rope-tie", [], None),
-        ("1,2x2,1", "rows", [], None),  # its text is off the diagonal
+        ("1,2x2,1", "rows", [], None),  # text is off the diagonal
         ("1,2x1x3,1", "mrope", ["gaps (1, 1) and (3, 1)"], (0, 4)),
         ("1,2x2,1x2,1", "mrope", [], None),  # no text between the images
     ],
 )
-def test_gaps_of_an_image_are_named(spec: str, scheme: str, gaps: list[str], square: Any) -> None:
+def test_the_gaps_around_an_image_are_described(spec: str, scheme: str, gaps: list[str], square: Any) -> None:
     plane = read_plane(table(spec, scheme=scheme), 0)
     assert (plane.notes[:-1], plane.images[0].square) == (gaps, square)
 
 
-def test_one_axis_is_drawn_over_tokens() -> None:
+def test_ids_on_a_single_axis_are_plotted_against_tokens() -> None:
     plane = read_plane(table("1", "1,1x2,1", scheme="v2pe"), 1)
     assert plane.names == ("token", "position id")
     assert (plane.text.tolist(), plane.end.tolist()) == ([[0, 3], [0, 2]], [[4], [3]])
     assert [image.points.tolist() for image in plane.images] == [[[1, 2], [0.25, 0.5]]]
 
 
-def test_padding_and_cut_images_are_read() -> None:
+def test_tables_with_padding_and_cut_images_can_be_read() -> None:
     plane = read_plane(table("3,2x3,2").slice(0, 7).pad(12), 0)
     assert plane.text.shape == (2, 3)
     assert [image.points.tolist() for image in plane.images] == [[[5, 8, 11, 5], [6, 6, 6, 10]]]
@@ -106,7 +106,7 @@ def test_the_y_axis_is_inverted_if_it_shows_row_ids() -> None:
         assert not axes.xaxis_inverted()
 
 
-def test_equal_tables_give_equal_bytes_with_any_settings_of_the_caller(tmp_path: Path) -> None:
+def test_equal_tables_give_equal_bytes_whatever_settings_the_caller_uses(tmp_path: Path) -> None:
     import matplotlib
 
     for kind, start in (("svg", b"<?xml "), ("png", b"\x89PNG"), ("pdf", b"%PDF-")):
@@ -138,13 +138,13 @@ def test_panels_show_names_gaps_and_next_positions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schemes", [["mrope"], ["rope-tie"], ["rope-tie", "mrope"]])
 @pytest.mark.parametrize("spec", ["3,2x3,2", "7,3x5,7,6x2,2", "1,2x2,1,2x3,1,2x2,1,3x3,1,2x2,1"])
-def test_the_legend_fits_into_the_picture(spec: str, schemes: list[str]) -> None:
+def test_the_legend_fits_the_picture(spec: str, schemes: list[str]) -> None:
     figure = plot_positions([table(spec, scheme=scheme) for scheme in schemes])
     (legend,) = figure.legends
     assert legend.get_window_extent().width <= figure.bbox.width
 
 
-def test_documents_with_the_same_index_are_drawn_next_to_each_other(tmp_path: Path) -> None:
+def test_documents_with_the_same_index_are_drawn_side_by_side(tmp_path: Path) -> None:
     tables = [table("3", "1,2x2,1,2x3,1", scheme=scheme) for scheme in ("rope-tie", "mrope")]
     plot_positions(tables, tmp_path / "ids.svg")
     labels = texts(tmp_path / "ids.svg")
@@ -210,7 +210,7 @@ def test_a_plot_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pyt
         assert (small.format, small.size) == ("PNG", (large.width // 2, large.height // 2))
 
 
-TABLE = "want a PositionTable, as mmpos.place gives it"
+TABLE = "want a PositionTable, as returned by mmpos.place"
 
 
 @pytest.mark.parametrize(
@@ -220,17 +220,17 @@ TABLE = "want a PositionTable, as mmpos.place gives it"
         (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
         (lambda: plot_positions(PLACED, segments=SEGMENTS), "segments: got 9 tokens, want 4"),
         (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
-        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
+        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
         (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
         (lambda: plot_attention(KERNEL), "kernels: got Kernel, want a list of Kernel"),
         (
             lambda: plot_attention([KERNEL, PLACED]),
-            "kernels[1]: got PositionTable, want a Kernel, as attention_kernel gives it",
+            "kernels[1]: got PositionTable, want a Kernel, as returned by attention_kernel",
         ),
-        (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as mmpos.rotary.Rotary gives it"),
+        (lambda: plot_phase_error(OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
     ],
 )
-def test_arguments_of_other_types_are_refused(draw: Any, message: str) -> None:
+def test_arguments_of_wrong_types_are_refused(draw: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         draw()
     assert str(raised.value) == message
@@ -253,7 +253,7 @@ def test_segments_distinguish_audio_and_clips_from_text() -> None:
     assert (image.noun, image.square) == ("image", (9, 12))
 
 
-def test_audio_is_distinguished_in_each_document_with_one_axis() -> None:
+def test_audio_is_distinguished_in_every_document_of_a_one_axis_scheme() -> None:
     segments = SegmentTable.from_documents([[Text(2)], [Audio(1), Text(1), Audio(2)]])
     planes = [read_plane(place(segments, "flatten"), d, segments) for d in range(2)]
     assert [plane.text.tolist() for plane in planes] == [[[0, 1], [0, 1]], [[1], [1]]]
@@ -268,12 +268,12 @@ def test_segments_distinguish_thumbnails_from_tiles() -> None:
     assert thumbnail.points.tolist() == [[3, 5, 6, 8] * 4, [*[3] * 4, *[4] * 8, *[5] * 4]]
     assert left.points.tolist() == [[3, 4, 5] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
     assert right.points.tolist() == [[6, 7, 8] * 3, [3, 3, 3, 4, 4, 4, 5, 5, 5]]
-    # The markers of the thumbnail and of each tile, and the token after the last tile.
+    # Markers of the thumbnail and of each tile, and the token after the last tile.
     rows_and_columns = [[2, 6, 3, 5, 3, 5, 3], [2, 9, 3, 5, 6, 8, 3]]
     assert plane.text.tolist() == [[0, 1, 2, *line, 10, 11, 12] for line in reversed(rows_and_columns)]
 
 
-def test_a_video_in_pieces_is_one_image_with_its_segments() -> None:
+def test_a_video_placed_in_pieces_is_one_image_if_segments_are_passed() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=3, seconds_per_frame=1), Text(1)]])
     placed = place(segments, "tmrope")
     assert [image.sides for image in read_plane(placed, 0).images] == [(1, 2)] * 3
@@ -281,7 +281,7 @@ def test_a_video_in_pieces_is_one_image_with_its_segments() -> None:
     assert (image.noun, image.sides, image.points.tolist()) == ("image", (1, 2), [[1, 2] * 3, [1, 1] * 3])
 
 
-def test_legends_name_audio_clips_and_tiles_and_thumbnails_are_rings(tmp_path: Path) -> None:
+def test_legends_list_audio_clips_and_tiles_and_thumbnails_are_drawn_as_rings(tmp_path: Path) -> None:
     path = tmp_path / "ids.svg"
     plot_positions(place(SPOKEN, "tmrope"), path, segments=SPOKEN)
     assert [word for word in texts(path) if word in ("text", "audio", "clip 1", "image 2")] == [

@@ -1,4 +1,4 @@
-"""Attention kernels: their values, the scores of rotated vectors, and their plots."""
+"""Attention kernels: their values, compared with scores of rotated vectors, and their plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_kernel_is_the_mean_cosine_over_pairs() -> None:
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "vrope"])
 @pytest.mark.parametrize("allocation", ["interleaved", "split", "axial"])
-def test_the_middle_patch_has_equal_scores_for_both_texts_in_a_symmetric_scheme(scheme: str, allocation: str) -> None:
+def test_symmetric_schemes_give_the_middle_patch_equal_scores_for_both_texts(scheme: str, allocation: str) -> None:
     placed = table("9,3x5,9", scheme=scheme)
     computed = attention_kernel(placed, Rotary(64, axes=placed.axes, allocation=allocation))
     bound = cos_sin(float(np.ptp(placed.dense())), 2, np.float64) + gamma(64, np.float64)  # a mean over 32 pairs
@@ -57,12 +57,12 @@ def test_a_kernel_equals_the_scores_of_rotated_queries_and_keys(scheme: str, rot
     q, _ = apply_rotary(x, None, placed, rotary)
     scores = (q[9] * q).sum(-1).mean(1).double().numpy() / 16
     assert computed.query == (1, 0)
-    # The mean of two products in each of 16 pairs, of rotated vectors below 2.
+    # A score is the mean over 16 pairs, each the sum of two products of rotated channels below 2.
     bound = 8 * float(rotations(q, EXACT).max()) + 2 * gamma(32)
     assert_within(np.concatenate([computed.before[::-1], computed.patches.ravel(), computed.after]), scores, bound)
 
 
-def test_the_default_query_is_the_middle_of_the_first_image_in_its_middle_frame() -> None:
+def test_the_default_query_is_the_middle_patch_of_the_first_images_middle_frame() -> None:
     rotary = Rotary(12, axes=3)
     assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
     computed = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
@@ -122,7 +122,7 @@ def kernel(label: str, **changed: Any) -> Kernel:
     return Kernel(label, **{**values, **changed})
 
 
-def test_a_plot_names_every_kernel_at_its_map_and_its_curve(tmp_path: Path) -> None:
+def test_every_kernel_is_labelled_on_its_map_and_on_its_curve(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_attention([kernel("one"), kernel("two")], tmp_path / "a.svg")
     labels = texts(tmp_path / "a.svg")
@@ -140,7 +140,7 @@ def test_maps_share_one_scale_from_the_smallest_cosine_to_one() -> None:
     assert [np.asarray(image.get_array()).tolist() for image in maps][1] == [[0.6] * 4] * 3
 
 
-def test_a_side_without_text_has_no_curves(tmp_path: Path) -> None:
+def test_a_side_without_text_gets_no_curves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     empty = np.zeros(0)
     plot_attention([kernel("one", before=empty)], tmp_path / "after.svg")

@@ -1,4 +1,4 @@
-"""Phase errors and growth of ids: compared with 60-digit numbers and the specification, and their plots."""
+"""Phase errors and growth of ids, compared with 60-digit numbers and the specification, and their plots."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FOLLOWED = [name for name, scheme in SCHEMES.items() if not issubclass(scheme, L
 """Schemes in which text follows grids."""
 
 
-def test_errors_are_those_of_the_specification() -> None:
-    # A window of 4,096 ids gives 0.797 at 10⁷; the specification has 0.77, from fewer ids.
+def test_errors_match_the_specification() -> None:
+    # With a window of 4,096 ids the error at 10⁷ is 0.797; the specification states 0.77, computed from fewer ids.
     errors = phase_errors(Rotary(128), [32_768, 131_072, 10**6, 10**7], window=4096)
     assert errors["hf"].tolist() == [printed("1.94e-3"), printed("7.76e-3"), printed("6.09e-2"), printed("0.797")]
     assert errors["float32"].tolist() == errors["hf"].tolist()
@@ -38,7 +38,7 @@ def test_exact_errors_stay_below_their_bound_up_to_the_last_id() -> None:
     assert errors["hf"][-1] == printed("3.1416")  # π, the largest possible error
 
 
-def test_the_largest_errors_equal_those_of_a_loop_with_60_digits() -> None:
+def test_the_largest_errors_equal_those_of_a_loop_in_60_digit_arithmetic() -> None:
     torch = pytest.importorskip("torch")
     from mmpos.rotary import reference
     from mmpos.rotary.device import frequencies_of
@@ -53,7 +53,7 @@ def test_the_largest_errors_equal_those_of_a_loop_with_60_digits() -> None:
             hf, exact = mp.mpf(0), mp.mpf(0)
             for i, row in zip(ids.tolist(), turns, strict=True):
                 for j, turn in enumerate(row):
-                    # θ_j = 10⁴^(−j/4), in float32 as 1 over the rounded power
+                    # θ_j = 10⁴^(−j/4), computed in float32 as 1 over the rounded power
                     angle = np.float32(i) * (np.float32(1) / np.float32(10.0**j))
                     true = i * mp.mpf(10) ** -j
                     for name, got in (("hf", mp.mpf(float(angle))), ("exact", mp.mpf(turn) * 2 * mp.pi / 2**32)):
@@ -64,7 +64,7 @@ def test_the_largest_errors_equal_those_of_a_loop_with_60_digits() -> None:
         assert errors["exact"][0] == pytest.approx(float(exact), rel=0, abs=2 * np.pi * 2.0**-62)
 
 
-def test_errors_never_decrease_with_larger_ids() -> None:
+def test_errors_never_decrease_as_ids_grow() -> None:
     errors = phase_errors(Rotary(8), [1000, 1024, 1100], window=2)
     assert all((np.diff(curve) >= 0).all() for curve in errors.values())
 
@@ -83,7 +83,7 @@ def test_invalid_ids_are_refused(ids: list[int], message: str) -> None:
         phase_errors(Rotary(8), ids)
 
 
-def test_ids_of_squares_and_strips_are_those_of_the_specification() -> None:
+def test_ids_of_squares_and_strips_match_the_specification() -> None:
     growth = id_growth(["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"], [24, 64, 128])
     squares, strips = np.stack([*growth.values()], axis=1)
     assert squares.T.tolist() == [[624, 576, 576, 24, 24], [4224, 4096, 4096, 64, 64], [16640, 16384, 16384, 128, 128]]
@@ -102,7 +102,7 @@ def test_schemes_without_next_positions_and_invalid_sides_are_refused() -> None:
         id_growth(["mrope"], [1, 1025])
 
 
-def test_plots_of_curves_have_their_labels(tmp_path: Path) -> None:
+def test_curve_plots_are_labelled(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_growth(path=tmp_path / "a.svg")
     labels = texts(tmp_path / "a.svg")
@@ -117,7 +117,7 @@ def test_plots_of_curves_have_their_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", [["mrope", "rope-tie", "mine", "v2pe(stride=16)", "mrope-transformers"], FOLLOWED])
-def test_the_order_of_curves_does_not_change_their_styles(chosen: list[str]) -> None:
+def test_the_order_of_curves_does_not_affect_their_styles(chosen: list[str]) -> None:
     styles = scheme_styles(chosen)
     assert scheme_styles(chosen[::-1]) == styles[::-1]
     assert len({style["color"] for style in styles}) == min(len(chosen), len(COLOURS) + 1)

@@ -1,4 +1,4 @@
-"""Positions read back from rotated keys: exact if they are known, and never wrong."""
+"""Positions read back from rotated keys: known ids are exact, and none are wrong."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ TOO_SLOW = {("sections", "bfloat16"), ("sections", "e4m3"), ("split", "e4m3")}
 
 
 def known_and_wrong(reading: Reading, ids: npt.ArrayLike, reference: int | None = 0) -> tuple[int, int]:
-    """Count the known ids, and the wrong ones of these."""
+    """Count the known ids, and how many of them are wrong."""
     want = np.asarray(ids)
     if reference is not None:
         want = want - want[:, [reference]]
@@ -134,8 +134,8 @@ NOISES = (0.04, 0.07, 0.09, 0.1, 0.12, 0.17, 0.3)
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("case", [QWEN3_VL, SHORT, CASES["1-D"]], ids=["mrope-interleaved", "16 pairs", "1-D"])
-def test_no_id_of_many_tokens_is_wrong_as_noise_grows(case: Case, added: bool) -> None:
-    """Noise is proportional to the numbers, as from rounding, or equal for all, as from scales of heads."""
+def test_no_id_of_2000_tokens_is_wrong_as_noise_grows(case: Case, added: bool) -> None:
+    """Noise is proportional to each number, as if from rounding, or equal for all, as if from scales of heads."""
     ids = np.tile(np.arange(2000), (case.rotary.axes, 1))
     counts = []
     for noise in NOISES:
@@ -159,7 +159,7 @@ def test_no_id_read_with_another_theta_is_wrong(tokens: int, dtype: str) -> None
         assert known_and_wrong(reading, ids)[1] == 0
 
 
-def test_no_id_of_keys_changed_after_their_rotation_is_wrong() -> None:
+def test_no_id_read_from_keys_changed_after_their_rotation_is_wrong() -> None:
     case, ids = CASES["1-D"], np.arange(1000)[None]
     weights = np.random.default_rng(1).uniform(0.7, 1.3, 64)
     for keys in (case.rotate(ids).clip(-1, 1), case.rotate(ids) * weights):
@@ -177,8 +177,8 @@ def test_ids_beyond_the_searched_range_are_unknown() -> None:
         assert np.abs(reading.position_ids[reading.known]).max() <= 2**18
 
 
-def test_two_pairs_without_noise_of_lengths_prove_no_id() -> None:
-    """Some of half a million ids fit two phases by chance, whatever the error of the phases."""
+def test_two_pairs_with_exact_lengths_do_not_prove_an_id() -> None:
+    """However exact two phases are, some of half a million ids fit them by chance."""
     case = Case(Rotary(4, 1e4, allocation=[0, 0], axes=1), np.zeros(2, np.int64), ladder(2, 1e4))
     rng = np.random.default_rng(1)
     for off in (1e-5, 1e-4, 1e-3):
@@ -203,7 +203,7 @@ def test_keys_that_rounding_makes_equal_are_not_read_as_equal_ids(dtype: torch.d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_no_known_id_is_wrong_with_random_rotations(seed: int) -> None:
+def test_no_known_id_is_wrong_for_random_rotations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     total = 0
     for _ in range(40):
@@ -261,7 +261,7 @@ def test_fractions_are_never_read_as_integers() -> None:
         assert np.abs(recovered - ids)[reading.known].max(initial=0) < 1e-9
 
 
-def test_ids_are_absolute_with_an_unrotated_key_as_reference() -> None:
+def test_ids_are_absolute_if_the_reference_is_an_unrotated_key() -> None:
     case = CASES["interleaved"]
     ids = np.array([[5, 6, 7], [5, 9, 7]])
     key = case.rotate([[0], [0]])[0]
@@ -286,7 +286,7 @@ def test_progress_is_reported_after_each_block() -> None:
     assert reported == [(4096, 5000), (5000, 5000)]
 
 
-def test_transformers_angles_of_float32_are_read_with_precision_hf() -> None:
+def test_float32_angles_of_transformers_are_read_with_precision_hf() -> None:
     rotary = Rotary(128, 1e6, axes=1, precision="hf")
     ids = np.array([0, 100_000, 131_071, 130_000])
     inv_freq = (1.0 / (1e6 ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))).numpy()
@@ -308,7 +308,7 @@ def test_angles_computed_in_float32_are_read_as_integers(theta: float, start: in
     assert reading.notes == ()
 
 
-def test_tokens_unlike_the_reference_are_noted() -> None:
+def test_tokens_that_differ_from_the_reference_are_noted() -> None:
     case = CASES["1-D"]
     keys = case.rotate([np.arange(6)])
     keys[2], keys[4] = np.random.default_rng(9).normal(size=keys[2].shape), np.nan
@@ -319,7 +319,7 @@ def test_tokens_unlike_the_reference_are_noted() -> None:
     assert reading.notes[0].startswith("2 tokens (first: 2) have pairs of other lengths than the reference, or NaN")
 
 
-def test_keys_with_a_weighted_norm_after_the_rotation_are_unlike_the_reference() -> None:
+def test_keys_weighted_by_a_norm_after_the_rotation_are_unlike_the_reference() -> None:
     case = CASES["1-D"]
     weights = np.random.default_rng(1).uniform(0.3, 2, 64)
     ids = random_ids(case, 40, seed=5)
@@ -342,7 +342,7 @@ def test_swapped_heads_and_tokens_are_noted(heads: int, tokens: int) -> None:
         assert reading.notes or not reading.known.all()  # one token proves nothing in either order
 
 
-def test_tokens_with_one_key_are_noted() -> None:
+def test_tokens_that_all_have_the_same_key_are_noted() -> None:
     case = CASES["1-D"]
     swapped = np.repeat(case.rotate([np.arange(9)], heads=1), 4, axis=1).swapaxes(0, 1)
     values = np.tile(case.rotate([[0]]), (7, 1, 1))
@@ -381,8 +381,8 @@ MEANT = place(PROMPT, "mrope-qwen3")
 IDS = MEANT.dense()
 
 
-def test_a_fused_kernel_that_drops_height_and_width_is_named() -> None:
-    """sglang#34446, #36762: ids are right, but all pairs rotate by the first axis."""
+def test_a_fused_kernel_that_drops_height_and_width_is_identified() -> None:
+    """sglang#34446, #36762: the ids are right, but all pairs rotate by the first axis."""
     dropped = QWEN3_VL.rotate(IDS[[0, 0, 0]]).astype(np.float32)
     diagnosis = check(read(dropped, QWEN3_VL.rotary), PROMPT, "mrope-qwen3")
     assert diagnosis.token == 31  # the first patch with a column other than the frame's id
@@ -429,7 +429,7 @@ def ids_of(scheme: str, *documents: list[Text | Grid]) -> Floats:
          f"{SHIFTED} their number times (9, 0, 0)"),
     ],
 )  # fmt: skip
-def test_mistakes_in_models_that_generate_images_are_named(
+def test_mistakes_in_image_generation_models_are_identified(
     documents: Any, mistaken: Callable[[str, Floats], Floats], first: tuple[int | None, ...], cause: str
 ) -> None:
     for scheme, token in zip(("flux", "qwen-image", "lumina2"), first, strict=True):
@@ -440,8 +440,8 @@ def test_mistakes_in_models_that_generate_images_are_named(
         assert token is None or f"Cause: {cause}" in " ".join(verdict.sentences)
 
 
-def test_sections_instead_of_interleaved_pairs_are_named() -> None:
-    """vllm-gaudi#1437: the sections of the config, but pairs in blocks."""
+def test_sections_instead_of_interleaved_pairs_are_identified() -> None:
+    """vllm-gaudi#1437: the sections are those of the config, but their pairs are in blocks."""
     mixed = Case(QWEN3_VL.rotary, blocks(24, 20, 20), ladder(64, 5e6))
     for positions in (MEANT, None):
         identification = identify(mixed.rotate(IDS).astype(np.float32), QWEN3_VL.rotary, positions)
@@ -456,13 +456,13 @@ def test_the_first_wrong_token_is_found_beyond_the_sample_and_unexplained_keys()
     table = place(documents, "mrope-qwen3")
     keys = QWEN3_VL.rotate(table.dense()[[0, 0, 0]], heads=1)
     keys[17], keys[4000] = np.nan, np.random.default_rng(1).normal(size=(1, 128))
-    assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, one column on
+    assert identify(keys, QWEN3_VL.rotary, table).first_wrong == 4501  # the second patch, in the next column
     rows = keys[:4510].reshape(2, 2255, 1, 128)
     assert identify(rows, QWEN3_VL.rotary, table.slice(0, 4509), lengths=[2255, 2254]).first_wrong == 4501
 
 
-def test_wrong_ids_of_drafts_are_named_and_no_rotation_is_blamed() -> None:
-    """Two windows of drafts, each after a right token."""
+def test_wrong_ids_of_drafts_are_identified_and_no_rotation_is_blamed() -> None:
+    """The keys contain two windows of drafts, each after a correct token."""
     segments = SegmentTable.from_documents([[Text(4), Grid(6, 9), Text(12)]])
     ids = place(segments, "mrope-qwen3").dense()
     ids[:, [63, 64, 65, 67, 68, 69]] += 1
@@ -478,7 +478,7 @@ def test_wrong_ids_of_drafts_are_named_and_no_rotation_is_blamed() -> None:
 
 @pytest.mark.parametrize("seed", [0, 30])
 def test_slow_pairs_of_bfloat16_do_not_hide_which_axes_were_dropped(seed: int) -> None:
-    """Several rotations have small residuals with Qwen3.5's settings; the one with the smallest is named."""
+    """With Qwen3.5's settings, several rotations have small residuals; the one with the smallest is reported."""
     meant = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
     table = place(SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]]), "mrope-qwen3")
     for axis, cause in (
@@ -489,10 +489,10 @@ def test_slow_pairs_of_bfloat16_do_not_hide_which_axes_were_dropped(seed: int) -
         assert identify(keys, meant, table).cause == cause
 
 
-def test_tokens_are_counted_as_compared_if_an_axis_is_unknown() -> None:
+def test_num_tokens_counts_compared_tokens_if_an_axis_is_unknown() -> None:
     segments = SegmentTable.from_documents([[Text(4), Grid(5, 7), Text(9)]])
     ids = place(segments, "mrope").dense()
-    case = CASES["vector"]  # no pair has the first axis
+    case = CASES["vector"]  # no pair rotates by the first axis
     assert check(read(case.rotate(ids), case.rotary), segments, "mrope").num_tokens == 0
     ids[1, 20:] += 7
     diagnosis = check(read(case.rotate(ids), case.rotary), segments, "mrope")
@@ -534,7 +534,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_wrong_rotation_is_named(name: str) -> None:
+def test_a_wrong_rotation_is_identified(name: str) -> None:
     case, cause = MISTAKES[name]
     identification = identify(case.rotate(IDS).astype(np.float32), QWEN3_VL.rotary, MEANT)
     assert (identification.as_meant, identification.cause) == (False, cause)
@@ -555,7 +555,7 @@ def test_a_wrong_rotation_is_named(name: str) -> None:
         (None, YaRN(4.0, 4096), "the scaling 'yarn' by 4 from 4,096 positions is applied, but none is intended"),
     ],
 )
-def test_another_scaling_is_named(meant: Scaling | None, applied: Scaling | None, cause: str) -> None:
+def test_a_wrong_scaling_is_identified(meant: Scaling | None, applied: Scaling | None, cause: str) -> None:
     ids = np.arange(600)[None]
     inv_freq = Rotary(64, 5e5, axes=1, scaling=applied).inv_freq_array
     keys = Case(Rotary(64, 5e5, axes=1), np.zeros(32, np.int64), inv_freq).rotate(ids).astype(np.float32)
@@ -563,8 +563,8 @@ def test_another_scaling_is_named(meant: Scaling | None, applied: Scaling | None
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 100), (torch.float16, 300), (torch.float16, 1000)])
-def test_cast_angles_are_named(dtype: torch.dtype, tokens: int) -> None:
-    """The products of ids and frequencies are right, and are then cast."""
+def test_cast_angles_are_identified(dtype: torch.dtype, tokens: int) -> None:
+    """The products of ids and frequencies are right, but are then cast."""
     rotary, ids = Rotary(64, axes=1), np.arange(tokens)
     angle = torch.tensor(ids[:, None] * ladder(32, 1e4)).to(dtype).double().numpy()
     keys = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)[:, None].astype(np.float32)
@@ -601,7 +601,7 @@ def test_an_unusual_theta_is_fitted() -> None:
 @pytest.mark.parametrize(
     ("truncate", "bounds", "place"), [(False, (8, 18), "at"), (True, (8.09278, 17.39802), "between")]
 )
-def test_a_wrongly_rounded_yarn_ramp_is_named(truncate: bool, bounds: tuple[float, float], place: str) -> None:
+def test_a_wrongly_rounded_yarn_ramp_is_identified(truncate: bool, bounds: tuple[float, float], place: str) -> None:
     meant = Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=truncate))
     ramp = np.clip((np.arange(32) - bounds[0]) / (bounds[1] - bounds[0]), 0, 1)
     case = Case(meant, np.zeros(32, np.int64), ladder(32, 150000.0) * (1 - ramp + ramp / 32))
@@ -611,7 +611,7 @@ def test_a_wrongly_rounded_yarn_ramp_is_named(truncate: bool, bounds: tuple[floa
     assert identification.rotary == Rotary(64, 150000.0, axes=1, scaling=YaRN(32.0, 4096, truncate=not truncate))
 
 
-def test_a_missing_attention_factor_is_named() -> None:
+def test_a_missing_attention_factor_is_identified() -> None:
     meant = Rotary(128, 1e6, axes=1, scaling=YaRN(4.0, 32768))
     ids = np.arange(600)[None]
     scaled = Case(meant, np.zeros(64, np.int64), meant.inv_freq_array)
@@ -623,7 +623,7 @@ def test_a_missing_attention_factor_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cause", ["ids are cast to {} before the multiplication", "frequencies are stored in {}"])
-def test_casts_to_few_bits_are_named_with_their_error(cause: str, dtype: str) -> None:
+def test_casts_to_few_bits_are_reported_with_their_error(cause: str, dtype: str) -> None:
     def cast(values: Floats) -> Floats:
         return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
 
@@ -666,7 +666,7 @@ def test_invalid_keys_are_refused(change: Callable[[Floats], tuple[Any, dict[str
 
 
 @pytest.mark.parametrize("inv_freq", [[0.0] * 32, [1e-30] * 32, [np.pi] * 32, [1e9] * 32])
-def test_frequencies_that_separate_no_ids_leave_them_unknown(inv_freq: list[float]) -> None:
+def test_ids_that_no_frequency_separates_are_unknown(inv_freq: list[float]) -> None:
     rotary = Rotary(64, axes=1, inv_freq=inv_freq)
     case = Case(rotary, np.zeros(32, np.int64), np.array(inv_freq))
     keys = case.rotate([[0, 1, 2, 900]])
@@ -701,7 +701,7 @@ def test_much_longer_pairs_hide_neither_ids_nor_the_rotation(name: str, ratio: i
         assert identify(keys, case.rotary).as_meant
 
 
-def test_a_search_finds_the_best_id_of_all() -> None:
+def test_a_search_finds_the_best_of_all_ids() -> None:
     rng = np.random.default_rng(4)
     ids = np.arange(-(2**18), 2**18 + 1)
     for theta, noise in [(1e4, 0.3), (30.0, 0.2)]:
@@ -738,7 +738,7 @@ def test_the_doubt_about_an_id_is_a_sum_over_all_other_ids_within_reach() -> Non
 def test_other_invalid_arguments_are_refused() -> None:
     case = CASES["1-D"]
     keys = case.rotate([np.arange(5)])
-    with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as mmpos\.rotary\.Rotary gives it"):
+    with pytest.raises(InvalidInputError, match=r"rotary: got str, want a Rotary, as returned by mmpos\.rotary"):
         read(keys, "rope")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="keys: got 2 kv heads, want 4, as in head_axes"):
         read(np.ones((3, 2, 128)), CASES["heads"].rotary)

@@ -1,4 +1,4 @@
-"""Recorded keys of Transformers models: with chunks, caches, padding and packing they are at the right positions."""
+"""Recorded keys of Transformers models are at the right positions with chunks, caches, padding and packing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def rotated(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Rotate a (kv_heads, 16) key to positions: its halves are complex numbers with angle position·10000^(-pair/8)."""
+    """Rotate a (kv_heads, 16) key to positions: its halves form complex numbers, turned by position·10000^(-pair/8)."""
     number = reference[:, :8].astype(np.float64) + 1j * reference[:, 8:]
     angle = np.asarray(positions)[..., None, None] * 10000.0 ** (-np.arange(8) / 8)
     number = number * np.exp(1j * angle)
@@ -47,7 +47,7 @@ def rotated(reference: npt.NDArray[np.float32], positions: npt.ArrayLike) -> npt
 
 
 def assert_at(layers: Any, positions: npt.ArrayLike) -> None:
-    """Check that every layer has its reference at these (batch, tokens) positions."""
+    """Check that every layer's keys are its reference rotated to these (batch, tokens) positions."""
     assert [layer.layer for layer in layers] == [0, 1]
     for layer in layers:
         np.testing.assert_allclose(layer.keys, rotated(layer.reference, positions), atol=1e-5)
@@ -59,14 +59,14 @@ IDS = torch.randint(1, 64, (1, 7), generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_keys_are_the_reference_at_the_positions(name: str, attention: str) -> None:
+def test_keys_equal_the_reference_rotated_to_their_positions(name: str, attention: str) -> None:
     model = model_of(name)
     model.set_attn_implementation(attention)
     assert_at(keys_of(model, {"input_ids": IDS}), [range(7)])
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_chunks_continue_where_the_previous_one_ended(static: bool) -> None:
+def test_each_chunk_continues_where_the_previous_one_ended(static: bool) -> None:
     model = model_of("llama")
     first: dict[str, Any] = {"input_ids": IDS[:, :4]}
     if static:
@@ -74,7 +74,7 @@ def test_chunks_continue_where_the_previous_one_ended(static: bool) -> None:
     assert_at(keys_of(model, first, {"input_ids": IDS[:, 4:6]}, {"input_ids": IDS[:, 6:]}), [range(7)])
 
 
-def test_chunks_require_the_cache_of_the_previous_one() -> None:
+def test_a_chunk_requires_the_cache_of_the_previous_one() -> None:
     first = {"input_ids": IDS[:, :4], "use_cache": False}
     with pytest.raises(UnsupportedError, match=r"^model: got an output without a cache, want a cache for the next "):
         keys_of(model_of("llama"), first, {"input_ids": IDS[:, 4:]})
@@ -85,17 +85,17 @@ def test_generated_tokens_follow_the_prompt() -> None:
     assert_at(keys_of(model_of("llama"), {"input_ids": IDS}, generate=4), [range(10)])
 
 
-def test_left_padding_and_packed_rows_have_the_ids_that_the_model_uses() -> None:
+def test_left_padded_and_packed_rows_have_the_ids_that_the_model_uses() -> None:
     model = model_of("llama")
     ids, mask = IDS.repeat(2, 1), torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
     padded = keys_of(model, {"input_ids": ids, "attention_mask": mask}, generate=2)
-    # Transformers counts from the first token after the padding.
+    # Transformers starts counting at the first token after the padding.
     assert_at([type(layer)(layer.layer, layer.keys[1:, 3:], layer.reference) for layer in padded], [range(5)])
     packed = [[0, 1, 2, 0, 1, 2, 3]]
     assert_at(keys_of(model, {"input_ids": IDS, "position_ids": torch.tensor(packed)}), packed)
 
 
-def test_a_zero_embedding_of_padding_is_not_used_as_the_hidden_state() -> None:
+def test_the_zero_embedding_of_padding_is_not_used_as_the_hidden_state() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0
@@ -118,7 +118,7 @@ def test_calls_without_a_cache_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_recomputed_by_a_backward_pass_are_recorded_once(reentrant: bool) -> None:
+def test_layers_recomputed_in_the_backward_pass_are_recorded_once(reentrant: bool) -> None:
     model = model_of("llama").train()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     calls = []
@@ -151,7 +151,7 @@ def test_a_cache_named_layer_past_is_recorded(name: str, sizes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_passed_under_the_name_that_the_model_uses(name: str) -> None:
+def test_a_cache_is_passed_by_the_argument_name_that_the_model_uses(name: str) -> None:
     class Attention(torch.nn.Linear):  # type: ignore[misc,name-defined]
         layer_idx = 0
 
@@ -207,7 +207,7 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^model: got Linear, want a model with attention that takes a cache$"):
         keys_of(torch.nn.Linear(1, 1), {})
     wrong: Any = "x"
-    with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as from_pretrained of Trans"):
+    with pytest.raises(InvalidInputError, match=r"^model: got str, want a Module, as returned by from_pretrained"):
         keys_of(wrong, {"input_ids": IDS})
-    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as a processor gives it$"):
+    with pytest.raises(InvalidInputError, match=r"^calls\[1\]: got str, want a Mapping, as returned by a processor$"):
         keys_of(model, {"input_ids": IDS}, wrong)

@@ -1,4 +1,4 @@
-"""Checkpoints in which all tokens have the same hidden state, loaded and run as by an engine."""
+"""Checkpoints in which all tokens have the same hidden state, loaded and run as an engine would."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
-    """Load a model, and the inputs of a prompt with an image, from the files of a checkpoint."""
+    """Load a model from a checkpoint, and prepare the inputs of a prompt with an image."""
     multimodal = "vision_config" in MODELS[model] or "text_config" in MODELS[model]
     auto = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
     network = auto.from_pretrained(folder).eval()
@@ -174,7 +174,7 @@ def test_layers_with_different_rotations_are_judged_by_the_references_next_to_th
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_keys_before_their_rotation_are_written_next_to_the_config(name: str, tmp_path: Path) -> None:
+def test_unrotated_keys_are_written_next_to_the_config(name: str, tmp_path: Path) -> None:
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024, "factor": 4.0}
     rope = longrope | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if name == "phi3" else dict(YARN)
     sizes = {field: value for field, value in MODELS[name].items() if field != "head_dim"}  # Phi-3 has no head_dim
@@ -190,20 +190,20 @@ def test_keys_before_their_rotation_are_written_next_to_the_config(name: str, tm
             np.testing.assert_allclose(written[str(layer.layer)] * factor, layer.keys[0, 0], rtol=1e-5, atol=1e-6)
 
 
-def test_an_encoder_has_layers_of_both_kinds_and_more_layers_than_its_projector_has_parts(tmp_path: Path) -> None:
+def test_an_encoder_has_both_kinds_of_layers_and_more_layers_than_its_projector_has_parts(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen2_5_vl"), tmp_path)
     vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
     assert (vision["depth"], vision["fullatt_block_indexes"]) == (3, [2])
 
 
-def test_the_only_merge_is_of_bytes_that_no_prompt_contains(qwen3_vl: Path) -> None:
+def test_the_only_merge_joins_bytes_that_no_prompt_contains(qwen3_vl: Path) -> None:
     model = json.loads((qwen3_vl / "tokenizer.json").read_text())["model"]
     assert (model["merges"], len(model["vocab"])) == ([["\u0100", "\u0100"]], 600)
     tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3_vl)
     assert tokenizer.convert_ids_to_tokens(tokenizer("\0\0").input_ids) == ["\u0100\u0100"]
 
 
-def test_tokens_have_the_ids_of_the_config(qwen3_vl: Path) -> None:
+def test_special_tokens_have_the_ids_given_in_the_config(qwen3_vl: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(qwen3_vl)
     words = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     assert tokenizer.convert_tokens_to_ids(words) == [552, 553, 555, 556]
@@ -214,7 +214,7 @@ def test_tokens_have_the_ids_of_the_config(qwen3_vl: Path) -> None:
     assert (processor["patch_size"], processor["merge_size"]) == (16, 2)
 
 
-def test_the_tokenizer_of_qwen2_adds_no_token(tmp_path: Path) -> None:
+def test_the_qwen2_tokenizer_adds_no_token(tmp_path: Path) -> None:
     write_checkpoint({"model_type": "qwen2", **TEXT}, tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (len(tokenizer), tokenizer.eos_token_id) == (600, 301)
@@ -264,7 +264,7 @@ def test_an_invalid_config_is_refused_and_nothing_is_written(
     assert not (tmp_path / "probe").exists()
 
 
-def test_a_model_with_different_hidden_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_hidden_states_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model, inputs: None)
     with pytest.raises(
         UnsupportedError, match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its emb"
@@ -272,8 +272,8 @@ def test_a_model_with_different_hidden_states_is_refused(tmp_path: Path, monkeyp
         write_checkpoint(config_of("qwen3_vl"), tmp_path)
 
 
-def test_a_folder_with_files_is_refused_and_unchanged(tmp_path: Path) -> None:
+def test_a_nonempty_folder_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(InvalidInputError, match="which has files, want a new or empty folder"):
+    with pytest.raises(InvalidInputError, match="which contains files, want a new or empty folder"):
         write_checkpoint(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -31,7 +31,7 @@ KEY = np.random.default_rng(5).normal(size=128)
 
 
 def rotated(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> Floats:
-    """Rotate one key, with pairs in halves, to (axes, tokens) ids; return (tokens, 1, head_dim) keys."""
+    """Rotate one key, with its pairs in halves, to (axes, tokens) ids; return (tokens, 1, head_dim) keys."""
     pairs = rotary.num_pairs
     freq = rotary.inv_freq_array if theta is None else theta ** -(np.arange(pairs) / pairs)
     angle = np.asarray(ids, np.float64)[rotary.pair_axis].T * freq
@@ -40,7 +40,7 @@ def rotated(rotary: Rotary, ids: npt.ArrayLike, theta: float | None = None) -> F
 
 
 def meant(name: str) -> tuple[Rotary, Any, npt.NDArray[np.int64]]:
-    """Return a rotary, the documents for check, and their ids."""
+    """Return a rotary, the documents to pass to check, and their ids."""
     rotary, scheme = ROTARIES[name]
     if name == "text":
         return rotary, np.arange(PROMPT.num_tokens), np.arange(PROMPT.num_tokens)[None]
@@ -53,7 +53,7 @@ def noise(keys: Floats) -> Floats:
 
 
 def other_phases(keys: Floats) -> Floats:
-    """Rotate pairs by random angles, which keeps their lengths."""
+    """Rotate pairs by random angles, keeping their lengths."""
     x, y = np.split(keys, 2, axis=-1)
     z = (x + 1j * y) * np.exp(1j * np.random.default_rng(1).uniform(-4, 4, x.shape))
     return np.concatenate([z.real, z.imag], axis=-1)
@@ -78,7 +78,7 @@ BROKEN: dict[str, tuple[int, int, Callable[..., Floats]]] = {
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("broken", BROKEN)
-def test_tokens_with_broken_keys_differ(broken: str, name: str, dtype: str) -> None:
+def test_tokens_with_broken_keys_are_reported_as_different(broken: str, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     first, count, change = BROKEN[broken]
     changed, wrong = rotated(rotary, ids), slice(first, first + count)
@@ -102,7 +102,7 @@ def test_tokens_with_broken_keys_differ(broken: str, name: str, dtype: str) -> N
 
 
 @pytest.mark.parametrize("since", [5, 20, 100])
-def test_any_number_of_tokens_without_the_attention_factor_is_wrong(since: int) -> None:
+def test_tokens_without_the_attention_factor_are_wrong_however_many_there_are(since: int) -> None:
     rotary, ids = Rotary(64, axes=1, scaling=YaRN(4.0, 4096)), np.arange(120)[None]
     keys = rotated(rotary, ids) * np.where(np.arange(120) < since, rotary.attention_factor, 1)[:, None, None]
     reference = rotated(rotary, [[0]])[0]
@@ -112,7 +112,7 @@ def test_any_number_of_tokens_without_the_attention_factor_is_wrong(since: int) 
     assert identify(keys, rotary, ids, reference=reference).first_wrong == since
 
 
-def test_eight_wrong_tokens_of_twenty_thousand_are_found() -> None:
+def test_eight_wrong_tokens_among_twenty_thousand_are_found() -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(20_000)[None]
     keys = rotated(rotary, ids).astype(np.float32)
     keys[15_001:15_009] = rotated(rotary, ids[:, 15_001:15_009], theta=5e5)
@@ -128,7 +128,7 @@ def test_eight_wrong_tokens_of_twenty_thousand_are_found() -> None:
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("off", [0.5, 0.01])
-def test_a_few_ids_between_integers_differ(off: float, count: int) -> None:
+def test_a_few_ids_between_integers_are_reported_as_different(off: float, count: int) -> None:
     rotary, ids = Rotary(64, axes=1), np.arange(2000)[None]
     applied = ids.astype(np.float64)
     applied[:, 700 : 700 + count] += off
@@ -142,7 +142,7 @@ def test_a_few_ids_between_integers_differ(off: float, count: int) -> None:
 
 
 def test_the_id_of_a_key_that_no_id_explains_is_unknown() -> None:
-    """Its phases fit the intended id, but it is longer than the other keys."""
+    """The key's phases fit the intended id, but it is longer than the other keys."""
     rotary, ids = Rotary(64, axes=1), np.arange(120)[None]
     keys = rotated(rotary, ids)
     keys[61:69] *= 1.03
@@ -153,8 +153,8 @@ def test_the_id_of_a_key_that_no_id_explains_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), [*KINDS, ("text", "float8_e4m3fn"), ("rope-tie", "float16"), ("mrope", "float8_e5m2")]
 )
-def test_noise_of_healthy_keys_is_no_difference(name: str, dtype: str) -> None:
-    """Keys with few bits, a last chunk with more bits, and large ids with angles in float32."""
+def test_noise_in_healthy_keys_is_not_reported_as_a_difference(name: str, dtype: str) -> None:
+    """Keys are stored in few bits, with or without a more precise last chunk; ids are large, and angles are float32."""
     rotary, _, ids = meant(name)
     ids = ids + 120_000
     pairs = rotary.num_pairs
@@ -190,7 +190,7 @@ def test_ids_that_slow_pairs_do_not_separate_are_counted_as_unknown() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize(("at", "amount"), [(27, 1), (60, 2), (90, -3), (100, 5)])
-def test_no_rotation_is_blamed_for_a_constant_offset_of_ids(at: int, amount: int, name: str, dtype: str) -> None:
+def test_no_rotation_is_blamed_for_a_constant_offset_in_ids(at: int, amount: int, name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     applied = ids + amount * (np.arange(ids.shape[1]) >= at)
     keys = torch.tensor(rotated(rotary, applied)).to(getattr(torch, dtype))
@@ -204,7 +204,7 @@ def test_no_rotation_is_blamed_for_a_constant_offset_of_ids(at: int, amount: int
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_an_integer_factor_is_named(name: str, dtype: str) -> None:
+def test_an_integer_factor_is_identified(name: str, dtype: str) -> None:
     rotary, documents, ids = meant(name)
     for applied, cause in (
         (2 * ids, "ids are 2 times as large as they should be"),
@@ -233,8 +233,8 @@ def test_no_rotation_is_blamed_for_frames_too_far_apart() -> None:
     assert identification.first_wrong == 36
 
 
-def test_a_row_that_begins_too_late_is_not_blamed_on_the_next() -> None:
-    """Padding is counted in the first row, which has the reference, so the second row would begin at -5."""
+def test_the_next_row_is_not_blamed_for_a_row_that_begins_too_late() -> None:
+    """The first row, which contains the reference, counts its padding, so the second row would begin at -5."""
     rotary = Rotary(64, axes=1)
     rows = np.concatenate([5 + np.arange(16), np.arange(16)])[None]
     keys = rotated(rotary, rows).reshape(2, 16, 1, 64)
@@ -266,7 +266,7 @@ def test_heads_that_share_a_layout_are_read_as_one_long_head(pairing: Any) -> No
         read(keys[:, :2], rotary)
 
 
-def test_wrong_scalings_of_axes_are_named() -> None:
+def test_wrong_scalings_of_axes_are_identified() -> None:
     rotary = Rotary(32, axes=3, allocation="axial", axes_dim=[8, 12, 12], scaling=[NTK(2), NTK(3), None])
     ids = torch.tensor([[0, 30, 200, 3, 5], [0, 100, 10, 29, 250], [0, 40, 7, 300, 11]])
     same = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).expand(5, 1, 32).contiguous()

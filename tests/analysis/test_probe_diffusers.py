@@ -1,4 +1,4 @@
-"""Keys of small diffusers transformers, rotated by their own pos_embed: right ones, and ones with a bug."""
+"""Keys of small diffusers transformers, rotated by their own pos_embed, with and without a bug."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def transformer_of(name: str) -> Any:
 
 
 def layers_of(transformer: Any, documents: Documents, **more: Any) -> tuple[LayerKeys, ...]:
-    """Run a text-to-image transformer on a batch; it uses the ids of the first document for all."""
+    """Run a text-to-image transformer on a batch; it uses the ids of the first document for all documents."""
     first = from_diffusers(transformer).place(documents[:1]).dense().T
     ids, text, rows = torch.from_numpy(first).float(), documents[0][0].extents[2], len(documents)
     call: dict[str, Any] = {
@@ -99,13 +99,13 @@ def verdict(transformer: Any, layer: LayerKeys, documents: Documents) -> Verdict
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "LongCatImageTransformer2DModel"])
-def test_keys_of_a_right_transformer_are_as_intended_in_blocks_with_one_and_two_streams(name: str) -> None:
+def test_keys_of_a_correct_transformer_are_as_intended_in_single_and_dual_stream_blocks(name: str) -> None:
     layers = layers_of(transformer := transformer_of(name), REFERENCES)
     assert [(layer.layer, layer.keys.shape) for layer in layers] == [(0, (1, 62, 2, 64)), (1, (1, 62, 2, 64))]
     assert all(verdict(transformer, layer, REFERENCES).equal for layer in layers)
 
 
-def test_cross_attention_is_ignored_and_one_norm_over_all_heads_is_supported() -> None:
+def test_cross_attention_is_ignored_and_a_norm_across_heads_is_supported() -> None:
     transformer = transformer_of("WanTransformer3DModel")
     latents, texts = torch.zeros(1, 4, 3, 8, 10), torch.zeros(1, 6, 8)
     layers = keys_of(transformer, {"hidden_states": latents, "encoder_hidden_states": texts, "timestep": torch.ones(1)})
@@ -114,7 +114,7 @@ def test_cross_attention_is_ignored_and_one_norm_over_all_heads_is_supported() -
 
 
 @pytest.mark.parametrize("width", [1, 5])
-def test_a_norm_after_the_transposition_of_heads_and_tokens_is_supported(width: int) -> None:
+def test_a_norm_after_transposing_heads_and_tokens_is_supported(width: int) -> None:
     """Cosmos normalizes (batch, heads, tokens, head_dim) keys, which may have as many tokens as heads."""
     transformer = transformer_of("CosmosTransformer3DModel")
     latents, mask = torch.zeros(1, 4, 1, 4, 2 * width), torch.zeros(1, 1, 4, 2 * width)
@@ -124,7 +124,7 @@ def test_a_norm_after_the_transposition_of_heads_and_tokens_is_supported(width: 
     assert verdict(transformer, layer, [[Grid(2, width)]]).equal
 
 
-def test_the_rotation_of_the_first_image_for_all_is_named_and_patch_corrects_it() -> None:
+def test_rotating_all_images_like_the_first_is_identified_and_patch_corrects_it() -> None:
     layer, _ = layers_of(transformer := transformer_of("FluxTransformer2DModel"), TWO)
     result = verdict(transformer, layer, TWO)
     assert result.cause == "all documents have the ids of the first one, which has other sizes"
@@ -158,7 +158,7 @@ def repeat_angles_in_halves(rope: nn.Module) -> None:
          "the two channels of a pair rotate differently: angles are repeated in two halves, but pairs are 'adjacent'"),
     ],
 )  # fmt: skip
-def test_a_bug_in_pos_embed_is_named(
+def test_a_bug_in_pos_embed_is_identified(
     name: str, documents: Documents, breaks: Callable[[nn.Module], object], first: int, cause: str
 ) -> None:
     transformer = transformer_of(f"{name}Transformer2DModel")
@@ -170,8 +170,8 @@ def test_a_bug_in_pos_embed_is_named(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_ernie_image_rotates_the_channels_of_a_pair_differently(known: bool) -> None:
-    """It repeats angles side by side, but pairs are halves; compared with a rotation of pairs, this is named."""
+def test_ernie_image_rotates_the_two_channels_of_a_pair_differently(known: bool) -> None:
+    """Its angles are repeated side by side, but its pairs are halves; comparing with a rotation of pairs shows it."""
     transformer = transformer_of("ErnieImageTransformer2DModel")
     call = {"hidden_states": torch.zeros(1, 4, 5, 8), "timestep": torch.ones(1)}
     (layer,) = keys_of(transformer, {**call, "text_bth": torch.zeros(1, 6, 8), "text_lens": torch.tensor([6])})
@@ -184,7 +184,7 @@ def test_ernie_image_rotates_the_channels_of_a_pair_differently(known: bool) -> 
     assert (identification.rotary, identification.first_wrong) == (None, 0 if known else 1)
 
 
-def test_a_module_without_attention_and_a_call_that_is_not_a_mapping_are_refused() -> None:
+def test_a_module_without_attention_or_a_call_that_is_not_a_mapping_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"transformer: got no keys from Linear, want attention by"):
         keys_of(nn.Linear(1, 1), {"input": torch.zeros(1)})
     with pytest.raises(InvalidInputError, match="call: got list"):

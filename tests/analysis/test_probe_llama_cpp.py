@@ -1,4 +1,4 @@
-"""llama.cpp with the recipe of docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
+"""Probe llama.cpp by the recipe in docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
 
 These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp in PYTHONPATH.
 """
@@ -50,7 +50,7 @@ Keys = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a checkpoint and its GGUF once, and returns their folder."""
+    """Return a function that writes each checkpoint and its GGUF once, and returns their folder."""
     folders: dict[str, Path] = {}
 
     def convert(model: str, head_dim: int = 32, **rope: Any) -> Path:
@@ -70,7 +70,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def recipe(folder: Path, code: str) -> dict[str, Any]:
-    """Run code of the page in a folder, and return its variables."""
+    """Run code from the page in a folder, and return its variables."""
     names: dict[str, Any] = {}
     with contextlib.chdir(folder):
         exec(compile(READ + code, "docs/probe-engines.md", "exec"), names)
@@ -105,7 +105,7 @@ def decode_far(engine: Any, first: int) -> None:
 
 
 def overwritten(weights: Path, key: str, *values: float) -> Path:
-    """Copy a GGUF with changed metadata."""
+    """Copy a GGUF, and change the values of one metadata field."""
     gguf = pytest.importorskip("gguf")
     copy = weights.with_name("wrong.gguf")
     copy.write_bytes(weights.read_bytes())
@@ -136,7 +136,7 @@ def test_two_images_in_batches_of_eight_have_continuous_ids(converted: Callable[
     assert code.count("n_batch=8") == code.count("parts[:2]") == 1
     engine = recipe(converted("qwen2_5_vl", mrope_section=[4, 6, 6]), code)["engine"]
     (ids, _) = ids_of(keys_of(engine), Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]))
-    # "abc" and start; 11x18 from 4; end, "abc" and start at 22 to 26; 11x18 from 27; end, "def" and more from 45.
+    # "abc" and start; 11x18 from 4; end, "abc" and start from 22 to 26; 11x18 from 27; end, "def" and more from 45.
     row, column = np.divmod(np.arange(198), 18)
     images = [[start + 0 * row, start + row, start + column] for start in (4, 27)]
     more = np.arange(45, 45 + len(ids[0]) - 405)
@@ -154,7 +154,7 @@ def test_text_in_batches_and_decoded_text_have_continuous_ids(model: str, conver
     assert ids_of(keys_of(engine), Rotary(32, 1e6, axes=1)) == [[[*range(32)]]] * 2
 
 
-def test_a_yarn_ramp_is_rounded_despite_the_config(converted: Callable[..., Path]) -> None:
+def test_the_yarn_ramp_is_rounded_although_the_config_forbids_it(converted: Callable[..., Path]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False}
     engine = opened(converted("qwen3", **yarn) / "probe.gguf")
     engine.eval(range(1, 41))
@@ -163,7 +163,7 @@ def test_a_yarn_ramp_is_rounded_despite_the_config(converted: Callable[..., Path
         assert probe.identify(layer, meant, np.arange(40)[None]).cause == "YaRN's ramp begins and ends at whole pairs"
 
 
-def test_adjacent_pairs_of_llama_are_named(converted: Callable[..., Path]) -> None:
+def test_adjacent_pairs_of_llama_are_identified(converted: Callable[..., Path]) -> None:
     engine = opened(converted("llama") / "probe.gguf")
     engine.eval(range(1, 31))
     keys = keys_of(engine)
@@ -173,7 +173,7 @@ def test_adjacent_pairs_of_llama_are_named(converted: Callable[..., Path]) -> No
         assert "pairs are 'adjacent', not 'half'" in str(identification)
 
 
-def test_keys_have_the_ids_that_a_shift_of_the_context_gave_them(converted: Callable[..., Path]) -> None:
+def test_keys_have_the_ids_assigned_by_a_context_shift(converted: Callable[..., Path]) -> None:
     engine = opened(converted("llama") / "probe.gguf")
     engine.eval(range(1, 31))
     memory = llama_cpp.llama_get_memory(engine.ctx)
@@ -184,7 +184,7 @@ def test_keys_have_the_ids_that_a_shift_of_the_context_gave_them(converted: Call
     assert ids_of(keys_of(engine), Rotary(32, 1e6, axes=1)) == [[[*range(25)]]] * 2
 
 
-def test_a_state_saved_before_its_shift_was_decoded_keeps_the_old_ids(converted: Callable[..., Path]) -> None:
+def test_a_state_saved_before_its_shift_was_applied_keeps_the_old_ids(converted: Callable[..., Path]) -> None:
     first, second = (opened(converted("llama") / "probe.gguf") for _ in range(2))
     first.eval(range(1, 31))
     memory = llama_cpp.llama_get_memory(first.ctx)
@@ -198,14 +198,14 @@ def test_a_state_saved_before_its_shift_was_decoded_keeps_the_old_ids(converted:
     assert "ids are 8 too large" in str(probe.check(probe.read(layer, rotary), np.arange(25)))
 
 
-def test_a_wrong_theta_is_named(converted: Callable[..., Path]) -> None:
+def test_a_wrong_theta_is_identified(converted: Callable[..., Path]) -> None:
     engine = opened(converted("llama") / "probe.gguf", rope_freq_base=10000.0)
     engine.eval(range(1, 31))
     identification = probe.identify(keys_of(engine)[0], Rotary(32, 1e6, axes=1), np.arange(30)[None])
     assert "theta is 10,000, not 1,000,000" in str(identification)
 
 
-def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> None:
+def test_sections_of_another_model_are_identified(converted: Callable[..., Path]) -> None:
     folder = converted("qwen2_5_vl", mrope_section=[4, 6, 6])
     overwritten(folder / "probe.gguf", "rope.dimension_sections", 6, 6, 4, 0)
     code = ASK.replace("probe.gguf", "wrong.gguf")
@@ -218,7 +218,7 @@ def test_sections_of_another_model_are_named(converted: Callable[..., Path]) -> 
 
 
 def test_two_slow_pairs_of_qwen3_vl_are_not_rotated(converted: Callable[..., Path]) -> None:
-    """Transformers rotates pairs 61 and 62 by the first axis; llama.cpp by its fourth position, which is 0."""
+    """Transformers rotates pairs 61 and 62 by the first axis, and llama.cpp by its fourth position, which is 0."""
     engine = opened(converted("qwen3_vl", 128, mrope_section=[24, 20, 20], rope_theta=5e6) / "probe.gguf")
     engine.eval(range(1, 31))
     decode_far(engine, 20_000)

@@ -1,4 +1,4 @@
-"""Transformers models that are probed while they run: right ones raise no alarm."""
+"""Probe Transformers models while they run: correct models raise no alarm."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ QUICK = ("qwen3_vl", "gemma3")
 
 
 PATCHED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paddleocr_vl", "gemma3", "mistral3", "llava", "internvl", "phi3")
-"""The models with a language model that ``patch`` supports."""
+"""The models whose language model ``patch`` supports."""
 WAYS = [
     pytest.param(name, way, marks=() if name in QUICK and way in ("sdpa", "patched") else pytest.mark.slow)
     for name in CONFIGS
@@ -109,7 +109,7 @@ def model_of(name: str, dtype: str = "float32") -> Model:
 
 
 def prompt(name: str, *texts: str) -> dict[str, Any]:
-    """Return the inputs of a batch; every {image} and {video} gets random pixels."""
+    """Return the inputs of a batch, with random pixels for every {image} and {video}."""
     model = model_of(name)
     family = next(family for family in FAMILIES if re.match(family.types, name))
     rng = np.random.default_rng(0)
@@ -129,7 +129,7 @@ def prompt(name: str, *texts: str) -> dict[str, Any]:
 
 
 class Meant(NamedTuple):
-    """The settings of a config, the segments of inputs, and the (batch, seq) mask of tokens without padding."""
+    """The settings of a config, the segments of inputs, and the (batch, seq) mask of tokens that are not padding."""
 
     settings: ModelSettings
     segments: SegmentTable
@@ -141,7 +141,7 @@ class Meant(NamedTuple):
 
 
 def meant(name: str, inputs: Mapping[str, Any], more: int = 0) -> Meant:
-    """Return the intended positions by the config, with ``more`` text tokens at the end."""
+    """Return the positions that the config intends, with ``more`` text tokens at the end."""
     settings = mmpos.from_hf_config(model_of(name).config, layer_type="full_attention" if name == "gemma3" else None)
     tail = ((0, 0), (0, more))
     ids = np.pad(inputs["input_ids"].numpy(), tail, constant_values=5)
@@ -180,7 +180,7 @@ ALARM = "another rotary|are rotated|times as long|of other lengths|abandoned"
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_a_right_model_raises_no_alarm(name: str, way: str) -> None:
+def test_a_correct_model_raises_no_alarm(name: str, way: str) -> None:
     network = model_of(name).network
     text = "A {image} and{image}. 7" if "text_config" in CONFIGS[name] else "A and b"
     inputs = prompt(name, text)

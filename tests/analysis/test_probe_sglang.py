@@ -1,4 +1,4 @@
-"""SGLang's positions, rotations and kernels on a CPU, probed: they raise no alarm."""
+"""Probe SGLang's positions, rotations and kernels on a CPU: they raise no alarm."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ QWEN25 = Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24])
 QWEN3 = Rotary(128, 5e6, allocation="mrope-interleaved", mrope_section=[24, 20, 20])
 QWEN35 = Rotary(256, 1e7, rotary_dim=64, allocation="mrope-interleaved", mrope_section=[11, 11, 10])
 WIDE = SegmentTable.from_documents([[Text(4), Grid(7, 11), Text(9)]])
-"""A prompt of 85 tokens and 5 generated ones; text continues at 4 + 11 after 81 tokens, so the delta is −66."""
+"""A prompt of 85 tokens, and 5 generated tokens; text continues at 4 + 11 after 81 tokens, so the delta is −66."""
 WIDE_IDS = [1, 2, 3, START] + [IMAGE] * 77 + [553, 4, 5, 6]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Configure SGLang with a checkpoint on the CPU, and replace the kernel that it imports from vLLM."""
+    """Configure SGLang for a checkpoint on the CPU, and replace the kernel that it imports from vLLM."""
     folder = tmp_path_factory.mktemp("probe") / "qwen3_vl"
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}
     text: dict[str, Any] = {"vocab_size": 600, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 128}
@@ -75,7 +75,7 @@ def rope_of(rotary: Rotary, **changes: Any) -> Any:
 
 
 def rotated(rope: Any, positions: Tensor, kernel: Kernel = "native") -> Tensor:
-    """Return (tokens, kv_heads, head_dim) keys of tokens with one hidden state; bfloat16 for the fused kernel."""
+    """Return (tokens, kv_heads, head_dim) keys of tokens that share one hidden state; bfloat16 for the fused kernel."""
     tokens, width = positions.shape[-1], rope.head_size
     key = torch.randn(1, width, generator=torch.Generator().manual_seed(3)).repeat(tokens, 1)
     if kernel == "fused":
@@ -105,7 +105,7 @@ def wide(model_type: str) -> Any:
 
 
 def step(mode: Any, held: Any, length: int, drafts: int = 0, **batch: Any) -> Tensor:
-    """Return the (3, tokens) positions of a step of one request of this length, by SGLang's ForwardBatch."""
+    """Return the (3, tokens) positions that SGLang's ForwardBatch computes for a step of one request of this length."""
     forward = ForwardBatch.__new__(ForwardBatch)
     forward.seq_lens = forward.seq_lens_cpu = torch.tensor([length])
     forward.forward_mode, runner = mode, SimpleNamespace(device="cpu")

@@ -54,7 +54,7 @@ Documents = Sequence[Sequence[Text | Grid]]
 
 
 class Engine:
-    """An engine with a probe checkpoint that serves one request at a time, and the keys in its paged cache."""
+    """An engine that serves a probe checkpoint, one request at a time, and the keys in its paged cache."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.pages: dict[str, dict[int, Any]] = {}
@@ -80,19 +80,19 @@ class Engine:
             )
 
     def fresh(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
-        """Prepare the engine for the next test, with an empty cache."""
+        """Make attention use this engine, and empty the engine's caches."""
         monkeypatch.setattr(Attention, "forward", lambda layer, query, key, *_, **__: self.attention(layer, query, key))
         self.llm.reset_prefix_cache()
         self.pages.clear()
         return self
 
     def serve(self, prompt: str, *sizes: tuple[int, int], tokens: int = 6) -> tuple[Any, int]:
-        """Generate tokens.
+        """Generate tokens for one request.
 
         Returns:
-            (layers, tokens, kv_heads, head_dim) keys in the cache at the end, zero where nothing was written, of all
-            tokens except the last, which never passes through forward; and the number of prompt tokens that were
-            cached before.
+            the (layers, tokens, kv_heads, head_dim) keys in the cache at the end, zero where nothing was written, of
+            all tokens except the last, which never passes through forward; and the number of prompt tokens that were
+            already cached.
         """
         data = {"multi_modal_data": {"image": [Image.new("RGB", size) for size in sizes]}} if sizes else {}
         sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)
@@ -120,14 +120,14 @@ class Engine:
         return second
 
     def identify(self, keys: Any, documents: Documents, rotary: Rotary | None = None) -> Identification:
-        """Identify the rotation of the second layer, and check that the first has the same."""
+        """Identify the rotation of the second layer, and check that the first layer gives the same cause."""
         positions = place(SegmentTable.from_documents(documents), self.scheme)
         first, second = (identify(layer, rotary or self.rotary, positions) for layer in keys)
         assert first.cause == second.cause
         return second
 
     def attention(self, layer: Attention, query: Any, key: Any) -> Any:
-        """Store keys in their slots, and return zeros, since the checkpoint discards the output of attention."""
+        """Store keys in their slots, and return zeros, since the checkpoint discards the attention output."""
         metadata: Any = get_forward_context().attn_metadata
         mine = metadata[layer.layer_name]
         rows = key.view(-1, layer.num_kv_heads, layer.head_size).numpy().copy()
@@ -139,7 +139,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Engine]]:
-    """Start Qwen2.5-VL, and Qwen3-VL with ngram drafts, without the kernels of a CPU build."""
+    """Start Qwen2.5-VL, and Qwen3-VL with n-gram drafts, without the kernels of a CPU build."""
     library = torch.library.Library("_C", "FRAGMENT")
     if not hasattr(torch.ops._C, "init_cpu_memory_env"):
         library.define("init_cpu_memory_env(int[] nodes) -> ()")
@@ -165,7 +165,7 @@ def drafting(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> Eng
 def test_chunks_and_prefix_hits_of_qwen25_raise_no_alarm(plain: Engine) -> None:
     for tail, hit in ((0, 0), (60, 64)):
         keys, cached = plain.serve(PROMPT + tail * "x", WIDE)
-        assert cached == hit  # the text before the image, five rows of it and five more patches
+        assert cached == hit  # the text before the image, five rows of patches, and five more patches
         assert plain.check(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).equal
         assert plain.identify(keys, [[Text(4), Grid(7, 11), Text(9 + tail)]]).as_meant
 
@@ -184,10 +184,10 @@ def test_drafts_of_qwen3_raise_no_alarm(drafting: Engine, monkeypatch: pytest.Mo
     assert steps == [62, 4, 4, 4]  # the prompt, then a token with three drafts in each step
 
 
-def test_a_rotation_that_reads_one_position_per_token_is_named(
+def test_a_rotation_that_reads_one_position_per_token_is_identified(
     plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sglang#34446, #36762: the kernel expects 1-D positions, and reads only the first row."""
+    """sglang#34446, #36762: the kernel expects 1-D positions, so it reads only the first row."""
     monkeypatch.setattr(
         MRotaryEmbedding, "forward", lambda self, positions, query, key: self.forward_native(positions[0], query, key)
     )
@@ -201,7 +201,9 @@ def test_a_rotation_that_reads_one_position_per_token_is_named(
         assert identification.cause == "all pairs rotate by axis 0 (frame): other axes are dropped"
 
 
-def test_sections_instead_of_interleaved_pairs_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_instead_of_interleaved_pairs_are_identified(
+    drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vllm-gaudi#1437: the rotation ignores mrope_interleaved."""
     monkeypatch.setattr(drafting.rope, "mrope_interleaved", False)
     keys, _ = drafting.serve(PROMPT, WIDE)
@@ -209,14 +211,16 @@ def test_sections_instead_of_interleaved_pairs_are_named(drafting: Engine, monke
     assert identification.cause == "pairs are allocated as 'sections', not as 'mrope-interleaved'"
 
 
-def test_sections_of_another_model_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_of_another_model_are_identified(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain.rope, "mrope_section", [24, 20, 20])
     keys, _ = plain.serve(PROMPT, WIDE)
     identification = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]])
     assert identification.cause == "12 pairs of 64 (first: 16) rotate by other axes: 0, 1 instead of 1, 2"
 
 
-def test_half_of_the_frequencies_on_the_wrong_axis_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequencies_in_two_blocks_instead_of_alternating_are_identified(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vllm-omni#1784: frequencies of rows and columns alternate in the model, but are in two blocks in vLLM."""
     monkeypatch.setattr(plain.rope, "mrope_section", [0, 32, 32])
     keys, _ = plain.serve(PROMPT, WIDE)
@@ -227,7 +231,7 @@ def test_half_of_the_frequencies_on_the_wrong_axis_are_named(plain: Engine, monk
     assert identification.rotary.pair_axis.tolist() == [1] * 32 + [2] * 32
 
 
-def test_a_delta_that_is_lost_before_decoding_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_lost_before_decoding_is_identified(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT-LLM#15661: decoding gets no delta."""
     use_delta(monkeypatch, lambda deltas: 0)
     keys, _ = plain.serve(PROMPT, WIDE)
@@ -236,8 +240,8 @@ def test_a_delta_that_is_lost_before_decoding_is_named(plain: Engine, monkeypatc
     assert diagnosis.cause == "from the first difference on, ids are the token's index: the delta -66 is forgotten"
 
 
-def test_a_delta_of_the_previous_request_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-vlm#1619, #1983: the delta is stored on the model, not with the request."""
+def test_the_delta_of_a_previous_request_is_identified(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-vlm#1619, #1983: the delta is stored in the model, not with the request."""
     use_delta(monkeypatch, lambda deltas: deltas[0])
     before, _ = plain.serve(f"hello {IMAGE}!", HIGH)
     keys, _ = plain.serve(PROMPT, WIDE)
@@ -248,7 +252,7 @@ def test_a_delta_of_the_previous_request_is_named(plain: Engine, monkeypatch: py
 
 
 def use_delta(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[int]], int]) -> None:
-    """Decode with one of the deltas of the requests so far."""
+    """Decode with a delta chosen from those of the requests so far."""
     deltas, own = list[int](), RopeState.init_prefill_positions
 
     def init_prefill_positions(self: RopeState, request: int, *rest: Any, **named: Any) -> None:
@@ -259,7 +263,7 @@ def use_delta(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[int]], int
     monkeypatch.setattr(RopeState, "init_prefill_positions", init_prefill_positions)
 
 
-def test_ids_that_restart_after_a_prefix_hit_are_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_restart_after_a_prefix_hit_are_identified(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm#48835: tokens after a cached prefix are placed as a separate prompt."""
     plain.serve(70 * "a")
     begin_prompts_at(monkeypatch, 64)
@@ -270,10 +274,10 @@ def test_ids_that_restart_after_a_prefix_hit_are_named(plain: Engine, monkeypatc
     assert diagnosis.cause == "ids are reset inside a document: they restart at this token"
 
 
-def test_a_chunk_with_the_first_positions_of_its_prompt_is_named(
+def test_a_chunk_with_the_first_positions_of_its_prompt_is_identified(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mlx-vlm#1741: every chunk gets the positions of the whole prompt, and uses the first ones."""
+    """mlx-vlm#1741: every chunk gets the positions of the whole prompt, and uses the first of them."""
     begin_prompts_at(monkeypatch, None)
     for tail in (0, 60):
         keys, cached = plain.fresh(monkeypatch).serve(PROMPT + tail * "x", WIDE)
@@ -284,7 +288,7 @@ def test_a_chunk_with_the_first_positions_of_its_prompt_is_named(
 
 
 def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> None:
-    """Count prompt tokens from the computed ones: all tokens computed before the step, or a fixed number of them."""
+    """Restart the positions of prompt tokens at token ``computed`` or, if it is None, at the start of each step."""
     own = RopeState.prepare_positions
 
     def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
@@ -294,7 +298,7 @@ def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> N
     monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
 
 
-def test_drafts_one_id_too_far_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_one_id_too_far_are_identified(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm#54498: draft tokens do not continue after the token before them."""
     own = RopeState.prepare_positions
 
@@ -311,8 +315,10 @@ def test_drafts_one_id_too_far_are_named(drafting: Engine, monkeypatch: pytest.M
     assert diagnosis.explained == diagnosis.different_tokens == 8
 
 
-def test_drafts_in_the_slots_of_their_ids_are_named(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#54498: slots of drafts are their positions on the first axis, and overwrite keys of the prompt."""
+def test_drafts_written_to_the_slots_of_their_ids_are_identified(
+    drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm#54498: drafts use their positions on the first axis as slots, and overwrite keys of the prompt."""
     own = BlockTables.compute_slot_mappings
 
     def compute_slot_mappings(self: Any, rows: Tensor, starts: Tensor, positions: Tensor, **named: Any) -> Tensor:

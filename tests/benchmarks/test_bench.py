@@ -1,4 +1,4 @@
-"""The benchmark framework: proofs before timing, ratios, the description of the machine, JSON and tables."""
+"""The benchmark framework: proofs before timing, ratios, the machine's description, JSON and tables."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Outer:
     inner: Inner
 
 
-def test_a_wrong_result_stops_before_anything_is_timed() -> None:
+def test_a_wrong_result_ends_the_run_before_anything_is_timed() -> None:
     calls = [Mock(return_value=[1]) for _ in range(3)]
     fill, right, wrong = limit("fill", calls[0]), giving("right", calls[1], [1]), giving("wrong", calls[2], [2])
     timer = Mock()
@@ -124,7 +124,7 @@ def test_proofs_compare_values_shapes_dtypes_and_types(got: object, want: object
     assert str(caught.value) == message
 
 
-def test_contestants_alternate_and_slow_ones_have_at_least_three_turns() -> None:
+def test_contestants_alternate_and_slow_ones_take_at_least_three_turns() -> None:
     turns: list[str] = []
     now = [0.0]
 
@@ -143,11 +143,11 @@ def test_contestants_alternate_and_slow_ones_have_at_least_three_turns() -> None
     assert ticks == [(i, 5) for i in range(1, 6)]
 
 
-def test_a_timing_has_the_median_and_the_percentiles_of_its_turns() -> None:
+def test_a_timing_contains_the_median_and_percentiles_of_its_turns() -> None:
     assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == Timing(3.5, 2.0, 5.0, 6)
 
 
-def test_ours_are_compared_with_the_limit_and_peers_but_parts_only_with_the_limit() -> None:
+def test_our_contestants_are_compared_with_the_limit_and_peers_but_parts_only_with_the_limit() -> None:
     ours, part, peer = (MEASUREMENT[name] for name in ("mmpos", "place", "loop"))
     assert [MEASUREMENT.of_limit(e) for e in (ours, part, peer)] == pytest.approx([1.5, 0.5, 30])
     assert MEASUREMENT.over_peers(ours) == {"loop": pytest.approx(20)}
@@ -164,7 +164,7 @@ def test_reports_round_trip_through_json() -> None:
     assert report.measurements[0]["x"].timing.median == 1.235e-6
 
 
-def test_the_machine_has_its_versions_and_memory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_description_contains_versions_and_memory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")
     monkeypatch.setattr("mmpos.support.native.core", None)
     machine = stamp("default")
@@ -176,7 +176,9 @@ def test_the_machine_has_its_versions_and_memory_settings(monkeypatch: pytest.Mo
     assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
 
 
-def test_the_machine_has_the_number_of_gpus_and_their_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_description_contains_the_number_of_gpus_and_their_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H1, 580.65'\necho 'NVIDIA H1, 580.65'\n")
     program.chmod(0o755)
@@ -193,7 +195,7 @@ def test_missing_peers_are_reported_unless_peers_are_disabled() -> None:
     assert disabled.missing == {}
 
 
-def test_a_suite_runs_only_selected_cases_and_reports_progress() -> None:
+def test_a_suite_runs_only_the_selected_cases_and_reports_progress() -> None:
     progress: list[tuple[str, int, int]] = []
     report = run("positions", quick=True, only="float64: d", watch=lambda *step: progress.append(step))
     title = "dense(out=), rope-tie-v2, float64: d: 1 × 8k tokens of text"
@@ -204,7 +206,7 @@ def test_a_suite_runs_only_selected_cases_and_reports_progress() -> None:
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
     assert (report.suite, report.quick, report.missing) == ("positions", True, {})
     assert report.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
-    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want a part of a case's name"):
+    with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of a case's name"):
         run("positions", quick=True, only="nothing such")
     with pytest.raises(InvalidInputError, match="suite: got 'nonsense', want one of 'positions', "):
         run("nonsense")
@@ -229,7 +231,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_figure(tmp_path: Path) 
     assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
 
 
-def test_an_interrupted_command_writes_completed_cases(
+def test_an_interrupted_command_writes_the_completed_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def cases(options: SuiteOptions) -> Iterator[Comparison]:
@@ -249,7 +251,7 @@ def test_an_interrupted_command_writes_completed_cases(
     assert not (tmp_path / "none.json").exists()
 
 
-def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_paths_are_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
     for option in ("--json", "--plot"):
         with pytest.raises(
@@ -260,7 +262,7 @@ def test_a_path_is_checked_before_anything_is_measured(monkeypatch: pytest.Monke
         CliRunner().invoke(app, ["bench", "positions", "--plot", "x.txt"], catch_exceptions=False)
 
 
-def test_a_figure_is_one_column_wide_and_shows_all_times_except_those_of_parts() -> None:
+def test_a_figure_is_one_column_wide_and_shows_all_times_except_parts() -> None:
     figure = plot_report(REPORT)
     assert figure.get_size_inches()[0] == WIDTH
     panels = figure.get_axes()
@@ -275,7 +277,7 @@ def test_a_figure_is_one_column_wide_and_shows_all_times_except_those_of_parts()
     assert [text.get_text() for text in panels[0].texts] == ["a: one"]
     texts = [text for legend in figure.findobj(Legend) for text in legend.get_texts()]
     assert {text.get_fontsize() for text in texts} == {6}
-    with pytest.raises(InvalidInputError, match="report: got no measurement"):
+    with pytest.raises(InvalidInputError, match="report: got no measurements"):
         plot_report(replace(REPORT, measurements=()))
 
 
@@ -307,7 +309,7 @@ def test_a_table_shows_multiples_of_the_limit_and_of_our_first_contestant() -> N
 
 
 @pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_tables_of_pages_equal_the_recorded_figures(page: Path) -> None:
+def test_tables_on_pages_match_the_recorded_figures(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled_in(text) == text
 

@@ -1,4 +1,4 @@
-"""Proofs of the suites of rotations, data and the service."""
+"""The proofs in the rotation, data and service suites."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, (4, 4)
 
 @pytest.fixture(params=SMALL)
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
-    monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, of which the last is shorter
+    monkeypatch.setattr(layers, "_BLOCK", 5)  # several blocks, the last one shorter
     return Layer(SMALL[request.param], [interleaved(8)] * 2, torch.float32, "cpu")
 
 
-def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
+def test_rotations_are_checked_at_every_token_and_channel(layer: Layer) -> None:
     before = layer.q, layer.k
     q, k = apply_rotary(*before, layer.table, layer.rotary)
     assert k is not None
@@ -49,7 +49,7 @@ def test_rotations_are_judged_at_every_token_and_channel(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("group", ALL_GROUPS)
-def test_every_way_is_proved_and_refused_with_wrong_positions(group: str) -> None:
+def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: str) -> None:
     shape, pair = SMALL["interleaved"], ([interleaved(16)], workload(1, 16, 1, 3))
     if group in GENERATION_SIZES:
         shape = SHAPES[GENERATION_SIZES[group][0].shape].toy
@@ -70,14 +70,14 @@ def test_every_way_is_proved_and_refused_with_wrong_positions(group: str) -> Non
         right.k.copy_(before[1])
 
 
-def test_a_measurement_has_its_tokens_documents_and_bytes() -> None:
+def test_a_measurement_records_its_tokens_documents_and_bytes() -> None:
     (case,) = [case for case in compared(Bench("cpu"), SuiteOptions(quick=True)) if "keys" in case.title]
     measured = case.measure(Budget(0.0, 2), lambda done, rounds: None)
     assert measured.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * 8 * 128 * 2}
     assert measured.name == "7B layer, 8 tokens"
 
 
-def test_peers_that_require_a_gpu_are_missing_without_one() -> None:
+def test_peers_that_require_a_gpu_are_reported_missing_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is available")
     options = SuiteOptions(peers=True)
@@ -111,12 +111,12 @@ def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
             data._prove_packs(examples, 4096, split_text)
 
 
-def test_the_fill_in_order_of_arrival_excludes_truncated_tokens() -> None:
+def test_the_fill_in_arrival_order_excludes_truncated_tokens() -> None:
     assert data._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
 
 
 @pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5])])
-def test_turns_of_a_load_measure_their_seconds_and_the_first_is_a_warm_up(timer: Timer, medians: list[float]) -> None:
+def test_load_turns_report_their_own_seconds_and_the_first_is_a_warm_up(timer: Timer, medians: list[float]) -> None:
     echo = iter([LoadTurn(1, 9.0), LoadTurn(4, 1.0), LoadTurn(4, 3.0)])
     ours = iter([LoadTurn(1, 9.0), LoadTurn(2, 5.0), LoadTurn(2, 5.0)])
     ticks: list[tuple[int, int]] = []
@@ -129,7 +129,7 @@ def test_turns_of_a_load_measure_their_seconds_and_the_first_is_a_warm_up(timer:
 @pytest.mark.parametrize(
     ("suite", "needs", "extra"), [("rotary", "torch", "all"), ("data", "torch", "data"), ("service", "grpc", "server")]
 )
-def test_a_missing_library_of_a_suite_raises_the_pip_command(
+def test_a_suite_with_a_missing_library_names_the_pip_command(
     suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, needs, None)

@@ -1,4 +1,4 @@
-"""Suites run with the recorded contestants; recorded figures support the statements of pages."""
+"""Suites run with the recorded contestants, and recorded figures support the statements on the pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(suite: str)
         f"{name}, bfloat16": [way.name for way in ALL_GROUPS[name].ways] + PEERS.get(name, []) for name in ALL_GROUPS
     }
     for want in [ways] if suite == "rotary" else map(contestants, kept(suite)):
-        assert contestants(report).items() >= want.items()  # a group may be newer than recorded figures
+        assert contestants(report).items() >= want.items()  # a group may be newer than the recorded figures
     assert {m.entries[0].role for m in report.measurements} == {"limit"}
     if suite == "data":
         whole, split = report.group("packs of a stream")[:2]
@@ -58,17 +58,17 @@ def contestants(report: SuiteReport) -> dict[str, list[str]]:
     return {name: [e.name for e in report.group(name)[0].entries] for name in report.groups}
 
 
-# Ratios are taken from recorded figures, since measurements in a test depend on the load of the machine.
+# Ratios are taken from recorded figures, since measurements in a test depend on the machine's load.
 
 
 def kept(suite: str) -> list[SuiteReport]:
-    """Return the recorded reports of a suite on all machines."""
+    """Return a suite's recorded reports from all machines."""
     paths = [path for path in RESULTS.glob("*.json") if re.fullmatch(r"(?!neighbours)[^.]+", path.stem)]
     reports = [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
     return [report for report in reports if report.suite == suite]
 
 
-def test_recorded_dense_ids_are_near_the_fill_and_batches_are_faster_than_the_loop_per_image() -> None:
+def test_recorded_dense_ids_take_about_as_long_as_the_fill_and_batches_beat_the_loop_per_image() -> None:
     for report in kept("positions"):
         filled, built = report.group("dense(out=), rope-tie, int32"), report.group("from lists to dense ids")
         assert [[m.name[0] for m in group] for group in (filled, built)] == [["a", "b", "c", "d"]] * 2
@@ -77,14 +77,14 @@ def test_recorded_dense_ids_are_near_the_fill_and_batches_are_faster_than_the_lo
         assert min(peers["loop per image"] for peers in over) > 10
 
 
-def test_recorded_rotations_on_a_cpu_are_near_the_copy() -> None:
+def test_recorded_cpu_rotations_take_about_as_long_as_the_copy() -> None:
     rows = [m for report in kept("rotary") for m in report.group("in place, bfloat16") if "7B layer, 4" in m.name]
     assert max(m.of_limit(m["mmpos, table"]) or 3 for m in rows) < 2
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
-def test_clients_refuse_an_unexpected_answer() -> None:
+def test_clients_refuse_unexpected_answers() -> None:
     with started(echo("default")) as (server,), clients() as pool:
         right = Load(server, Order("/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
         turn = right()

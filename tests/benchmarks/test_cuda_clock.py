@@ -12,17 +12,17 @@ from mmpos_bench.timing import Budget
 
 
 class Device:
-    """Simulated device and host with times in cycles; the host queues work that the device executes in order."""
+    """Simulated device and host, timed in cycles; the host queues work that the device executes in order."""
 
     L2_CACHE_SIZE = 50 << 20
 
     def __init__(self) -> None:
-        self.host = self.free = 0  # current time of the host, and time when the device finishes all queued work
+        self.host = self.free = 0  # the host's current time, and when the device finishes all queued work
         self.slept: list[int] = []
-        self.read: list[int] = []  # number of elements of the buffer for each read
+        self.read: list[int] = []  # number of elements read from each buffer
 
     def queue(self, host: int, work: int) -> None:
-        """Advance the host by its time, then queue work on the device."""
+        """Spend ``host`` cycles on the host, then queue ``work`` cycles on the device."""
         self.host += host
         self.free = max(self.free, self.host) + work
 
@@ -83,14 +83,14 @@ def test_host_time_is_excluded(device: Device, host: int) -> None:
     assert took == pytest.approx(777e-6)
 
 
-def test_the_sleep_grows_until_the_host_is_ahead_and_stays_long(device: Device) -> None:
+def test_the_sleep_grows_until_the_host_is_ahead_and_then_stays_the_same(device: Device) -> None:
     clock = cuda.Clock()
     for _ in range(2):
         clock.seconds(lambda: device.queue(3 << 20, 777))
     assert device.slept == [1 << 20, 2 << 20, 4 << 20, 4 << 20]
 
 
-def test_a_call_that_waits_for_the_device_is_measured_with_its_wait(device: Device) -> None:
+def test_the_time_of_a_call_includes_its_wait_for_the_device(device: Device) -> None:
     def waits() -> None:
         device.host = device.free
         device.queue(500, 777)
@@ -98,7 +98,7 @@ def test_a_call_that_waits_for_the_device_is_measured_with_its_wait(device: Devi
     assert cuda.Clock().seconds(waits) == pytest.approx(1277e-6, abs=20e-6)
 
 
-def test_several_times_the_cache_is_read_before_every_call(device: Device) -> None:
+def test_several_times_the_cache_size_is_read_before_every_call(device: Device) -> None:
     times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4), tick)
     assert list(times) == ["a", "b"]
     assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
@@ -111,8 +111,8 @@ def tick(done: int, rounds: int) -> None:
     pass
 
 
-def test_calls_of_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that without CUDA a replay runs each call once and is measured by the clock of the host."""
+def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that without CUDA a replay runs each call once and is timed by the host's clock."""
     called: list[str] = []
     moments = iter(range(100))
     monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))

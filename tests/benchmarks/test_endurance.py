@@ -1,4 +1,4 @@
-"""The endurance benchmark runs and distinguishes growing memory from constant memory."""
+"""The endurance benchmark runs, and distinguishes growing memory from constant memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_memory_is_flat_if_it_grows_by_at_most_2_percent_or_within_the_error() -
     assert endurance.flat(soaked(1000, -9999, 1))
 
 
-def test_a_slope_and_its_error_are_fitted_to_means_of_tenths() -> None:
+def test_a_slope_and_its_error_are_fitted_to_the_means_of_tenths() -> None:
     wave = [(float(t), 100.0 + 3 * t + (5 if t // 10 % 2 else -5)) for t in range(100)]
     slope, error = endurance.slope(wave)
     assert slope == round(3 + 25 / 825, 9)
@@ -37,7 +37,7 @@ def test_a_slope_and_its_error_are_fitted_to_means_of_tenths() -> None:
 
 @contextmanager
 def served(turns: dict[bytes, int], refused_from: int) -> Iterator[str]:
-    """Run a server that counts requests and refuses all after the first ``refused_from``."""
+    """Run a server that counts requests and refuses every request after the first ``refused_from``."""
 
     def answer(request: bytes, context: Any) -> bytes:
         turns[request] += 1
@@ -67,7 +67,7 @@ def test_a_flood_records_answers_and_refusals_at_reproducible_scheduled_times() 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_the_quick_script_runs_every_path(capsys: pytest.CaptureFixture[str]) -> None:
-    with suppress(SystemExit):  # memory may grow within two seconds
+    with suppress(SystemExit):  # memory may grow during the two seconds
         endurance.main(["--quick", "--soak", "1"])
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""`make gpu`: results are written after every step, runs continue after failures, and a report is written."""
+"""`make gpu` writes results after every step, continues after failures, and writes a report."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def never() -> bool:
 # Results after failures.
 
 
-def test_a_process_that_ends_loses_only_its_current_work(part: Callable[[int], Part]) -> None:
+def test_a_process_that_exits_loses_only_its_current_work(part: Callable[[int], Part]) -> None:
     path = part(2).path
     done: list[str] = []
 
     def work(name: str) -> None:
         done.append(name)
         if name == "b":
-            raise SystemExit  # simulates the end of the process
+            raise SystemExit  # as if the process ended
 
     def cases() -> Iterator[Comparison]:
         for title in ("first", "second"):
@@ -100,7 +100,7 @@ def test_a_process_that_ends_loses_only_its_current_work(part: Callable[[int], P
     assert done == [*"ab", *"acab", *"ac"]
 
 
-def test_a_failed_comparison_is_recorded_and_later_ones_run(part: Callable[[int], Part]) -> None:
+def test_a_failed_comparison_is_recorded_and_later_ones_still_run(part: Callable[[int], Part]) -> None:
     kept = part(2).kept
     broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
     speeds(kept, [broken, case("next", limit("copy", int))], never, True)
@@ -108,7 +108,7 @@ def test_a_failed_comparison_is_recorded_and_later_ones_run(part: Callable[[int]
     assert [m.name for m in Kept(kept.path).report.measurements] == ["next"]
 
 
-def test_a_process_with_a_lost_context_is_replaced(
+def test_a_process_whose_context_is_lost_is_replaced(
     part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = part(2).kept
@@ -164,12 +164,12 @@ def test_missing_tools_are_reported(part: Callable[[int], Part], monkeypatch: py
     assert part_3.kept.report.missing == {"compute-sanitizer": "the program is not installed"}
 
 
-def test_a_program_and_its_children_are_killed_when_the_time_is_over(part: Callable[[int], Part]) -> None:
+def test_a_program_and_its_children_are_killed_when_time_is_up(part: Callable[[int], Part]) -> None:
     status, output = part(1).run("sh", "-c", "echo begun; sleep 1000 & wait", seconds=1.0)
     assert (status, output) == (None, "begun\n")
 
 
-def test_a_broken_measurement_is_restarted_until_it_makes_no_progress(
+def test_a_crashed_measurement_is_restarted_as_long_as_it_makes_progress(
     part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part_2 = part(2)
@@ -211,7 +211,7 @@ def test_some(n):
 
 
 @pytest.mark.slow
-def test_a_worker_with_a_lost_context_is_replaced_and_no_other_test_fails(tmp_path: Path) -> None:
+def test_a_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "lost.py").write_text(LOST)
     (tmp_path / "test_some.py").write_text(BREAKS)
@@ -233,7 +233,7 @@ ABSENT = ("typer", "rich", "pydantic", "grpc", "tokenizers", "transformers", "PI
 
 
 @pytest.mark.slow
-def test_a_dry_run_requires_neither_installation_nor_extension(tmp_path: Path) -> None:
+def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_path: Path) -> None:
     lines = ["import sys", f"sys.modules.update(dict.fromkeys({ABSENT}))"]
     (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}

@@ -1,4 +1,4 @@
-"""The experiment: its questions, positions in its model, reproducible training, and statements of the page."""
+"""The experiment: its questions, the positions in its model, reproducible training, and the page's statements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(sizes: Sizes = SQUARES, count: int = 40) -> Quiz:
 
 
 def images(quiz: Quiz) -> list[tuple[int, list[list[int]]]]:
-    """Return the number of filler words before each image, and its colours by rows."""
+    """Return the number of filler words before each image, and the image's colours row by row."""
     parsed = []
     for d, ids in enumerate(quiz.input_ids.tolist()):
         text, grid, _ = range(*quiz.segments.segment_offsets[d : d + 2])
@@ -36,7 +36,7 @@ def images(quiz: Quiz) -> list[tuple[int, list[list[int]]]]:
 
 
 @pytest.mark.parametrize("sizes", [SQUARES, ((2, 3), (9, 14))])
-def test_answers_are_the_colours_of_right_and_lower_neighbours(sizes: Sizes) -> None:
+def test_answers_are_the_colours_of_the_neighbours_to_the_right_and_below(sizes: Sizes) -> None:
     quiz = drawn(sizes)
     for d, (before, rows) in enumerate(images(quiz)):
         cells = [colour for row in rows for colour in row]
@@ -52,7 +52,7 @@ def test_answers_are_the_colours_of_right_and_lower_neighbours(sizes: Sizes) -> 
             assert step > 1 or (at + 1) % len(rows[0])
 
 
-def test_sizes_questions_and_filler_take_every_value() -> None:
+def test_sizes_questions_and_filler_cover_all_values() -> None:
     quiz = drawn(((2, 3), (4, 5)), 200)
     shapes = {(len(rows), len(rows[0])) for _, rows in images(quiz)}
     assert shapes == {(h, w) for a, b in ((2, 4), (2, 5), (3, 4), (3, 5)) for h, w in ((a, b), (b, a))}
@@ -69,13 +69,13 @@ def test_every_distinct_scheme_for_text_and_images_is_trained_once() -> None:
 
     trained = {ids(scheme) for scheme in PLACED}
     assert len(trained) == len(PLACED)
-    # Excluded: schemes that number images or count markers for a single model, and schemes of generation models.
+    # Excluded: schemes that number images or count markers for a single model, and schemes for generation models.
     excluded = {"xd-rope", "mrope-canvas", "qwen-image-2.1", "bagel"}
     excluded |= {name for name, scheme in mmpos.SCHEMES.items() if issubclass(scheme, mmpos.schemes.LatentScheme)}
     assert {ids(name) for name in mmpos.SCHEMES.keys() - excluded if mmpos.SCHEMES[name].text} == trained
 
 
-def test_models_of_a_seed_differ_only_in_their_rotation() -> None:
+def test_models_with_the_same_seed_differ_only_in_their_rotation() -> None:
     quiz, plain = drawn(), Transformer(NONE, 7)
     models = [plain, *(Transformer(scheme, 7) for scheme in PLACED)]
     first = plain.state_dict()
@@ -97,7 +97,7 @@ def test_the_model_depends_on_distances_but_not_on_padding() -> None:
         assert_within(moved, placed, bound)
         for others in (ids.flip(0), ids[..., torch.randperm(ids.shape[-1])]):  # axes swapped, columns permuted
             assert (model(quiz, others) - placed).abs().max() > 10 * bound[0]
-        # The first document without longer ones has no padding.
+        # Without longer documents beside it, the first document needs no padding.
         first = replace(quiz, **{name: getattr(quiz, name)[:1] for name in ("input_ids", "asked")})
         short = replace(first, input_ids=first.input_ids[:, : quiz.segments.lengths[:3].sum()])
         assert_within(model(short, ids[:, :1, : short.input_ids.shape[1]]), placed[:1], bound)
@@ -110,10 +110,12 @@ def test_training_improves_answers_and_is_reproducible(monkeypatch: pytest.Monke
     tiny = {"COLOURS": 4, "FILLER_ID": 6, "SETS": {"inside": ((2, 2), (2, 2))}}
     for name, value in tiny.items():
         monkeypatch.setattr(neighbours, name, value)
-    assert neighbours.train("rope-tie", 1, 60, 10)["loss"] < 0.9  # log 3 = 1.10 for a guess among the other patches
+    assert neighbours.train("rope-tie", 1, 60, 10)["loss"] < 0.9  # guessing among the other patches gives log 3 = 1.10
 
 
-def test_an_interrupted_run_continues_with_missing_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_continues_with_the_missing_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("neighbours.RESULTS", tmp_path)
     monkeypatch.setattr("pages.RESULTS", tmp_path)
     monkeypatch.setattr("neighbours.PICTURE", tmp_path / "page.png")
@@ -145,8 +147,8 @@ def test_the_guess_chooses_among_the_other_patches(monkeypatch: pytest.MonkeyPat
     assert neighbours.guess() == {"squares": 33.33, "strips": 20.0}
 
 
-def test_recorded_figures_support_the_statements_of_the_page() -> None:
-    kept = kept_figures("neighbours-*.json")[0]  # the figures that are plotted and discussed
+def test_recorded_figures_support_the_statements_on_the_page() -> None:
+    kept = kept_figures("neighbours-*.json")[0]  # the figures that the page plots and discusses
     columns = list(kept["outcomes"][0]["accuracy"])
     accuracy = {scheme: dict(zip(columns, p.T, strict=True)) for scheme, p in neighbours.percents(kept).items()}
     tie = {name for name in PLACED if name.startswith("rope-tie")}

@@ -1,4 +1,4 @@
-"""Commands that run in this process, in an empty folder, without colours from the environment."""
+"""Fixtures that run commands in this process, in an empty folder, unaffected by colour settings in the environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def fail(run: Run) -> Callable[..., tuple[int, str]]:
-    """Return a function that runs an invalid command and returns its exit code and the line of its error."""
+    """Return a function that runs an invalid command and returns its exit code and its one-line error."""
 
     def command(*arguments: str) -> tuple[int, str]:
         code, out, err = run(*arguments)

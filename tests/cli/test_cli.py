@@ -1,4 +1,4 @@
-"""The command line: its exact output, and errors of one line with the right exit code."""
+"""The command line: its exact output, and one-line errors with the right exit codes."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ def test_json_contains_documents_and_positions() -> None:
     }
 
 
-def test_json_of_fractional_schemes_contains_exact_ids() -> None:
+def test_json_for_fractional_schemes_contains_exact_ids() -> None:
     printed = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
     assert printed["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
     assert printed["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
 
 
-def test_json_has_null_for_missing_next_positions() -> None:
+def test_missing_next_positions_are_null_in_json() -> None:
     printed = json.loads(run("positions", "2", "--json", "--scheme", "rows"))
     assert (printed["next_positions"], printed["deltas"]) == (None, None)
 
 
-def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
+def test_json_files_can_contain_audio_and_clips(tmp_path: Path) -> None:
     parts = [{"audio": 2}, {"clip": [2, 1, 1], "audio": 3, "seconds_per_frame": 0.5}, {"text": 1}]
     (tmp_path / "clip.json").write_text(json.dumps({"documents": [parts]}))
     printed = json.loads(run("positions", "clip.json", "--scheme", "tmrope", "--json"))
@@ -125,7 +125,7 @@ def test_audio_and_clips_are_parts_of_json_files(tmp_path: Path) -> None:
     )
 
 
-def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
+def test_json_files_can_contain_thumbnails_and_tiles(tmp_path: Path) -> None:
     for part in (Thumbnail(1, 2), Tile(1, 2, tokens_after=3)):
         (written,) = to_json([[part]])
         assert read_part("part", written[0]) == part
@@ -137,7 +137,7 @@ def test_thumbnails_and_tiles_are_parts_of_json_files(tmp_path: Path) -> None:
     assert "tile 1×2 and 1 token after it" in run("positions", "tiles.json", "--scheme", "mrope-canvas")
 
 
-def test_explain_prints_the_sentence_of_the_library() -> None:
+def test_explain_prints_the_same_sentence_as_the_library() -> None:
     assert run("explain", "3,2x3", "4") == (
         "token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): "
         "position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)\n"
@@ -226,7 +226,7 @@ def test_the_demo_accepts_other_schemes(tmp_path: Path) -> None:
         ("growth -s rope-tie -s mrope", ["rope-tie", "mrope"]),
     ],
 )
-def test_plot_writes_its_file_and_prints_its_name(tmp_path: Path, arguments: str, expected: list[str]) -> None:
+def test_plot_writes_a_file_and_prints_its_name(tmp_path: Path, arguments: str, expected: list[str]) -> None:
     assert run("plot", *arguments.split(), "-o", "ids.svg") == "ids.svg\n"
     labels = texts(tmp_path / "ids.svg")
     assert [label for label in expected if label not in labels] == []
@@ -277,18 +277,18 @@ def test_help_describes_every_command(command: str) -> None:
         assert "rope-tie-lcm" in words
 
 
-def test_info_prints_the_values_of_info() -> None:
+def test_info_prints_the_values_that_mmpos_info_returns() -> None:
     lines = [line.split(maxsplit=1) for line in run("info").splitlines()]
     assert dict(lines) == info()
     assert len({line.index(value) for line, (_, value) in zip(run("info").splitlines(), lines, strict=True)}) == 1
 
 
-def test_no_arguments_print_the_help() -> None:
+def test_the_help_is_printed_without_arguments() -> None:
     assert run() == run("-h")
     assert "mmpos positions 3,2x3,2" in re.sub(r"\x1b\[[0-9;]*m", "", run())
 
 
-def test_help_lists_commands_in_a_fixed_order() -> None:
+def test_help_lists_the_commands_in_a_fixed_order() -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
         "demo", "positions", "check", "conformance", "plot", "explore", "compare", "probe", "explain", "schemes",
@@ -351,8 +351,8 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
         (["plot", "ids", *["3"] * 10, "-o", "ids.png"], "positions: got 10 documents, want at most 9"),
         (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
-        (["plot", "ids", "3"], "Missing option '--output' / '-o'; mmpos plot ids --help tells more"),
-        (["plot", "3"], "No such command '3'; mmpos plot --help tells more"),
+        (["plot", "ids", "3"], "Missing option '--output' / '-o'; see mmpos plot ids --help"),
+        (["plot", "3"], "No such command '3'; see mmpos plot --help"),
         (["plot", "ids", "3", "-s", "tie", "-o", "a.svg"], f"--scheme: got 'tie', {WANT_SCHEME}"),
         (
             ["plot", "attention", "3,2x3", "--mrope-section", "1,x", "-o", "a.svg"],
@@ -362,13 +362,13 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["plot", "phase", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["plot", "attention", "2x3", "--head-dim", "3", "-o", "a.svg"], "head_dim: got 3, want an even number"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
-        (["positions"], "Missing argument 'SPEC|FILE...'; mmpos positions --help tells more"),
-        (["bogus"], "No such command 'bogus'; mmpos --help tells more"),
-        (["help", "bogus"], "No such command 'bogus'; mmpos --help tells more"),
-        (["positon"], "No such command 'positon'. Did you mean 'positions'? mmpos --help tells more"),
+        (["positions"], "Missing argument 'SPEC|FILE...'; see mmpos positions --help"),
+        (["bogus"], "No such command 'bogus'; see mmpos --help"),
+        (["help", "bogus"], "No such command 'bogus'; see mmpos --help"),
+        (["positon"], "No such command 'positon'. Did you mean 'positions'? See mmpos --help"),
         (
             ["positions", "3", "--jsn"],
-            "No such option: --jsn (Possible options: --json); mmpos positions --help tells more",
+            "No such option: --jsn (Possible options: --json); see mmpos positions --help",
         ),
         (["positions", "3", "--bogus"], None),
     ],
@@ -414,7 +414,7 @@ WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
         ),
     ],
 )
-def test_errors_of_json_files_are_one_line(fail: Fail, content: str, line: str | None, tmp_path: Path) -> None:
+def test_errors_in_json_files_are_one_line(fail: Fail, content: str, line: str | None, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
     code, message = fail("positions", "bad.json")
     assert code == 2
@@ -423,14 +423,14 @@ def test_errors_of_json_files_are_one_line(fail: Fail, content: str, line: str |
     )
 
 
-def test_a_broken_image_is_named(fail: Fail, tmp_path: Path) -> None:
+def test_errors_name_a_broken_image(fail: Fail, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     code, message = fail("positions", "broken.png")
     assert code == 2
     assert message.startswith("broken.png: image: ")
 
 
-def test_errors_of_specs_are_exceptions_of_the_library() -> None:
+def test_errors_in_specs_are_library_exceptions() -> None:
     with pytest.raises(InvalidInputError, match=r"part 1: Text\.length: got 99999999999, want <= 2147483647"):
         read_specs(["99999999999"])
     with pytest.raises(LimitExceededError, match="got 4000000000000 tokens"):
@@ -438,7 +438,7 @@ def test_errors_of_specs_are_exceptions_of_the_library() -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "matplotlib"])
-def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_missing_extra_is_named_in_one_line(fail: Fail, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     for name in [name for name in sys.modules if name.startswith((missing, "mmpos.cli", "mmpos.analysis.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -450,7 +450,7 @@ def test_a_missing_extra_is_one_line_that_names_it(fail: Fail, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
-def test_incompatible_protobuf_versions_are_one_line(
+def test_incompatible_protobuf_versions_are_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     versions = pytest.importorskip("google.protobuf.runtime_version")

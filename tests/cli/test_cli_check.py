@@ -33,7 +33,7 @@ def check(ids: npt.ArrayLike, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_equal_ids_are_one_sentence() -> None:
+def test_equal_ids_are_reported_in_one_sentence() -> None:
     assert check(RIGHT, "--spec", "3,2x3,2") == (0, "All 11 tokens of 1 document have the ids of rope-tie.\n")
 
 
@@ -73,7 +73,7 @@ def test_the_exit_code_is_3_if_ids_differ(capsys: pytest.CaptureFixture[str]) ->
     assert main(["check", "ids.npy", "--spec", "3", "--tolerance", "1"]) == 0
 
 
-def test_documents_come_from_files_and_options_with_scheme_and_start() -> None:
+def test_documents_are_read_from_files_and_options_with_a_scheme_and_a_start() -> None:
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, {"grid": [2, 1, 2]}], [{"text": 2}]]}))
     segments = mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=2)], [Text(2)], [Text(3)]])
     ids = mmpos.place(segments, "mrope", 7).dense()
@@ -148,7 +148,7 @@ QWEN = {
 }  # fmt: skip
 
 
-def test_a_config_gives_the_scheme_and_a_file_the_times_of_a_video() -> None:
+def test_a_config_provides_the_scheme_and_a_file_the_frame_times_of_a_video() -> None:
     Path("config.json").write_text(json.dumps(QWEN))
     clip = {"grid": [3, 1, 1], "seconds_per_frame": 0.5}
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, clip, {"text": 1}]]}))
@@ -191,7 +191,7 @@ def test_a_config_is_read_from_standard_input(
         ("{}", [], None),
     ],
 )
-def test_invalid_configs_are_named(fail: Fail, content: str | None, arguments: list[str], line: str | None) -> None:
+def test_errors_name_an_invalid_config(fail: Fail, content: str | None, arguments: list[str], line: str | None) -> None:
     np.save("ids.npy", np.arange(3))
     if content is not None:
         Path("config.json").write_text(content)
@@ -238,7 +238,7 @@ WANT = "want an array saved with numpy.save"
         (lambda path: np.save(path, np.array([0, np.nan, 0])), "ids[1]: got nan, want a number"),
     ],
 )
-def test_files_without_ids_are_named(fail: Fail, save: Any, line: str | None) -> None:
+def test_errors_name_a_file_without_ids(fail: Fail, save: Any, line: str | None) -> None:
     save(Path("ids.npy"))
     code, message = fail("check", "ids.npy", "--spec", "3")
     assert code == 2
@@ -252,7 +252,7 @@ def test_the_default_scheme_is_named_only_if_no_scheme_was_chosen(fail: Fail) ->
     assert default not in fail("check", "ids.npy", "--spec", "3", "--scheme", "rope-tie")[1]
 
 
-def test_a_header_with_a_false_size_is_refused_without_allocation(fail: Fail) -> None:
+def test_a_header_with_a_false_size_is_refused_before_allocation(fail: Fail) -> None:
     np.save("ids.npy", np.zeros(3))
     content = Path("ids.npy").read_bytes()
     Path("ids.npy").write_bytes(content.replace(b"(3,), }          ", b"(3000000000000,), }"[:17].ljust(17)))
@@ -262,14 +262,14 @@ def test_a_header_with_a_false_size_is_refused_without_allocation(fail: Fail) ->
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["ids.npy"], "Missing option '--spec'; mmpos check --help tells more"),
+        (["ids.npy"], "Missing option '--spec'; see mmpos check --help"),
         (["ids.npy", "--spec", "3y"], None),
         (["ids.npy", "--spec", "3", "--padding", "top"], None),
         (["ids.npy", "--spec", "3", "--tolerance", "-1"], None),
         (["ids.npy", "--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a finite number >= 0"),
     ],
 )
-def test_invalid_command_lines_are_one_line(fail: Fail, arguments: list[str], line: str | None) -> None:
+def test_errors_of_invalid_command_lines_are_one_line(fail: Fail, arguments: list[str], line: str | None) -> None:
     np.save("ids.npy", np.arange(3))
     code, message = fail("check", *arguments)
     assert code == 2

@@ -1,4 +1,4 @@
-"""``mmpos probe run`` on dumps of keys."""
+"""``mmpos probe run`` on dumped keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNJUDGED = "The attention factor was not judged"
 def rotated(
     ids: npt.NDArray[np.int64], seed: int = 0, axis: npt.NDArray[np.int64] = AXIS, theta: float = 5e6
 ) -> npt.NDArray[np.float32]:
-    """Rotate one key as Qwen3-VL does; return (tokens, 2, 128) keys."""
+    """Rotate one key as Qwen3-VL does, and return (tokens, 2, 128) keys."""
     rng = np.random.default_rng(seed)
     key = rng.normal(size=(2, 64, 2)).view(np.complex128)[..., 0]
     angle = ids[axis].T * theta ** -(np.arange(64) / 64)
@@ -63,18 +63,18 @@ def rotated(
 
 
 def unrotated(seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return the (2, 128) key before its rotation."""
+    """Return the unrotated (2, 128) key."""
     return rotated(0 * IDS[:, :1], seed)[0]
 
 
 def save_reference(*keys: npt.NDArray[np.float32]) -> None:
-    """Write the unrotated keys of layers next to the config."""
+    """Write each layer's unrotated keys next to the config."""
     arrays: dict[str, Any] = {str(layer): key for layer, key in enumerate(keys)}
     np.savez("reference.npz", **arrays)
 
 
 def heads(*parts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Take head 0 from the first keys, head 1 from the second, and so on."""
+    """Combine head 0 of the first keys, head 1 of the second keys, and so on."""
     return np.concatenate([part[:, head : head + 1] for head, part in enumerate(parts)], axis=1)
 
 
@@ -83,7 +83,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(run: Run) -> Run:
-    """Return a function that runs the command with the config."""
+    """Return a function that runs the command with this config."""
     return lambda *arguments: run("probe", "run", *arguments, "--config", "config.json")
 
 
@@ -92,7 +92,7 @@ Layers = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
 
 @pytest.fixture
 def judge_layers(run: Run) -> Layers:
-    """Return a function that saves arrays, runs the command, and returns its exit code and the JSON of each layer."""
+    """Return a function that saves arrays, runs the command, and returns its exit code and each layer's JSON."""
 
     def command(*arguments: str, **arrays: Any) -> tuple[int, dict[str, dict[str, Any]]]:
         np.savez("keys.npz", **arrays)
@@ -102,7 +102,7 @@ def judge_layers(run: Run) -> Layers:
     return command
 
 
-def test_keys_as_intended_are_equal(run: Run) -> None:
+def test_correctly_rotated_keys_are_equal(run: Run) -> None:
     layers: dict[str, Any] = {"first": rotated(IDS), "second": rotated(IDS, seed=1)}
     np.savez("alone.npz", **layers)
     np.savez("with.npz", **layers, position_ids=IDS)
@@ -116,7 +116,7 @@ def test_keys_as_intended_are_equal(run: Run) -> None:
         assert "Ids are relative to token 0: an offset of all ids cannot be seen." in out
 
 
-def test_padding_of_ids_is_ignored_if_row_lengths_are_given(run: Run) -> None:
+def test_id_padding_is_ignored_if_row_lengths_are_given(run: Run) -> None:
     ids = np.stack([IDS, np.pad(IDS[:, :11], ((0, 0), (0, 5)), constant_values=-1)], axis=1)
     keys = np.stack([rotated(IDS), rotated(ids[:, 1])])
     np.savez("keys.npz", keys=keys, position_ids=ids, lengths=[16, 11])
@@ -142,7 +142,7 @@ def test_padding_of_ids_is_ignored_if_row_lengths_are_given(run: Run) -> None:
         (4, "positions: got shape (3, 16), want (3, 4), as in rotary and keys; 3 tokens (first: 1) have "),
     ],
 )
-def test_swapped_axes_of_keys_are_named_with_the_number_of_tokens(count: int, message: str, run: Run) -> None:
+def test_swapped_key_axes_are_reported_with_the_number_of_tokens(count: int, message: str, run: Run) -> None:
     keys = np.concatenate([rotated(IDS), rotated(IDS, seed=1)], axis=1)[:, :count]
     np.savez("keys.npz", keys=keys.swapaxes(0, 1))
     code, out, err = run("keys.npz", "--spec", SPEC)
@@ -162,7 +162,7 @@ def test_a_terminal_shows_the_number_of_tokens_read(run: Run, monkeypatch: pytes
     assert re.search("━+ 16/16 tokens first", bar)
 
 
-def test_layers_with_different_ids_are_named_without_intended_positions(run: Run) -> None:
+def test_layers_with_different_ids_are_named_even_without_intended_positions(run: Run) -> None:
     lost = rotated(IDS, seed=3)
     lost[9] = np.nan  # an unknown id does not count as different
     np.savez("keys.npz", a=rotated(IDS), b=rotated(IDS, seed=1), c=rotated(IDS[[0, 0, 0]], seed=2), d=lost)
@@ -173,7 +173,7 @@ def test_layers_with_different_ids_are_named_without_intended_positions(run: Run
 
 
 @pytest.mark.parametrize("noise", [0, 1e-4])
-def test_values_and_keys_before_their_rotation_are_one_key(run: Run, noise: float) -> None:
+def test_values_and_unrotated_keys_are_reported_as_one_key(run: Run, noise: float) -> None:
     keys = rotated(0 * IDS)
     np.savez("keys.npz", values=keys + noise * np.random.default_rng(1).normal(size=keys.shape))
     rest = (
@@ -208,7 +208,7 @@ def test_pairs_on_other_axes_are_named_with_the_first_wrong_token(judge_layers: 
     assert message.count("Cause") == 1, "read with the intended rotation, the ids look like a dropped axis"
 
 
-def test_a_lost_delta_is_named_and_no_rotation_blamed(run: Run) -> None:
+def test_a_lost_delta_is_named_without_blaming_the_rotation(run: Run) -> None:
     ids = IDS.copy()
     ids[:, 13:] = [13, 14, 15]
     np.save("keys.npy", rotated(ids))
@@ -216,7 +216,7 @@ def test_a_lost_delta_is_named_and_no_rotation_blamed(run: Run) -> None:
     assert (code, "the delta -4 is forgotten" in out, "rotation" in out) == (3, True, False)
 
 
-def test_an_attention_factor_is_judged_by_the_reference_next_to_the_config(run: Run, judge_layers: Layers) -> None:
+def test_the_attention_factor_is_judged_by_the_reference_next_to_the_config(run: Run, judge_layers: Layers) -> None:
     dump: dict[str, Any] = {"layers.0.attn": rotated(IDS), "layers.1.attn": 1.1 * rotated(IDS, seed=1)}
     np.savez("keys.npz", **dump)
     code, out, _ = run("keys.npz", "--spec", SPEC)
@@ -225,7 +225,7 @@ def test_an_attention_factor_is_judged_by_the_reference_next_to_the_config(run: 
     code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, UNJUDGED in out) == (3, False)
     assert "cos and sin are multiplied by 1.1, not by 1." in out
-    save_reference(unrotated(1), unrotated(1))  # the first belongs to other weights
+    save_reference(unrotated(1), unrotated(1))  # the first reference belongs to other weights
     _, layers = judge_layers("--spec", SPEC, **dump)
     assert [(layer["equal"], layer["factor_judged"]) for layer in layers.values()] == [(False, False), (False, True)]
     assert [OTHER in layer["message"] for layer in layers.values()] == [True, False]
@@ -235,13 +235,13 @@ def test_an_attention_factor_is_judged_by_the_reference_next_to_the_config(run: 
     assert (layer["wrong_heads"], layer["message"][-1]) == ([1], OTHER)
 
 
-def test_a_reference_shows_an_offset_of_all_ids(run: Run) -> None:
+def test_a_reference_reveals_an_offset_of_all_ids(run: Run) -> None:
     np.savez("keys.npz", layer0=rotated(IDS + 3))
     assert run("keys.npz", "--spec", SPEC)[0] == 0
     save_reference(unrotated())
     code, out, _ = run("keys.npz", "--spec", SPEC)
     assert (code, "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out) == (3, True)
-    np.savez("keys.npz", layer0=rotated(IDS + 3), layer1=rotated(IDS + 3, seed=1))  # the second has no reference
+    np.savez("keys.npz", layer0=rotated(IDS + 3), layer1=rotated(IDS + 3, seed=1))  # the second layer has no reference
     assert "other ids than" not in run("keys.npz")[1]
 
 
@@ -259,7 +259,7 @@ GEMMA3 = {
 }
 
 
-def test_layers_are_judged_by_the_rotation_of_their_type(run: Run, judge_layers: Layers) -> None:
+def test_layers_are_judged_by_the_rotation_of_their_layer_type(run: Run, judge_layers: Layers) -> None:
     Path("config.json").write_text(json.dumps(GEMMA3))
     count = np.arange(40)[None]
     full = rotated(np.tile(count, (3, 1)))
@@ -278,7 +278,7 @@ def test_layers_are_judged_by_the_rotation_of_their_type(run: Run, judge_layers:
 
 
 def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
-    """Write a config of Qwen2.5-VL."""
+    """Write the config of a Qwen2.5-VL model."""
     rope = {"rope_type": "default", "rope_theta": theta, "mrope_section": sections}
     text = {
         **TEXT,
@@ -292,7 +292,7 @@ def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
     Path("config.json").write_text(json.dumps(config))
 
 
-def test_placement_mistakes_get_the_same_names_as_in_mmpos_check(run: Run) -> None:
+def test_placement_mistakes_have_the_same_names_as_in_mmpos_check(run: Run) -> None:
     save_qwen25(head_dim=128, sections=[24, 20, 20], theta=5e6)
     video = Grid(1, 2, frames=4, seconds_per_frame=1)
     applied = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
@@ -326,7 +326,7 @@ QWEN3 = {"model_type": "qwen3", "head_dim": 128, "hidden_size": 256, "num_attent
 
 
 def shifted(*offsets: int) -> npt.NDArray[np.float32]:
-    """Return (6, heads, 128) keys of text, with an offset of the ids for each head."""
+    """Return (6, heads, 128) keys of text, with one id offset for each head."""
     ids = [np.tile(np.arange(6) + offset, (3, 1)) for offset in offsets]
     return np.stack([rotated(ids[head])[:, head] for head in range(len(offsets))], axis=1)
 
@@ -352,7 +352,7 @@ def test_each_head_is_judged_by_its_own_row_of_the_reference(
     assert layer["message"].count(OTHER) == sentences.count(OTHER)
 
 
-def test_a_reference_of_differently_rotated_heads_is_recognized(run: Run) -> None:
+def test_the_reference_is_recognized_although_heads_are_rotated_differently(run: Run) -> None:
     Path("config.json").write_text(json.dumps(QWEN3))
     save_reference(unrotated())
     np.savez("keys.npz", layer0=shifted(0, 300))
@@ -363,7 +363,7 @@ def test_a_reference_of_differently_rotated_heads_is_recognized(run: Run) -> Non
 @pytest.mark.parametrize(
     ("empty", "reference", "since"), [(0, False, 12), (0, True, 12), (np.nan, False, 12), (np.nan, True, 5)]
 )
-def test_unwritten_keys_are_wrong_from_the_first(
+def test_tokens_are_wrong_from_the_first_unwritten_key(
     empty: float, reference: bool, since: int, judge_layers: Layers
 ) -> None:
     if reference:
@@ -387,14 +387,14 @@ def test_a_majority_of_unwritten_keys_raises_no_warning(judge_layers: Layers) ->
     assert (code, layers["keys"]["first_wrong"]) == (3, 5)
 
 
-def test_known_ids_are_counted_in_all_heads(run: Run, judge_layers: Layers) -> None:
+def test_known_ids_are_counted_over_all_heads(run: Run, judge_layers: Layers) -> None:
     keys = heads(rotated(IDS), rotated(IDS + 40 * (np.arange(16) >= 3)))
     layer = judge_layers("--spec", SPEC, keys=keys, reference=unrotated())[1]["keys"]
     assert (layer["known"], layer["unknown_tokens"], layer["wrong_heads"]) == (1, 0, [1])
     assert run("keys.npz", "--spec", SPEC)[1].startswith("keys: 96 of 96 ids of 2 kv heads read, residual at most ")
 
 
-def test_keys_before_their_rotation_are_one_key_even_if_few_pairs_give_no_ids(judge_layers: Layers) -> None:
+def test_unrotated_keys_are_reported_as_one_key_even_with_too_few_pairs_for_ids(judge_layers: Layers) -> None:
     save_qwen25(head_dim=16, sections=[2, 3, 3], theta=1e6)
     key = np.random.default_rng(0).normal(size=(2, 8, 2)).view(np.complex128)[..., 0]
     angle = IDS[np.repeat([0, 1, 2], [2, 3, 3])].T * 1e6 ** -(np.arange(8) / 8)
@@ -493,7 +493,7 @@ def test_files_that_are_not_dumps_are_refused(run: Run) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 8), (4, 4)])
 def test_sentences_do_not_contradict_each_other(run: Run, shape: tuple[int, int]) -> None:
-    """With few bits, the rotation looks as intended although one axis is used in place of another."""
+    """Test keys with few bits, whose rotation looks as intended although one axis is used in place of another."""
     height, width = shape
     patch = np.arange(16)
     ids = np.concatenate([np.tile(np.arange(90), (3, 1)), np.stack([0 * patch, patch // width, patch % width]) + 90], 1)
@@ -508,7 +508,7 @@ def test_sentences_do_not_contradict_each_other(run: Run, shape: tuple[int, int]
     assert "intended rotation" not in out
 
 
-def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_in_sentences(judge_layers: Layers) -> None:
+def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_sentences(judge_layers: Layers) -> None:
     ids = np.concatenate([np.tile(np.arange(16), (3, 1)), IDS], axis=1)
     late = ids + (np.arange(32) >= 29)
     code, layers = judge_layers("--spec", "16", "--spec", SPEC, late=rotated(late), other=rotated(ids[[0, 0, 0]]))
@@ -529,7 +529,7 @@ def test_a_report_draws_the_tokens_of_each_layer(judge_layers: Layers, folder: P
     assert re.findall("<title>(.*?)</title>", right_layer) == ["tokens 0 to 15: ids read"]
 
 
-def test_unreadable_tokens_differ_and_uncertain_tokens_are_counted(judge_layers: Layers) -> None:
+def test_unreadable_tokens_are_reported_as_different_and_uncertain_tokens_are_counted(judge_layers: Layers) -> None:
     ids = np.tile(np.arange(200), (3, 1))
     keys = rotated(ids)
     keys[150] = np.nan

@@ -1,4 +1,4 @@
-"""mmpos probe checkpoint: the files that it writes, and its errors."""
+"""mmpos probe checkpoint: the files it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 300, "head_dim": 16, "hidden_size"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_checkpoint_writes_a_folder_that_an_engine_can_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_writes_a_folder_that_engines_can_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     output = tmp_path / "probe"
     assert main(["probe", "checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)]) == 0
@@ -27,7 +27,7 @@ def test_checkpoint_writes_a_folder_that_an_engine_can_load(tmp_path: Path, caps
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_folder_that_cannot_be_created_is_an_error_of_one_line(
+def test_a_folder_that_cannot_be_created_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -41,10 +41,10 @@ def test_a_folder_that_cannot_be_created_is_an_error_of_one_line(
     [
         (None, "config: got .*config.json: No such file or directory, want a config.json"),
         ("{", "config: got .*config.json, which is not valid JSON .*"),
-        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embedding, want one with it"),
+        ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embeddings, want one with them"),
     ],
 )
-def test_an_invalid_config_is_an_error_of_one_line(
+def test_an_invalid_config_is_a_one_line_error(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""The commands that start and use a server: their output, and errors of one line."""
+"""The commands that start and use a server: their output, and one-line errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_info_and_health_describe_the_server(server: str, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[str]:
-    """Start a server with profiles whose schemes differ from the default of the command line."""
+    """Start a server with profiles whose schemes differ from the command line's default."""
     config = """
         [profiles.floor]
         scheme = { name = "rope-tie-v2", rounding = "floor" }
@@ -84,7 +84,7 @@ def profiles() -> Iterator[str]:
         (["--profile", "qwen", "--scheme", "rope-tie-lcm,axes=3"], "rope-tie-lcm,axes=3"),
     ],
 )
-def test_a_profile_keeps_its_scheme_unless_another_is_asked_for(
+def test_a_profile_keeps_its_scheme_unless_another_is_requested(
     options: list[str], scheme: str, profiles: str, run: Run
 ) -> None:
     command = "positions", "3,2x3,2", "--json"
@@ -94,7 +94,7 @@ def test_a_profile_keeps_its_scheme_unless_another_is_asked_for(
     assert make_scheme(there["scheme"]) == make_scheme(scheme)
 
 
-def test_a_server_uses_the_scheme_in_the_file_of_documents(profiles: str, run: Run, tmp_path: Path) -> None:
+def test_a_server_uses_the_scheme_in_the_document_file(profiles: str, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
     assert run("remote", "positions", str(file), "--server", profiles) == run("positions", str(file))
@@ -109,7 +109,7 @@ def test_axes_require_a_scheme(profiles: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
-def test_a_server_that_is_down_is_an_error_of_one_line_with_the_remedy(command: list[str], run: Run) -> None:
+def test_a_server_that_is_down_is_a_one_line_error_with_the_remedy(command: list[str], run: Run) -> None:
     with socket.socket() as free:  # bound, but not listening
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -120,7 +120,7 @@ def test_a_server_that_is_down_is_an_error_of_one_line_with_the_remedy(command: 
 
 
 @pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
-def test_errors_of_tls_name_the_option_to_change(command: list[str], run: Run, tmp_path: Path) -> None:
+def test_tls_errors_name_the_option_to_change(command: list[str], run: Run, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address:
@@ -140,25 +140,25 @@ def test_a_failed_handshake_prints_only_its_error(server: str, tmp_path: Path) -
     assert done.stderr == f"mmpos: error: {server}: tls: the server does not use TLS, want no --tls-ca\n"
 
 
-def test_a_server_that_reports_not_serving_is_not_healthy(run: Run) -> None:
+def test_a_server_that_reports_not_serving_is_unhealthy(run: Run) -> None:
     with serving(Fake(echo), serving=False) as address:
         code, out, err = run("remote", "health", "--server", address)
     assert (code, out) == (4, "")
     assert err.startswith(f"mmpos: error: {address}: got NOT_SERVING, want a running server")
 
 
-def test_a_server_that_does_not_answer_is_an_error_of_one_line_with_the_remedy(run: Run) -> None:
+def test_a_server_that_does_not_answer_is_a_one_line_error_with_the_remedy(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert run("remote", "info", "--server", address, "--timeout", "0.2") == (
             4,
             "",
-            f"mmpos: error: {address}: got no answer in 0.2 s; check that mmpos serve is running, or pass a longer "
+            f"mmpos: error: {address}: got no answer within 0.2 s; check that mmpos serve is running, or pass a longer "
             "--timeout\n",
         )
 
 
-def test_serve_runs_until_it_is_terminated(run: Run, tmp_path: Path) -> None:
+def test_serve_runs_until_terminated(run: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
@@ -171,7 +171,7 @@ def test_serve_runs_until_it_is_terminated(run: Run, tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_serve_refuses_an_invalid_option_in_one_line(run: Run) -> None:
+def test_serve_reports_an_invalid_option_in_one_line(run: Run) -> None:
     code, out, err = run("serve", "--port", "many")
     assert (code, out) == (2, "")
     assert err.startswith("mmpos: error: Invalid value for '--port'")

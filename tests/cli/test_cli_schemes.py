@@ -1,4 +1,4 @@
-"""Schemes on the command line: with parameters, of the user's own, and in the file of the documents."""
+"""Schemes on the command line: with parameters, user-defined, and given in the file with the documents."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Axisless(Scheme):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a working folder with modules, and forget the modules of other tests."""
+    """Create a working folder that contains modules, and forget the modules of other tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("own", "broken", "ends"):
@@ -152,7 +152,7 @@ def test_invalid_names_are_refused(name: str, axes: int | None, message: str | N
     )
 
 
-def test_own_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_defined_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(run(capsys, "positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
@@ -173,7 +173,7 @@ def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
 
 
 @pytest.mark.slow  # the worker processes import torch
-def test_own_schemes_work_in_the_workers_of_preprocess(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_user_defined_schemes_work_in_preprocess_workers(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
@@ -181,7 +181,7 @@ def test_own_schemes_work_in_the_workers_of_preprocess(capsys: pytest.CaptureFix
     assert re.search(r"^documents +2$", run(capsys, *arguments), re.MULTILINE)
 
 
-def test_documents_keep_the_scheme_of_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_documents_keep_the_scheme_given_in_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     first = run(capsys, "positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor", "--axes", "3", "--json")
     (folder / "first.json").write_text(first)
     assert run(capsys, "positions", "first.json", "--json") == first

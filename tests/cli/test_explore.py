@@ -1,4 +1,4 @@
-"""The explorer: its page shows the values that mmpos computes, also in a browser."""
+"""The explorer: its page shows the values that mmpos computes, including in a real browser."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_answer_contains_the_ids_of_each_scheme_and_python_code_that_compute
         assert capsys.readouterr().out == f"{ids}\n"
 
 
-def test_the_rotation_of_a_scheme_with_one_axis_is_that_of_text() -> None:
+def test_schemes_with_one_axis_use_the_rotation_of_text() -> None:
     answer: Any = Explorer().answer({"spec": "4", "schemes": ["flatten"], "token": 1, "pair": 0})
     (shown,) = answer["schemes"]
     assert shown["pair"] == {"index": 0, "axis": "id", "inv_freq": 1.0, "phases": [0.0, 1.0, 2.0, 3.0]}
@@ -62,13 +62,13 @@ def test_the_rotation_of_a_scheme_with_one_axis_is_that_of_text() -> None:
     assert shown["scores"] == pytest.approx(want, abs=1e-6)
 
 
-def test_a_picture_becomes_its_patches_between_markers() -> None:
+def test_a_picture_becomes_patches_between_markers() -> None:
     answer: Any = Explorer().answer({"parts": [{"text": 2}, {"picture": [64, 96]}], "schemes": ["rope-tie"]})
     assert answer["parts"] == [{"text": 2}, {"text": 1}, {"grid": [2, 3]}, {"text": 1}]
     assert answer["spec"] == "2,1,2x3,1"
 
 
-def test_input_ids_are_read_with_the_config_of_their_model() -> None:
+def test_input_ids_are_read_with_the_model_config() -> None:
     config = {
         "model_type": "qwen2_vl", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4, "image_token_id": 9,
         "video_token_id": 8, "vision_start_token_id": 6, "vision_end_token_id": 7,
@@ -97,7 +97,7 @@ def test_input_ids_are_read_with_the_config_of_their_model() -> None:
         ({"spec": "3", "schemes": ["os:system"]}, "schemes: got 'os:system', want the name of a scheme"),
         ({"spec": "3", "schemes": ["flatten"] * 4}, "schemes: got 4, want 1 to 3"),
         ({"spec": "3", "pair": 64}, "pair: got 64, want"),
-        ({"input_ids": [1], "config": "/etc"}, "config: got str, want the content of a config.json"),
+        ({"input_ids": [1], "config": "/etc"}, "config: got str, want the contents of a config.json"),
     ],
 )
 def test_an_invalid_request_is_refused(request_: object, message: str) -> None:
@@ -111,13 +111,13 @@ def test_a_document_too_long_for_a_page_is_refused() -> None:
         Explorer().answer({"spec": "4097"})
 
 
-def test_a_scheme_of_the_command_line_may_be_an_own_class() -> None:
+def test_the_command_line_accepts_user_defined_scheme_classes() -> None:
     own = RopeTieV2(axes=3)
     answer: Any = Explorer({"mine:Own": own}).answer({"spec": "2,2x2", "schemes": ["mine:Own"]})
     assert answer["schemes"][0]["ids"] == _ids("2,2x2", own).tolist()
 
 
-def test_only_the_page_on_this_machine_gets_answers() -> None:
+def test_only_requests_from_the_page_on_this_machine_are_answered() -> None:
     async def statuses() -> list[int]:
         async with _served() as address, ClientSession() as session:
             request = {"spec": "3", "schemes": ["flatten"]}
@@ -149,7 +149,7 @@ def test_a_written_file_is_self_contained(tmp_path: Path) -> None:
         app(args=["explore", "-o", str(tmp_path / "ids.txt")], prog_name="mmpos", standalone_mode=False)
 
 
-def test_text_of_a_request_cannot_end_its_script(tmp_path: Path) -> None:
+def test_text_in_a_request_cannot_end_the_script(tmp_path: Path) -> None:
     path, name = tmp_path / "ids.html", "a</script>&<b>"
     write_page(Explorer({name: RopeTieV2()}), {"spec": "3", "schemes": [name]}, path)
     (state,) = re.findall(r'<script type="application/json" id="state">(.*?)</script>', path.read_text("utf-8"))
@@ -235,7 +235,7 @@ def test_a_written_file_opens_without_a_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @no_browser
-def test_a_narrow_page_shows_the_spec_the_legend_and_whole_titles(tmp_path: Path) -> None:
+def test_a_narrow_page_shows_the_spec_the_legend_and_full_titles(tmp_path: Path) -> None:
     path, spec = tmp_path / "ids.html", "1,4x6,6,5x3,2,2x2x2,4"
     app(
         args=["explore", spec, "-s", "mrope", "--token", "50", "-o", str(path)],
@@ -262,7 +262,7 @@ def test_a_narrow_page_shows_the_spec_the_legend_and_whole_titles(tmp_path: Path
 
 
 async def _drag(page: browser.Page, start: list[float], by: tuple[float, float]) -> None:
-    """Press the mouse, move it and release it."""
+    """Press the mouse button, move the pointer and release the button."""
     x, y = start
     common = {"button": "left", "buttons": 1, "clickCount": 1}
     await page.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, **common)
@@ -275,7 +275,7 @@ async def _drag(page: browser.Page, start: list[float], by: tuple[float, float])
 
 @asynccontextmanager
 async def _served() -> AsyncIterator[str]:
-    """Serve the explorer of a small document, and yield its address."""
+    """Serve the explorer of a small document, and yield the explorer's address."""
     begin = {"parts": [{"text": 3}, {"grid": [2, 3]}, {"text": 2}], "schemes": ["rope-tie", "mrope"], "token": 0}
     runner = web.AppRunner(make_app(Explorer(), begin))
     await runner.setup()

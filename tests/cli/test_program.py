@@ -1,4 +1,4 @@
-"""The behaviour of all commands: input and output streams, exit codes, shell completion and help."""
+"""Behaviour that all commands share: input and output streams, exit codes, shell completion and help."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_ids_are_read_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPa
         (b"\x93NUMPY\x01\x00", "check - --spec 3", None),
     ],
 )
-def test_an_invalid_standard_input_is_an_error_of_one_line(
+def test_invalid_standard_input_is_a_one_line_error(
     data: bytes, arguments: str, message: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, data)
@@ -125,7 +125,7 @@ def test_a_closed_pipe_ends_the_program_quietly(arguments: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
 @pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
-def test_a_full_disk_is_an_error_of_one_line(arguments: str) -> None:
+def test_a_full_disk_is_a_one_line_error(arguments: str) -> None:
     with open("/dev/full", "wb") as full:
         done = start(*arguments.split(), capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, b"mmpos: error: No space left on device\n")
@@ -140,14 +140,14 @@ def test_a_full_disk_is_an_error_of_one_line(arguments: str) -> None:
         ("positions 3 --bogus 2>&-", 2, ""),
     ],
 )
-def test_streams_may_be_closed(arguments: str, code: int, message: str) -> None:
+def test_standard_streams_may_be_closed(arguments: str, code: int, message: str) -> None:
     command = ["sh", "-c", f'"$0" -m mmpos {arguments}', sys.executable]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.decode()) == (code, b"", message)
 
 
 def ends(error: BaseException) -> Callable[..., Any]:
-    """Return a function that imports an app which raises the error."""
+    """Return a function that returns an app which raises this error."""
 
     def app(**options: object) -> None:
         raise error
@@ -171,7 +171,7 @@ def ends(error: BaseException) -> Callable[..., Any]:
         ),
     ],
 )
-def test_every_error_has_an_exit_code_and_at_most_one_line(
+def test_every_error_produces_an_exit_code_and_at_most_one_line(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program("mmpos", ends(error), []) == code
@@ -184,7 +184,7 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
         run_program("mmpos", ends(ZeroDivisionError()), [])
 
 
-def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def app(**options: object) -> int:
         warnings.simplefilter("always")
         warnings.warn("a glyph\nis missing", UserWarning, stacklevel=1)
@@ -200,7 +200,7 @@ def test_the_documentation_lists_every_exit_code() -> None:
 
 
 @pytest.mark.parametrize("command", ["", "plot", "plot ids"])
-def test_help_is_also_a_command(command: str, run: Run) -> None:
+def test_help_can_be_requested_as_a_command(command: str, run: Run) -> None:
     assert run("help", *command.split()) == run(*command.split(), "--help")
 
 
@@ -222,19 +222,19 @@ COMPLETIONS = [
     ("mmpos bench pos", ["positions"]),
     ("mmpos bench positions --malloc t", ["tuned"]),
     ("mmpos serve --log-level d", ["debug"]),
-    ("mmpos check id", []),  # the shell completes files
+    ("mmpos check id", []),  # the shell completes file names
 ]
 
 
 def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Complete a line like a shell."""
+    """Return the completions that a shell receives for a line."""
     words = line.split(" ")
     monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process that is started for completion
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process started for completion
     with pytest.raises(SystemExit):
         main([])
     captured = capsys.readouterr()
@@ -243,7 +243,7 @@ def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize(("line", "values"), COMPLETIONS, ids=[line for line, _ in COMPLETIONS])
-def test_a_line_is_completed(
+def test_command_lines_are_completed(
     line: str, values: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mmpos_server.options")
@@ -254,7 +254,7 @@ def test_a_line_is_completed(
     assert zsh == values
 
 
-def test_the_help_of_a_completion_is_one_line() -> None:
+def test_the_help_for_a_completion_is_one_line() -> None:
     line = {"_MMPOS_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "mmpos positions 3 --sch"}
     done = start(env={**line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
     assert re.fullmatch(rb"--scheme\t[^\n]{200,}\n", done.stdout)

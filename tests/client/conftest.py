@@ -18,5 +18,5 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(params=["sync", "async"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of client, for ``open_client``."""
+    """Return the kind of client to pass to ``open_client``."""
     return str(request.param)

@@ -51,7 +51,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)
 
 
 def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
-    """Return a handler that aborts with each of these outcomes before it answers, and the count of its calls."""
+    """Return a handler that aborts once with each of these outcomes before it answers, and its call count."""
     remaining, count = list(outcomes), [0]
 
     def handler(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
@@ -90,8 +90,8 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
         ({"window": 1.5}, "window: got 1.5, want an integer"),
         ({"profile": 3}, "profile: got 3, want a name or None"),
         ({"tls": True}, "tls: got bool, want Tls or None"),
-        ({"metadata": "ab"}, "metadata: got str, want a list of pairs of name and value"),
-        ({"metadata": [("a",)]}, "metadata[0]: got ('a',), want a pair"),
+        ({"metadata": "ab"}, "metadata: got str, want a list of (name, value) pairs"),
+        ({"metadata": [("a",)]}, "metadata[0]: got ('a',), want a (name, value) pair"),
         ({"metadata": [("A", "b")]}, "metadata[0]: got name 'A', want a-z"),
         ({"metadata": [("grpc-x", "b")]}, "metadata[0]: got name 'grpc-x', want a-z"),
         ({"metadata": [("a", b"b")]}, "metadata[0]: got value b'b' of 'a', want printable ASCII text"),
@@ -99,7 +99,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
     ],
 )
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_wrong_arguments_are_refused_before_any_connection(kind: Any, arguments: Any, message: str) -> None:
+def test_invalid_arguments_are_refused_before_any_connection(kind: Any, arguments: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         kind(**arguments)
     assert str(caught.value).startswith(message)
@@ -114,7 +114,7 @@ def test_wrong_arguments_are_refused_before_any_connection(kind: Any, arguments:
         ({"server_name": 1}, "tls.server_name: got 1, want a name or None"),
     ],
 )
-def test_wrong_certificates_are_refused(arguments: Any, message: str) -> None:
+def test_invalid_certificates_are_refused(arguments: Any, message: str) -> None:
     assert failure(lambda: Tls(**arguments)) == (InvalidInputError, message)
 
 
@@ -128,7 +128,7 @@ def test_a_private_key_is_not_shown() -> None:
     assert "secret" not in repr(Tls(certificate=b"public", key=b"secret"))
 
 
-def test_with_options_keeps_the_channel_and_checks_its_arguments() -> None:
+def test_with_options_reuses_the_channel_and_checks_its_arguments() -> None:
     handler, count = aborting(*[UNAVAILABLE] * 9)
     fake = Fake(handler)
     with serving(fake) as address, Client(address, attempts=1, metadata=[("a", "b")]) as client:
@@ -191,7 +191,7 @@ def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
     assert info.limits.documents > 0
 
 
-def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
     names = [name for name in dir(Client) if not name.startswith("_")]
     assert names == [name for name in dir(AsyncClient) if not name.startswith("_")]
     for name in set(names) - {"stream", "stream_build"}:  # AsyncClient also accepts an async iterable
@@ -200,7 +200,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
     assert str(inspect.signature(Client("localhost:1").healthy)) == "(service: 'str' = '') -> 'bool'"
 
 
-# Retries, deadlines, and the statuses of gRPC
+# Retries, deadlines and gRPC statuses
 
 
 def test_an_unavailable_server_is_retried_and_then_reported(kind: str) -> None:
@@ -234,7 +234,7 @@ def test_calls_cancelled_by_a_stopping_server_are_retried() -> None:
         ("ABORTED", (), ServiceError),
     ],
 )
-def test_other_statuses_are_not_retried_and_become_errors_of_mmpos(code: str, metadata: Any, kind: Any) -> None:
+def test_other_statuses_are_not_retried_and_become_mmpos_errors(code: str, metadata: Any, kind: Any) -> None:
     handler, count = aborting((grpc.StatusCode[code], "why: got this", metadata))
     matching = pytest.raises(MmposError, match="why: got this")
     with serving(Fake(handler)) as address, Client(address) as client, matching as caught:
@@ -277,12 +277,12 @@ def test_a_port_without_a_server_is_unavailable_and_not_healthy() -> None:
 # Channels
 
 
-def test_calls_are_spread_over_the_healthy_servers() -> None:
+def test_calls_are_spread_over_healthy_servers() -> None:
     fakes = [Fake(), Fake(), Fake()]
     with ExitStack() as stack:
         addresses = [stack.enter_context(serving(fake, serving=i < 2)) for i, fake in enumerate(fakes)]
         client = stack.enter_context(Client(addresses))
-        # Until the healthy ones are connected.
+        # Call until both healthy servers are connected.
         assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.metadata for fake in fakes[:2]))
         counts = [len(fake.metadata) for fake in fakes]
         for _ in range(10):
@@ -293,7 +293,7 @@ def test_calls_are_spread_over_the_healthy_servers() -> None:
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 
 
-def test_host_names_in_a_list_are_resolved_to_one_family_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_in_a_list_are_resolved_to_one_address_family(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"four": ["10.0.0.1", "10.0.0.2"], "both": ["::2", "10.0.0.3"], "six": ["::6"]}
 
     def resolve(host: str, port: int, **_: Any) -> Any:
@@ -309,7 +309,7 @@ def test_host_names_in_a_list_are_resolved_to_one_family_of_addresses(monkeypatc
         target(("four:1", "none:2"))
 
 
-def test_the_destination_sets_retries_balancing_and_the_name_of_the_certificate() -> None:
+def test_the_destination_determines_retries_balancing_and_the_certificate_name() -> None:
     def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         values = dict(channel_options(Destination(*arguments)))
         return values, json.loads(str(values["grpc.service_config"]))
@@ -326,7 +326,7 @@ def test_the_destination_sets_retries_balancing_and_the_name_of_the_certificate(
     assert "loadBalancingConfig" in options(("dns:///a:1",), 1, None)[1]
 
 
-def test_a_unix_socket_is_an_address(tmp_path: Path) -> None:
+def test_a_unix_socket_can_be_the_address(tmp_path: Path) -> None:
     with serving(Fake(), f"unix:{tmp_path}/socket") as address, Client(address) as client:
         assert_equal(client.place(SEGMENTS), place(SEGMENTS))
 
@@ -335,11 +335,11 @@ def test_a_large_answer_is_received() -> None:
     many = SegmentTable.from_documents([[Text(1)] * 60_000])
     with serving(Fake()) as address, Client(address) as client:
         table = client.place(many)
-    assert table.table.nbytes > 4 * 2**20  # the default limit of gRPC
+    assert table.table.nbytes > 4 * 2**20  # gRPC's default limit
     assert_equal(table, place(many))
 
 
-def test_a_server_accepts_only_clients_with_its_certificate(kind: str, tmp_path: Path) -> None:
+def test_a_server_accepts_only_clients_with_the_right_certificate(kind: str, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server.test")
     client_cert, client_key = make_certificate(tmp_path, "client.test")
     credentials = grpc.ssl_server_credentials(
@@ -356,7 +356,7 @@ def test_a_server_accepts_only_clients_with_its_certificate(kind: str, tmp_path:
     server.stop(0).wait()
 
 
-def test_a_closed_client_reconnects_at_its_next_call(server: str) -> None:
+def test_a_closed_client_reconnects_on_its_next_call(server: str) -> None:
     client = Client(server)
     client.close()
     assert_equal(client.place(SEGMENTS), place(SEGMENTS))
@@ -516,7 +516,7 @@ def load(path: Path, address: str, *arguments: str, **environment: str) -> subpr
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", "new", "0"), ("spawn", "used", "0"))),
     ],
 )
-def test_a_client_works_in_the_workers_of_a_loader(
+def test_a_client_works_in_dataloader_workers(
     method: str, used: str, support: str, server: str, tmp_path: Path
 ) -> None:
     completed = load(tmp_path, server, method, used, GRPC_ENABLE_FORK_SUPPORT=support)
@@ -547,7 +547,7 @@ def test_a_call_that_would_hang_after_a_fork_is_refused(server: str) -> None:
     assert completed.stdout.startswith(want), completed.stderr
 
 
-def test_without_grpc_the_import_names_the_pip_command() -> None:
+def test_importing_without_grpc_names_the_pip_command() -> None:
     for module in ("grpc", "google.protobuf"):
         code = f"""
 import sys

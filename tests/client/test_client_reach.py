@@ -1,4 +1,4 @@
-"""Test unreachable servers: clients wait for one that restarts, and report why they cannot reach any other."""
+"""Test unreachable servers: clients wait for a server that restarts, and report why they cannot reach any other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def awaited(address: str, done: threading.Event) -> Iterator[None]:
         runner.run(client.close())
 
 
-def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
+def test_restarting_a_single_server_loses_no_call_and_no_stream() -> None:
     listen, done, failed = Listen(port=free_port()), threading.Event(), []
     address, answered = f"127.0.0.1:{listen.port}", dict.fromkeys((calls, streams, awaited), 0)
 
@@ -67,7 +67,7 @@ def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
     threads = [threading.Thread(target=load, args=(kind,)) for kind in answered]
 
     def answer(count: int) -> None:
-        """Serve until each kind has this number of answers, or one has failed."""
+        """Serve until each kind of client has received this number of answers, or one has failed."""
         with running(listen=listen):
             for thread in threads:
                 if not thread.is_alive() and count == 10:
@@ -86,7 +86,7 @@ def test_a_restart_of_a_single_server_loses_no_call_and_no_stream() -> None:
 
 
 def cause(address: str, tls: Tls | None = None) -> str:
-    """Return the error message of a call without the details of gRPC, and check that a stream has the same message."""
+    """Return a call's error message without gRPC's details, and check that a stream raises the same message."""
     with Client(address, timeout=600, tls=tls, attempts=1) as client:
         with pytest.raises(ServiceUnavailableError) as raised:
             client.place(SEGMENTS)
@@ -123,7 +123,7 @@ def test_a_client_does_not_wait_for_a_server_that_it_never_reached() -> None:
         assert cause(f"127.0.0.1:{port}").endswith("Connection refused")
 
 
-def test_a_client_with_one_attempt_does_not_wait() -> None:
+def test_a_client_limited_to_one_attempt_does_not_wait() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         client = serving.enter_context(Client(address, timeout=600, attempts=1))
@@ -133,7 +133,7 @@ def test_a_client_with_one_attempt_does_not_wait() -> None:
             client.place(SEGMENTS)
 
 
-def test_health_of_a_stopped_server_is_reported_at_once() -> None:
+def test_the_health_of_a_stopped_server_is_reported_at_once() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         with Client(address, timeout=600) as client:

@@ -59,7 +59,7 @@ TABLE, ROTARY = place(SEGMENTS), Rotary(64)
 
 
 def tensors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q of about one megabyte and k of a quarter of that."""
+    """Return a q of about one megabyte, and a k a quarter of that size."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(TABLE.num_tokens, heads, 64, generator=generator).bfloat16() for heads in (8, 2))
     return q, k
@@ -79,12 +79,12 @@ def client(server: str) -> Iterator[Client]:
 
 
 def idle_sizes(client: Client) -> list[int]:
-    """Return the sizes of the idle regions of a client."""
+    """Return the sizes of a client's idle regions."""
     pool = client._pools.get()
     return [] if pool is None else sorted(region.size for region in pool.regions._idle)
 
 
-def test_large_tensors_are_not_part_of_the_messages(server: str) -> None:
+def test_messages_do_not_contain_large_tensors(server: str) -> None:
     config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"request_bytes": MIB})})
     q, k = tensors()
     with running(config, shared_memory=SERVER_MEMORY) as address:
@@ -112,7 +112,7 @@ def test_regions_are_reused(client: Client) -> None:
     assert (names(), len(first), len(idle_sizes(client))) == (first, 3, 3)
 
 
-def test_objects_are_sealed_if_the_server_sees_this_process_and_files_otherwise(
+def test_regions_are_sealed_objects_if_the_server_sees_this_process_and_files_otherwise(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = tensors()
@@ -141,14 +141,14 @@ def test_a_server_without_shared_memory_is_refused_at_the_first_call(kind: str) 
             client.place(SEGMENTS)
 
 
-def test_memory_beyond_the_limit_of_the_client_is_refused(server: str) -> None:
+def test_memory_beyond_the_client_limit_is_refused(server: str) -> None:
     with Client(server, shared_memory=2 * MIB, timeout=60) as client:
         with pytest.raises(
             LimitExceededError, match=r"^shared_memory: got \d+ bytes besides \d+ in use, want at most 2097"
         ):
             client.apply_rotary(*tensors(), TABLE, ROTARY)
         assert names() == set()
-        # The size of the answer is unknown, so it gets the bytes that the documents leave.
+        # The size of the answer is unknown, so its region takes all bytes that the documents leave free.
         array = np.full((500, 500, 3), 7, np.uint8)
         assert client.build(["A ", array]).patches is not None
         with pytest.raises(
@@ -195,12 +195,12 @@ def test_an_answer_that_never_fits_is_an_error() -> None:
 
 
 def server_info() -> Any:
-    """Return the fields of a server's info that pools read."""
+    """Return a stand-in for a server's info with the fields that pools read."""
     return SimpleNamespace(shared_memory_prefix=PREFIX, shared_memory_processes="")
 
 
 def wrapped_rotations(wrapper: Callable[[Run], Run]) -> Callable[..., list[Method]]:
-    """Return the methods of a server with a wrapper around its rotations."""
+    """Return a function that builds a server's methods with its rotations wrapped."""
 
     def build(*arguments: Any) -> list[Method]:
         return [
@@ -246,7 +246,7 @@ def test_regions_of_a_retried_call_are_removed(kind: str) -> None:
     refused: list[str] = []
 
     def once(run: Run) -> Run:
-        """Fail the first rotation as if the server were about to stop."""
+        """Wrap the rotation so that its first call fails as if the server were about to stop."""
 
         def rotate(request: Any, answer: Any, call: Call) -> None:
             if not refused:
@@ -334,7 +334,7 @@ def test_regions_are_removed_with_their_client(server: str) -> None:
     assert names() == set()
 
 
-def test_regions_in_use_at_close_are_removed_when_they_are_returned() -> None:
+def test_regions_in_use_at_close_are_removed_once_returned() -> None:
     regions = SharedObjects(PREFIX, 64 * MIB)
     one = regions.take(MIB)
     regions.close()
@@ -356,11 +356,11 @@ def test_idle_regions_are_reused_if_they_fit_and_removed_to_make_room() -> None:
     assert regions.take(3 * LEAST - 1) is one  # and not the first idle region
     regions.give(one, keep=True)
     full = regions.take(10 * LEAST)
-    assert names() == {full.key[1:]}  # the idle ones were removed
+    assert names() == {full.key[1:]}  # the idle regions were removed
     regions.close()
 
 
-def test_a_machine_without_enough_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_on_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     regions = SharedObjects(PREFIX, 2**60)
     with pytest.raises(
         LimitExceededError, match=r"^shared_memory: cannot create an object of \d+ bytes \(No space left on device\)"

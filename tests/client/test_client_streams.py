@@ -38,7 +38,7 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_yields_the_results_of_the_calls_in_order(kind: str, window: int, server: str) -> None:
+def test_a_stream_yields_the_same_results_as_the_calls_in_order(kind: str, window: int, server: str) -> None:
     with open_client(kind, server, window=window) as client:
         assert_equal(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
@@ -75,7 +75,7 @@ def test_errors_are_yielded_in_order_or_end_the_stream(kind: str, server: str) -
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, server: str) -> None:
+def test_a_source_is_read_no_further_ahead_than_the_window(kind: str, window: int, server: str) -> None:
     consumed = 0
 
     def source() -> Iterator[PositionsQuery]:
@@ -93,7 +93,7 @@ def test_a_source_is_read_no_further_than_the_window(kind: str, window: int, ser
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list to which each stream that a client opens is added."""
+    """Return a list that receives each stream that a client opens."""
     links: list[Any] = []
     original: Any = streams._opened
 
@@ -127,7 +127,7 @@ def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str,
     assert counts[0] < 4
 
 
-def test_an_error_of_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
+def test_an_error_in_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
     def broken() -> Iterator[PositionsQuery]:
         yield from numbered(1)
         raise KeyError("mine")
@@ -144,7 +144,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     ) -> Iterator[pb.StreamPlaceResponse]:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
-        ended.wait(60)  # only the end of the call sets it
+        ended.wait(60)  # set only when the call ends
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         results = client.stream(numbered(10))
@@ -169,14 +169,14 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def test_a_stream_that_breaks_without_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
+def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
     def broken() -> bool:
         return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
 
     def slowly() -> Iterator[PositionsQuery]:
         for query in numbered(3):
             yield query
-            assert eventually(broken)  # and its reader has noticed
+            assert eventually(broken)  # the stream is broken and its reader has noticed
 
     async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
         for query in numbered(3):
@@ -195,7 +195,7 @@ def test_a_stream_that_breaks_without_unanswered_items_loses_nothing(kind: str, 
 
 
 def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
-    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the counts of answers."""
+    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the answer counts."""
     answered: list[int] = []
 
     def stream(
@@ -267,7 +267,7 @@ def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPla
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
-def test_the_timeout_of_a_stream_limits_the_wait_for_each_answer(kind: str) -> None:
+def test_the_stream_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
     def stream(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamPlaceResponse]:
@@ -282,7 +282,7 @@ def test_the_timeout_of_a_stream_limits_the_wait_for_each_answer(kind: str) -> N
 
 @contextmanager
 def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Start servers that share a port, as workers do."""
+    """Start servers that share a port, like the workers of one server."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -300,8 +300,8 @@ def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
                 process.communicate()
 
 
-def test_a_killed_worker_loses_no_call_and_no_item_of_a_stream() -> None:
-    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than the retry buffer of gRPC
+def test_a_killed_worker_loses_no_call_and_no_stream_item() -> None:
+    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than gRPC's retry buffer
     queries = numbered(60)
     with workers(2) as (address, processes), ThreadPoolExecutor(32) as pool, ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Test the token of a client: connections that may carry it, the file that holds it, and that it is never shown."""
+"""Test client tokens: which connections may carry a token, token files, and that a token is never shown."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_a_token_requires_tls_unless_the_server_is_on_this_machine(kind: Any, ad
     "address",
     ["localhost:1", "127.9.9.9:1", "[::1]:1", "dns:///localhost:1", "dns:localhost:1", "unix:/x", "unix-abstract:x"],
 )
-def test_on_this_machine_a_token_needs_no_tls_and_uses_no_proxy(address: str) -> None:
+def test_a_token_for_this_machine_requires_no_tls_and_bypasses_proxies(address: str) -> None:
     destination = Destination.checked(address, 1, None, TOKEN)
     assert dict(channel_options(destination))["grpc.enable_http_proxy"] == 0
     assert "grpc.enable_http_proxy" not in dict(channel_options(Destination.checked(address, 1, None)))
     assert "grpc.enable_http_proxy" not in dict(channel_options(Destination.checked(address, 1, Tls(), TOKEN)))
 
 
-def test_a_malformed_token_is_refused_and_not_quoted() -> None:
+def test_a_malformed_token_is_refused_without_being_quoted() -> None:
     want = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
     for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
         assert mistake(Client, token=wrong) == f"token must consist of {want}"
@@ -93,7 +93,7 @@ def test_a_token_is_not_shown_and_is_pickled_with_its_client(kind: Any, tmp_path
             assert "secret" not in repr(shown)
 
 
-def test_an_unpickled_client_reads_the_token_file_again(tmp_path: Path) -> None:
+def test_an_unpickled_client_rereads_the_token_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
     client = Client(token=file)
@@ -104,10 +104,10 @@ def test_an_unpickled_client_reads_the_token_file_again(tmp_path: Path) -> None:
     assert pickle.loads(raw)._metadata() == (("authorization", f"Bearer {OTHER}{OTHER}"),)
 
 
-def test_the_token_of_a_file_is_read_again_when_it_changes_and_kept_while_the_file_is_missing(tmp_path: Path) -> None:
+def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
-    want = "want a file with only the token"
+    want = "want a file that holds only the token"
     assert mistake(client.info) == f"token: got {file} (No such file or directory), {want}"
     for wrong in ("secret and secret", "secretß"):
         file.write_text(wrong)
@@ -135,7 +135,7 @@ def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: st
     for token in (None, OTHER):
         with open_client(kind, server, token=token) as client:
             assert failure(client.place, SEGMENTS) == error
-            for _ in range(20):  # grpc.aio forgets the status of a stream that is refused while it is written
+            for _ in range(20):  # grpc.aio forgets the status of a stream refused during a write
                 assert failure(lambda client=client: list(client.stream(queries))) == error
             assert client.healthy()
 

@@ -32,7 +32,7 @@ PHOTO = ROOT / "mmpos" / "photos" / "coffee.jpg"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    # The same backend as below, since torchvision rounds pixels differently.
+    # Use the same backend as the tests below, since torchvision rounds pixels differently.
     with running(ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})) as address:
         yield address
 
@@ -48,7 +48,7 @@ def node(script: str, *arguments: object) -> Any:
 
 
 def install() -> None:
-    """Install the packages of package.json once, while other workers of pytest wait."""
+    """Install the packages listed in package.json once, while other pytest workers wait."""
     manifest, marker = NODE / "package.json", NODE / "node_modules" / ".package-lock.json"
     with manifest.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -83,7 +83,7 @@ def test_node_streams_batches_and_receives_an_error_in_order(summary: Any) -> No
     assert batches == 19
 
 
-def test_node_builds_the_sequences_of_the_library(summary: Any) -> None:
+def test_node_builds_the_same_sequences_as_the_library(summary: Any) -> None:
     image = PHOTO.read_bytes()
     builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
     documents: list[list[Any]] = [["A cup: ", image, " é"], [Grid(2, 3)]]
@@ -104,7 +104,7 @@ def test_node_builds_the_sequences_of_the_library(summary: Any) -> None:
     assert summary["sequences"] == [wanted[0], {"error": error}, wanted[1]]
 
 
-def test_node_sees_the_code_and_the_message_of_an_error(summary: Any) -> None:
+def test_node_receives_the_code_and_message_of_an_error(summary: Any) -> None:
     assert summary["refusal"] == {"code": "INVALID_ARGUMENT", "message": "extents[1, 0]: got 0, want >= 1"}
 
 
@@ -112,7 +112,7 @@ PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()
 
 
 def page(server: str, call: str = "Place", *edits: tuple[str, str], secure: bool = False) -> str:
-    """Run the JavaScript of docs/protocol-clients.md with one of its calls, after edits, and return its output."""
+    """Edit the JavaScript of docs/protocol-clients.md, run it with one of its calls, and return the output."""
     install()
     load, expand, credentials, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
     (code,) = (block for block in calls if f".{call}(" in block)
@@ -148,7 +148,7 @@ def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path) -> None:
         assert page(address, "Place", *secured, token, wrong, secure=True) == refusal
 
 
-def test_the_loader_drops_a_field_without_the_documented_option(server: str) -> None:
+def test_the_loader_drops_a_field_unless_the_documented_option_is_set(server: str) -> None:
     assert page(server, "Place", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
 
 
@@ -156,7 +156,7 @@ def test_the_documented_client_builds_a_sequence_with_two_images(server: str) ->
     assert page(server, "Build") == PRINTED_BY_BUILD
 
 
-def test_large_answers_need_the_documented_limit(server: str) -> None:
+def test_large_answers_require_the_documented_limit(server: str) -> None:
     ten = ("[{ parts }]", "Array(10).fill({ parts })")
     assert len(page(server, "Build", ten).splitlines()) == 10
     refusal = "RESOURCE_EXHAUSTED Received message larger than max"
@@ -192,7 +192,7 @@ def test_buf_lists_the_services_of_both_protocols(server: str) -> None:
     assert {*ours, "inference.GRPCInferenceService"} <= set(completed.stdout.split())
 
 
-def test_buf_asks_a_model_of_the_open_inference_protocol(server: str) -> None:
+def test_buf_queries_a_model_over_the_open_inference_protocol(server: str) -> None:
     tensors = {"lengths": ["11"], "offsets": ["3"], "grid_thw": ["1", "2", "3"]}
     inputs = [
         {

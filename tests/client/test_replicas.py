@@ -1,4 +1,4 @@
-"""Test several servers behind one client: one is killed or stopped under load, and no call is lost."""
+"""Test several servers behind one client: if one of them is killed or stopped under load, no call is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KILLED = threading.Event()
 
 
 def called(client: Client, thread: int) -> list[PositionTable]:
-    """Make the calls of one thread in sequence."""
+    """Make one thread's calls in sequence."""
     results = []
     for number in range(CALLS):
         results.append(client.place(SEGMENTS, start=thread * CALLS + number))
@@ -97,11 +97,11 @@ def replicas(start: Start, *arguments: str) -> list[Replica]:
 
 
 def busy(servers: list[Replica], calls: int) -> bool:
-    """Wait until each server has answered a number of calls, and return whether all have."""
+    """Wait until each server has answered this number of calls, and return whether all have."""
     return eventually(lambda: all(server.answered >= calls for server in servers))
 
 
-def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(start: Start) -> None:
+def test_killing_a_replica_neither_loses_nor_repeats_a_call_or_an_item(start: Start) -> None:
     KILLED.clear()
     servers = replicas(start)
     addresses = [server.program.address for server in servers]
@@ -126,7 +126,7 @@ def test_a_killed_replica_loses_no_call_and_no_item_and_repeats_none(start: Star
         assert np.array_equal(stream.result()[7].dense(), place(SEGMENTS, start=7).dense())
 
 
-def test_a_replica_that_is_not_serving_gets_no_new_calls_and_loses_none(start: Start) -> None:
+def test_a_replica_that_is_not_serving_receives_no_new_calls_and_loses_none(start: Start) -> None:
     servers = replicas(start, "--notice-seconds", "600")
     addresses = [server.program.address for server in servers]
     with Client(addresses, timeout=30) as client:
@@ -136,7 +136,7 @@ def test_a_replica_that_is_not_serving_gets_no_new_calls_and_loses_none(start: S
         leaving.program.process.send_signal(signal.SIGTERM)
 
         def spared() -> bool:
-            """Make ten calls, and return whether all of them go to the other servers."""
+            """Make ten calls, and return whether all of them went to the other servers."""
             count = leaving.answered
             for _ in range(10):
                 client.place(SEGMENTS)

@@ -1,4 +1,4 @@
-"""Test how a server opens, reads, writes, maps and refuses the shared memory of clients."""
+"""Test how a server opens, reads, writes, maps and refuses its clients' shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_region(key: str, offset: int = 0, byte_size: int = 256) -> Region:
 
 
 def descriptors() -> int:
-    """Count the open descriptors of objects of these tests, since other descriptors come and go."""
+    """Count the open descriptors of these tests' objects only, since other descriptors come and go."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor of the listing itself
@@ -43,7 +43,7 @@ def descriptors() -> int:
 
 
 def descriptors_of_memfds() -> int:
-    """Count the descriptors and maps of memfds of these tests."""
+    """Count the descriptors and mappings of these tests' memfds."""
     fds = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     maps = Path("/proc/self/maps").read_text().split("\n")
     return sum(f"/memfd:{PREFIX}" in entry for entry in [*fds, *maps])
@@ -54,12 +54,12 @@ def shrink(key: str, size: int = 100) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "a/b", "é", "a b", "x" * 65, "..\n"])
-def test_a_prefix_of_wrong_characters_or_length_is_refused(prefix: str) -> None:
+def test_a_prefix_with_invalid_characters_or_length_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidInputError, match=r"shared-memory: got .*, want 1 to 64 letters"):
         SharedMemory(prefix)
 
 
-def test_without_a_prefix_shared_memory_is_refused(key: str) -> None:
+def test_shared_memory_is_refused_without_a_prefix(key: str) -> None:
     with pytest.raises(UnsupportedError, match=r"^q: shared memory requires a server started with --shared-memory$"):
         SharedMemory().open("q", key, 0, 1)
 
@@ -78,13 +78,13 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))  # the prefix differs in each process
-def test_a_name_without_the_prefix_or_with_wrong_characters_is_refused(name: str) -> None:
+def test_a_name_without_the_prefix_or_with_invalid_characters_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"^q\.shared\.key: got .*, want '/{PREFIX}…' of letters"):
         open_region(name)
 
 
 @pytest.mark.parametrize("prefix", [".", ".."])
-def test_the_name_of_a_folder_is_refused(prefix: str) -> None:
+def test_a_folder_name_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidInputError, match=r"want '/"):
         SharedMemory(prefix).open("q", f"/{prefix}", 0, 1)
 
@@ -119,7 +119,7 @@ def test_irregular_objects_are_refused_at_once(make: Callable[[Path], object]) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the owner of a file")
-def test_an_object_of_another_user_is_refused(key: str) -> None:
+def test_an_object_owned_by_another_user_is_refused(key: str) -> None:
     region = open_region(key)
     os.chown(FOLDER / key[1:], 12345, -1)
     for use in (lambda: open_region(key), lambda: region.read("q", 0, 1), lambda: region.write("q", 0, b"a")):
@@ -165,7 +165,7 @@ def test_bytes_outside_the_part_are_refused(key: str, offset: int) -> None:
     assert content(key) == BYTES
 
 
-def test_an_object_that_has_shrunk_is_refused_without_a_crash(key: str) -> None:
+def test_a_shrunken_object_is_refused_without_a_crash(key: str) -> None:
     part = open_region(key)
     shrink(key)
     for use in (lambda: part.read("q", 0, 1), lambda: part.write("q", 0, b"a")):
@@ -182,7 +182,7 @@ def test_an_object_that_shrinks_between_check_and_use_is_refused(key: str, monke
         part.read("q", 0, 256)
 
 
-def test_a_short_read_of_the_system_is_continued(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_read_by_the_system_is_continued(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, original = open_region(key), os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: original(fd, [buffers[0][:100]], at))
     assert part.read("q", 6, 250).tobytes() == BYTES[6:]
@@ -197,7 +197,7 @@ def test_too_many_open_files_are_reported_as_a_limit(key: str, monkeypatch: pyte
         open_region(key)
 
 
-def test_a_machine_without_memory_is_reported_as_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_on_the_machine_is_reported_as_a_limit(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -264,13 +264,13 @@ def test_a_sealed_memfd_is_read_written_and_mapped() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
         part.close()
-        assert mapped[:3].tobytes() == b"new"  # as long as the map is referenced
+        assert mapped[:3].tobytes() == b"new"  # the mapping stays valid as long as it is referenced
         del part, mapped
         assert descriptors_of_memfds() == before
 
 
 def make_hole(descriptor: int) -> None:
-    """Set the size of an object without allocating memory."""
+    """Set an object's size without allocating memory."""
     os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, 2**16)
 
@@ -284,7 +284,9 @@ UNMAPPABLE: dict[str, tuple[int, Callable[[int], object] | None]] = {
 
 
 @pytest.mark.parametrize(("seals", "change"), UNMAPPABLE.values(), ids=UNMAPPABLE)
-def test_an_object_without_seals_or_memory_is_not_mapped(seals: int, change: Callable[[int], object] | None) -> None:
+def test_an_object_without_seals_or_allocated_memory_is_not_mapped(
+    seals: int, change: Callable[[int], object] | None
+) -> None:
     with sealed(BYTES * 256, seals=seals) as (key, descriptor):
         if change is not None:
             change(descriptor)
@@ -359,8 +361,7 @@ FOREIGN: dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_a_descriptor_of_another_file_is_refused(key: str, make: Callable[[], int]) -> None:
-    """Close the object, and reuse its descriptor number for another file."""
+def test_a_descriptor_reused_for_another_file_is_refused(key: str, make: Callable[[], int]) -> None:
     with sealed(BYTES) as (link, descriptor):
         other = make()
         os.close(descriptor)
@@ -386,7 +387,7 @@ def test_a_descriptor_replaced_after_the_check_is_not_opened(monkeypatch: pytest
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root changes the owner of a file")
-def test_a_memfd_of_another_user_is_refused() -> None:
+def test_a_memfd_owned_by_another_user_is_refused() -> None:
     with sealed(BYTES) as (link, descriptor):
         os.fchown(descriptor, 12345, -1)
         with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
@@ -406,6 +407,6 @@ def test_only_loopback_hosts_are_local(host: str, is_local: bool) -> None:
             SERVER_MEMORY.check(Listen(host))
 
 
-def test_a_unix_socket_is_local_whatever_the_host(tmp_path: Path) -> None:
+def test_a_unix_socket_is_local_regardless_of_the_host(tmp_path: Path) -> None:
     uds = Uds(tmp_path / "socket")
     assert (local(Listen("0.0.0.0", tcp=False, uds=uds)), local(Listen("0.0.0.0", uds=uds))) == (True, False)

@@ -1,4 +1,4 @@
-"""Test the spans of calls, the traces that they continue, and the export of spans and metrics."""
+"""Test the spans of calls, the traces they continue, and the export of spans and metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ waiting = threading.Event()
 
 
 def run(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-    """Run the action that the profile of a query names."""
+    """Run the action named by a query's profile."""
     with call.stage("read"):
         time.sleep(0.001)
     if query.profile == "wait":
@@ -110,7 +110,7 @@ def place(channel: Any, profile: str, *metadata: tuple[str, str]) -> Any:
 
 
 def spans(exporter: InMemorySpanExporter, count: int) -> list[Any]:
-    """Wait for this number of finished spans, which end after their answers, and return them in order of start."""
+    """Wait until this many spans have finished (after their answers), and return them in order of their start."""
     eventually(lambda: len(exporter.get_finished_spans()) >= count)
     result = sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
     assert len(result) == count, [span.name for span in result]
@@ -137,7 +137,7 @@ CALL: dict[str, object] = {
 }
 
 
-def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
+def test_a_call_is_a_span_with_its_stages_as_children(channel: grpc.Channel, exporter: InMemorySpanExporter) -> None:
     place(channel, "echo").result()
     finished = spans(exporter, 5)
     attributes: dict[str, object] = {
@@ -160,7 +160,7 @@ def test_a_call_is_a_span_with_its_stages(channel: grpc.Channel, exporter: InMem
     ("profile", "status", "fault"),
     [("limit", "RESOURCE_EXHAUSTED", False), ("busy", "RESOURCE_EXHAUSTED", False), ("bug", "INTERNAL", True)],
 )
-def test_a_refused_call_has_its_status_and_only_faults_of_the_server_are_errors(
+def test_the_span_of_a_refused_call_has_its_status_and_only_server_faults_are_errors(
     profile: str, status: str, fault: bool, channel: grpc.Channel, exporter: InMemorySpanExporter
 ) -> None:
     assert place(channel, profile).exception().code().name == status
@@ -240,7 +240,7 @@ def test_both_clients_propagate_the_current_span(start: Start, exporter: InMemor
                 list(client.stream([query], errors="return"))
     with Client(address, timeout=60) as client:
         client.query(query)
-    # A plain call has its span and one stage; a stream has its span, the span of its item, and five stages.
+    # A plain call produces a span and one stage; a stream produces a span, the span of its item, and five stages.
     finished = [span for span in spans(exporter, 3 * 2 + 2 * 7) if span.kind is trace.SpanKind.SERVER]
     context = caller.get_span_context()
     assert [span.name for span in finished] == [NAME, STREAM, NAME, STREAM, NAME]
@@ -249,7 +249,7 @@ def test_both_clients_propagate_the_current_span(start: Start, exporter: InMemor
 
 
 def written(capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
-    """Wait for this number of lines in the log, and return them."""
+    """Wait for this number of log lines, and return them."""
     results: list[dict[str, Any]] = []
 
     def enough() -> bool:
@@ -260,7 +260,7 @@ def written(capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, An
     return results
 
 
-def test_lines_of_the_log_name_the_span(
+def test_log_lines_name_the_span(
     start: Start, exporter: InMemorySpanExporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with grpc.insecure_channel(start(logs=Logs("info"))) as channel:
@@ -272,7 +272,7 @@ def test_lines_of_the_log_name_the_span(
     assert {(line["trace_id"], line["span_id"]) for line in lines} == {ids}
 
 
-def test_lines_of_the_log_name_no_span_if_the_environment_disables_spans(
+def test_log_lines_name_no_span_if_the_environment_disables_spans(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
@@ -296,11 +296,11 @@ def test_lines_of_the_log_name_no_span_if_the_environment_disables_spans(
         ("unknown", {}),
     ],
 )
-def test_a_peer_is_an_address_and_a_port(peer: str, attributes: dict[str, object]) -> None:
+def test_a_peer_is_split_into_an_address_and_a_port(peer: str, attributes: dict[str, object]) -> None:
     assert tracing_module._peer(peer) == attributes
 
 
-def test_a_tracer_provider_that_the_process_has_set_is_used(
+def test_a_tracer_provider_set_by_the_process_is_used(
     provider: TracerProvider, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
@@ -323,7 +323,7 @@ def test_opentelemetry_is_not_imported_unless_spans_are_requested() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_a_missing_package_is_reported_with_its_pip_command(
+def test_a_missing_package_is_reported_with_the_pip_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     want = 'want pip install "multimodal-positions[otel]" (in a clone: pip install ".[otel]")'
@@ -343,7 +343,7 @@ def test_a_missing_package_is_reported_with_its_pip_command(
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the address of an OTLP collector, and the lists of the spans and metrics that it receives."""
+    """Yield the address of an OTLP collector, and lists of the spans and metrics that the collector receives."""
     spans: list[Any] = []
     metrics: list[Any] = []
 
@@ -373,7 +373,7 @@ def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "named"), [(1, {}), (2, {"OTEL_SERVICE_NAME": "mine"})])
-def test_the_program_exports_its_last_spans_and_metrics_to_the_configured_collector_as_it_ends(
+def test_the_program_exports_its_last_spans_and_metrics_to_the_configured_collector_at_exit(
     workers: int, named: dict[str, str], collector: tuple[str, list[Any], list[Any]], tmp_path: Path
 ) -> None:
     endpoint, sent, metrics = collector

@@ -1,4 +1,4 @@
-"""Audio, clips, thumbnails and tiles in examples, slices, packs, stored sequences and batches."""
+"""Audio, clips, thumbnails and tiles: in examples, slices, packs, stored sequences and batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPOKEN = example(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (G
 """a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
 
 
-def test_patches_and_audio_are_never_labels_and_markers_only_with_train_markers() -> None:
+def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_train_markers() -> None:
     assert SPOKEN.labels.tolist() == [*[IGNORED] * 6, 99, 100, *[IGNORED] * 14, 101]
     pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
     marked = example(*pieces, train_markers=True).labels.tolist()
@@ -52,7 +52,7 @@ def test_patches_and_audio_are_never_labels_and_markers_only_with_train_markers(
         (22, 23, ["e"]),
     ],
 )
-def test_a_slice_equals_a_sequence_of_its_parts_except_for_positions(
+def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
     start: int, stop: int, parts: list[object]
 ) -> None:
     part = SPOKEN.slice(start, stop).sequence
@@ -114,7 +114,7 @@ def test_a_packed_batch_maps_features_to_tokens() -> None:
     assert moved.audio_spans.is_meta
 
 
-def test_spans_of_a_padded_batch_include_padding() -> None:
+def test_the_spans_of_a_padded_batch_account_for_padding() -> None:
     batch = PaddedCollator(side="left")(
         [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))]
     )
@@ -130,9 +130,9 @@ def test_a_batch_without_audio_has_no_audio_spans() -> None:
     assert spans(PackedCollator()([example(("a", True), (Audio(1), True))]))["image_spans"] == []
 
 
-def test_ranks_get_the_features_of_their_tokens() -> None:
+def test_ranks_receive_the_features_of_their_tokens() -> None:
     batch = PackedCollator(multiple_of=4)([SPOKEN, example((Audio(3), True))])
-    audio = torch.arange(8)  # one feature per row: 2 + 2 + 1 of the first document, 3 of the second
+    audio = torch.arange(8)  # one feature per row: 2 + 2 + 1 in the first document, 3 in the second
     scattered = torch.full((batch.input_ids.numel(),), -1)
     tokens, rows = batch.audio_tokens()
     scattered[tokens] = audio[rows]
@@ -146,7 +146,7 @@ def test_ranks_get_the_features_of_their_tokens() -> None:
 
 
 def _tiled() -> Example:
-    """Make the sequence ab <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, as MiniCPM-V's processor does."""
+    """Make the sequence ab <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, like MiniCPM-V's processor."""
     image: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
     segments = SegmentTable.from_documents(
         [[Text(2), *image, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]

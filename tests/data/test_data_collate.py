@@ -1,4 +1,4 @@
-"""Batches: equal to plain loops, and unchanged by sharding and reassembly, pickling, pinning and casts."""
+"""Batches: equal to plain loops, and unchanged by sharding and reassembly, pickling, pinning and casting."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
 
 
 def tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return all tensors of a batch by name."""
+    """Return all tensors in a batch by name."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     values["device_positions"] = batch.device_positions.table
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def test_all_fields_of_a_packed_batch() -> None:
+def test_all_fields_of_a_packed_batch_are_set() -> None:
     batch = PackedCollator(multiple_of=4, pad_token_id=5)([FIRST, SECOND])
     assert batch.keys == ("a", "b")
     assert batch.input_ids.tolist() == [97, 98, 256, 258, 258, 257, 99, 5, 7, 8, 9, 5]
@@ -58,7 +58,7 @@ def test_all_fields_of_a_packed_batch() -> None:
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
-def test_a_fixed_length_is_filled_with_a_document_of_padding() -> None:
+def test_a_fixed_length_is_filled_with_one_padding_document() -> None:
     batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
     assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
     assert batch.input_ids[12:].tolist() == [0] * 8
@@ -71,7 +71,7 @@ def test_a_fixed_length_is_filled_with_a_document_of_padding() -> None:
 
 
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
-    """Collate documents padded to these sizes, token by token."""
+    """Pad documents to these sizes and collate them token by token."""
     arrays: dict[str, Any] = {
         name: [] for name in ("input_ids", "labels", "mask", "text", "positions", "spans", "features")
     }
@@ -109,7 +109,7 @@ collators = st.sampled_from([1, 3, 8])
 
 
 @given(some_documents, collators)
-def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> None:
+def test_packed_batches_match_plain_loops(documents: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
     batch = PackedCollator(multiple_of=multiple_of, pad_token_id=3)(examples)
@@ -122,7 +122,7 @@ def test_packed_batches_equal_plain_loops(documents: Any, multiple_of: int) -> N
 
 
 @given(some_documents, collators, st.sampled_from(["left", "right"]))
-def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
+def test_padded_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
     seq = -(-max(one.num_tokens for one in examples) // multiple_of) * multiple_of
     batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
@@ -139,7 +139,7 @@ def test_padded_batches_equal_plain_loops(documents: Any, multiple_of: int, side
 
 @settings(max_examples=50)
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
-def test_the_shards_of_all_ranks_reassemble_to_the_batch(
+def test_the_shards_of_all_ranks_reassemble_into_the_batch(
     documents: Any, world_size: int, layout: Layout, packed: bool
 ) -> None:
     examples = examples_of(documents)
@@ -209,7 +209,7 @@ def test_transformers_finds_documents_in_the_text_row() -> None:
     assert int(max_seqlen) == batch.max_seqlen
 
 
-def test_parts_of_a_split_document_keep_position_ids_and_start_without_a_label() -> None:
+def test_parts_of_a_split_document_keep_their_position_ids_and_start_without_a_label() -> None:
     batch = PackedCollator()([FIRST.slice(0, 6), FIRST.slice(6, 7), SECOND])
     assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
     assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
@@ -277,10 +277,10 @@ def test_as_dict_returns_arguments_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["text_row", "batched"])
-def test_patches_that_a_model_of_transformers_would_ignore_are_refused(name: Any) -> None:
+def test_patches_that_a_transformers_model_would_ignore_are_refused(name: Any) -> None:
     batch = PackedCollator()(with_photos())
     option: dict[str, Any] = {name: True}
-    message = f"^{name}: got True for a batch with patches, which a model of Transformers would ignore, want ModelC"
+    message = f"^{name}: got True for a batch with patches, which a Transformers model would ignore, want ModelC"
     with pytest.raises(UnsupportedError, match=message):
         batch.as_dict(**option)
 
@@ -314,11 +314,11 @@ def test_all_tensors_are_moved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    assert_equal(pin.pin_memory(batch), batch)  # called by the pinning thread of a DataLoader
+    assert_equal(pin.pin_memory(batch), batch)  # a DataLoader's pinning thread calls it
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
-def test_collators_and_batches_pickle() -> None:
+def test_collators_and_batches_can_be_pickled() -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     padded, packed = PaddedCollator("left", multiple_of=8), PackedCollator(multiple_of=4, length=64)
@@ -357,11 +357,11 @@ def test_invalid_values_are_named(collate: Any, examples: Any, message: str) -> 
     assert str(refused.value) == message
 
 
-def test_a_batch_checks_shapes() -> None:
+def test_batches_check_their_shapes() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     changed: tuple[tuple[dict[str, Any], str], ...] = (
         ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),
-        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), that of input_ids$"),
+        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), the shape of input_ids$"),
         ({"feature_spans": batch.feature_spans[1:]}, r"^feature_spans: got 0 spans, want 1 as in image_spans$"),
     )
     for changes, message in changed:

@@ -1,4 +1,4 @@
-"""`mmpos preprocess --config`: the folder of a model determines tokens, images and positions."""
+"""`mmpos preprocess --config`: a model folder determines tokens, images and positions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """Preprocess the chat, and return the output on stderr."""
+    """Preprocess the chat, and return what the command prints to stderr."""
     command = ["preprocess", "chat.jsonl", "-o", "out", "-f", "chat", "--images-from", str(PHOTOS), "--config", "model"]
     main([*command, *options])
     return capsys.readouterr().err
 
 
-def test_preprocessing_with_a_folder_equals_the_processor_of_the_model(
+def test_preprocessing_with_a_model_folder_matches_the_model_processor(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")
@@ -67,7 +67,7 @@ def test_preprocessing_with_a_folder_equals_the_processor_of_the_model(
         ),
     ],
 )
-def test_an_unreadable_file_is_named(
+def test_errors_name_an_unreadable_file(
     folder: Path, capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
 ) -> None:
     (folder / "processor_config.json").unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def test_an_unreadable_file_is_named(
     assert not Path("out").exists()
 
 
-def test_a_text_model_takes_only_text(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_model_accepts_only_text(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     both("qwen2_vl")[1].tokenizer.save_pretrained("model")
     tiny_config("llama").save_pretrained("model")

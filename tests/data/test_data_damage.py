@@ -1,4 +1,4 @@
-"""Damaged shards: no record is lost silently, and several readers of a shard find the same damage as one."""
+"""Damaged shards: no record is lost silently, and several readers of a shard find the same damage as one reader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Seen = list[tuple[int, Any]]
 
 
 def see(reader: Reader, readers: int = 1) -> Seen:
-    """Return the records of a shard in order, read by several readers with different strides."""
+    """Return the records of a shard in order, read by this number of interleaved readers."""
     seen: Seen = []
     for first in range(readers):
         for location, raw in reader.records(first, readers):
@@ -39,7 +39,7 @@ def see(reader: Reader, readers: int = 1) -> Seen:
 
 
 def seen_by_all(path: Path) -> Seen:
-    """Return the records of a shard, and check that two and three readers find the same."""
+    """Return the records of a shard, and check that two and three readers find the same records."""
     (reader,) = shards(path)
     alone = see(reader)
     assert see(reader, 2) == alone
@@ -58,14 +58,14 @@ def archive(members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT
 
 
 def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
-    """Return members of records with a jpg of two blocks and a txt of one, all incompressible."""
+    """Return the members of records, each a two-block jpg and a one-block txt of incompressible bytes."""
     rng = random.Random(7)
     sizes = (("jpg", 600), ("txt", 30))
     return [(f"{prefix}{i}.{kind}", rng.randbytes(size)) for i in range(records) for kind, size in sizes]
 
 
 def intact(records: int, path: Path, prefix: str = "") -> Seen:
-    """Return the records of an intact archive with these members."""
+    """Return the records that an intact archive of these members contains."""
     content = dict(members(records, prefix))
     keys = [f"{prefix}{i}" for i in range(records)]
     return [
@@ -75,29 +75,29 @@ def intact(records: int, path: Path, prefix: str = "") -> Seen:
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:
-    """Replace the bytes at an offset."""
+    """Return the data with the bytes at an offset replaced."""
     return data[:at] + new + data[at + len(new) :]
 
 
-# An archive of four records has a header in the blocks 0, 3, 5, 8, … 18, and ends in 20 blocks of zeros.
+# An archive of four records has headers in blocks 0, 3, 5, 8, … 18, and ends with 20 blocks of zeros.
 FOUR = archive(members(4))
 HEADERS = [5 * record + offset for record in range(4) for offset in (0, 3)]
 
 
 def complete_before(block: int) -> int:
-    """Return the number of complete records before a block at which reading stops."""
+    """Return the number of complete records if reading stops at this block."""
     return max(block - 1, 0) // 5
 
 
 def written(folder: Path, data: bytes, packed: bool) -> Path:
-    """Write an archive to a file."""
+    """Write an archive to a file, compressed if ``packed``, and return its path."""
     path = folder / ("a.tar.gz" if packed else "a.tar")
     path.write_bytes(gzip.compress(data) if packed else data)
     return path
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_truncated_archive_is_an_error_unless_its_end_is_complete(tmp_path: Path, packed: bool) -> None:
+def test_a_truncated_archive_is_an_error_unless_its_end_marker_is_complete(tmp_path: Path, packed: bool) -> None:
     for block in range(len(FOUR) // BLOCK + 1):
         path = written(tmp_path, FOUR[: block * BLOCK], packed)
         *before, (index, message) = seen_by_all(path)
@@ -150,7 +150,7 @@ def test_a_damaged_archive_is_an_error_after_its_intact_records(
     assert seen_by_all(path) == [*intact(records, path), (records, f"{path}[{records}]: got {got}{LOST}")]
 
 
-def test_an_archive_may_end_in_two_or_more_blocks_of_zeros(tmp_path: Path) -> None:
+def test_an_archive_may_end_with_two_or_more_blocks_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     for zeros in (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 3 * 2**20):
         path.write_bytes(FOUR[: 20 * BLOCK] + bytes(zeros))
@@ -165,7 +165,7 @@ def test_truncated_extended_headers_are_errors(tmp_path: Path, form: int) -> Non
     data = archive(members(3, prefix), form)
     path.write_bytes(data)
     assert seen_by_all(path) == intact(3, path, prefix)
-    end = len(data.rstrip(b"\0")) // BLOCK + 1  # headers end in zero bytes
+    end = len(data.rstrip(b"\0")) // BLOCK + 1  # headers end with zero bytes
     seen = []
     for block in range(end + 1):
         path.write_bytes(data[: block * BLOCK])
@@ -191,9 +191,9 @@ def test_a_member_with_a_negative_or_huge_size_is_an_error(tmp_path: Path) -> No
         member = tarfile.TarInfo("1.jpg")
 
 
-def test_sparse_files_are_read_and_their_truncation_is_an_error(tmp_path: Path) -> None:
+def test_sparse_files_are_read_and_truncated_ones_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    # GNU sparse format 1.0: the map of a file of 2,000 bytes with data from byte 1,000, then the data.
+    # GNU sparse format 1.0: the map of a 2,000-byte file whose data starts at byte 1,000, followed by the data.
     pax = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "0.txt", "GNU.sparse.realsize": "2000"}
     layout = b"1\n1000\n1000\n".ljust(BLOCK, b"\0")
     member = tarfile.TarInfo("GNUSparseFile.0/0.txt")
@@ -251,7 +251,7 @@ def test_a_truncated_compressed_shard_is_an_error(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_readers_agree_about_a_flipped_byte_in_a_compressed_shard(tmp_path: Path, kind: str) -> None:
+def test_all_readers_agree_on_a_flipped_byte_in_a_compressed_shard(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.{kind}"
     data = pack(kind, path)
     good = see(reader_of(path))
@@ -261,15 +261,15 @@ def test_all_readers_agree_about_a_flipped_byte_in_a_compressed_shard(tmp_path: 
         for readers in (2, 3):
             assert see(reader_of(path), readers) == alone
         errors = [index for index, raw in alone if isinstance(raw, str)]
-        if kind == "parquet":  # one record per row, or a single error without the footer
+        if kind == "parquet":  # one record per row, or a single error if the footer is lost
             assert [index for index, _ in alone] in ([index for index, _ in good], [0])
-        else:  # bytes of metadata may differ without damage, and pyarrow writes no checksum for zstd
+        else:  # some metadata bytes can change harmlessly, and pyarrow writes no checksum for zstd
             assert errors or alone == good or kind == "jsonl.zst"
 
 
-def test_missing_rows_of_a_row_group_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rows_in_a_row_group_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", records(0, 21))
-    # Some damage of pages yields fewer rows without an error.
+    # Some damage to pages yields fewer rows without an error.
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *arguments, **options: iter(()))
     groups = [8] * 16 + [5] * 5
     assert seen_by_all(path) == [

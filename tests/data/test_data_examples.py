@@ -1,4 +1,4 @@
-"""Examples: labels follow the pieces, slices keep position ids and do not cut images, errors name the record."""
+"""Examples: labels follow the pieces, slices keep position ids and do not cut images, and errors name the record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Format whose records are lists of (part, train)."""
+    """Format for records that contain a list of (part, train)."""
 
     def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
@@ -49,12 +49,12 @@ def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
     assert (got.key, got.num_tokens) == ("r7", 9)
 
 
-def test_markers_of_trained_images_are_labels_with_train_markers() -> None:
+def test_with_train_markers_the_markers_of_trained_images_are_labels() -> None:
     got = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
     assert got.labels.tolist() == [256, -100, 257, -100, -100, -100]
 
 
-def test_a_slice_keeps_position_ids_and_the_patches_of_its_images() -> None:
+def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
     original = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
     first, second = original.slice(2, 13), original.slice(12, original.num_tokens)
     for part, start in ((first, 2), (second, 12)):
@@ -105,12 +105,12 @@ def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
     assert str(refused.value).startswith(message)
 
 
-def test_preprocess_pickles_and_checks_its_arguments() -> None:
+def test_preprocess_can_be_pickled_and_checks_its_arguments() -> None:
     again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
     assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
-    with pytest.raises(InvalidInputError, match="format: got int, want a callable of record and location"):
+    with pytest.raises(InvalidInputError, match="format: got int, want a callable that takes a record and a location"):
         Preprocess(3, BUILDER)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="builder: got int, want an object with build"):
+    with pytest.raises(InvalidInputError, match="builder: got int, want an object with a build method"):
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
@@ -125,7 +125,7 @@ def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
     want = example(("ab", True), ("c", False), (PHOTO, True), ("d", True))
     assert got.sequence.input_ids.tolist() == want.sequence.input_ids.tolist()
     assert got.labels.tolist() == want.labels.tolist()
-    # Texts around a dropped image are one part.
+    # The texts around a dropped image become one part.
     assert got.sequence.part_offsets.tolist() == want.sequence.part_offsets.tolist()
     first, second = got.dropped_images
     assert first.startswith("r7 (shard.jsonl[3]): parts[1]: image: got ")
@@ -134,7 +134,7 @@ def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
 
 
 @pytest.mark.parametrize(("policy", "on_error"), [("raise", "raise"), ("skip-document", "skip")])
-def test_an_image_error_carries_the_policy_for_images(policy: OnImageError, on_error: str) -> None:
+def test_an_image_error_carries_the_image_policy(policy: OnImageError, on_error: str) -> None:
     with pytest.raises(ImageError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[1\]: image: got ") as refused:
         example(("a", True), (BROKEN, True), on_image_error=policy)
     assert refused.value.on_error == on_error
@@ -143,7 +143,7 @@ def test_an_image_error_carries_the_policy_for_images(policy: OnImageError, on_e
 
 
 @pytest.mark.parametrize("policy", ["drop", "skip-document", "raise"])
-def test_other_errors_of_a_record_are_not_image_errors(policy: OnImageError) -> None:
+def test_other_errors_in_a_record_are_not_image_errors(policy: OnImageError) -> None:
     with pytest.raises(RecordError, match=r"parts\[1\]: got the patch marker's id 258") as refused:
         example((PHOTO, True), ([258], True), on_image_error=policy)
     assert not isinstance(refused.value, ImageError)
@@ -155,7 +155,7 @@ def test_a_document_with_only_broken_images_is_skipped() -> None:
     assert refused.value.on_error == "skip"
 
 
-def test_invalid_policies_for_images_are_refused() -> None:
+def test_invalid_image_policies_are_refused() -> None:
     with pytest.raises(
         InvalidInputError, match=r"^on_image_error: got 'skip', want one of 'drop', 'skip-document', 'ra"
     ):
@@ -167,7 +167,7 @@ def test_invalid_policies_for_images_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [None, "drop"])
-def test_a_part_that_the_builder_does_not_support_is_not_a_record_error(policy: OnImageError | None) -> None:
+def test_a_part_unsupported_by_the_builder_is_not_a_record_error(policy: OnImageError | None) -> None:
     parts: list[tuple[object, bool]] = [(Audio(1), True)] if policy is None else [(BROKEN, True), (Audio(1), True)]
     with pytest.raises(
         UnsupportedError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[0\]: got Audio, want a builder with"
@@ -176,7 +176,7 @@ def test_a_part_that_the_builder_does_not_support_is_not_a_record_error(policy: 
 
 
 @pytest.mark.parametrize("policy", ["raise", "drop"])
-def test_an_unavailable_server_is_not_an_error_of_a_record_or_an_image(policy: OnImageError) -> None:
+def test_an_unavailable_server_is_neither_a_record_error_nor_an_image_error(policy: OnImageError) -> None:
     class Unavailable:
         def build(self, parts: object) -> Any:
             if len(parts) > 1 and policy == "drop":  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Formats: documents made from the records of each corpus, and errors of invalid records."""
+"""Formats: documents made from the records of each corpus, and errors for invalid records."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow", min_pixels=28 * 28, ma
 
 
 def pieces(document: Document) -> list[Any]:
-    """Return the parts in order, with parts that are not trained on wrapped in a tuple."""
+    """Return the parts in order; parts that are not trained on are wrapped in a tuple."""
     return [piece.part if piece.train else (piece.part,) for piece in document.pieces]
 
 
 def plain(name: str, **options: Any) -> Any:
-    """Create a format by name; conversations use plain text."""
+    """Create a format by name, with a plain-text template for conversations."""
     return FORMATS[name](**options | ({"template": ChatTemplate()} if name in ("chat", "llava") else {}))
 
 
@@ -80,7 +80,7 @@ def refused(images: Images, reference: object) -> str:
 
 
 @pytest.mark.parametrize("data", [PNG, bytearray(PNG), memoryview(PNG)])
-def test_bytes_are_images(data: object) -> None:
+def test_bytes_are_accepted_as_images(data: object) -> None:
     assert read(Images(), data) == PNG
     assert read(Images(), {"bytes": data, "path": "elsewhere.png"}) == PNG
 
@@ -142,7 +142,7 @@ def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pyt
         assert f"inside {base}" in refused(images, name)
 
 
-def test_without_base_no_path_is_read() -> None:
+def test_paths_are_not_read_without_base() -> None:
     want = "want Images(base=…) or Images(resolver=…): paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
@@ -161,7 +161,7 @@ def test_urls_are_not_fetched_by_default() -> None:
     assert refused(Images(fetcher=lambda url: b""), "http://host/a") == empty
 
 
-def test_a_resolver_gets_every_name_first_and_may_return_none() -> None:
+def test_a_resolver_receives_every_name_first_and_may_return_none() -> None:
     size = ImageSize(3, 4)
     known = {"http://host/a": PNG, "b": PHOTOS / "coffee.jpg", "c": size, "d": "text"}
     images = Images(PHOTOS, resolver=known.get)
@@ -191,7 +191,7 @@ def test_an_unavailable_service_is_not_a_record_error(read: Format, record: dict
         read(record, HERE)
 
 
-def test_decoded_images_pass_and_floats_from_0_to_1_become_uint8() -> None:
+def test_decoded_images_pass_unchanged_and_floats_from_0_to_1_become_uint8() -> None:
     photo, array, size = Image.open(io.BytesIO(COFFEE)), np.zeros((2, 3, 3), np.uint8), ImageSize(2, 3)
     levels = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16)
     for image in (photo, array, size, Grid(1, 2), levels):
@@ -275,7 +275,7 @@ def test_invalid_options_are_refused() -> None:
         ),
     ],
 )
-def test_unresolved_references_are_dropped_like_broken_images(name: str, record: Any, text: str) -> None:
+def test_unresolvable_references_are_dropped_like_broken_images(name: str, record: Any, text: str) -> None:
     format_ = plain(name, images=LOCAL)
     with pytest.raises(RecordError):
         format_(record, HERE)
@@ -299,7 +299,7 @@ def test_unresolved_references_are_dropped_like_broken_images(name: str, record:
         ({"id": "a7", "__key__": "000017"}, "a7"),
     ],
 )
-def test_the_key_is_the_id_of_the_record_or_its_location(ids: dict[str, object], key: str) -> None:
+def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, object], key: str) -> None:
     assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
 
 
@@ -308,7 +308,7 @@ def test_the_key_is_the_id_of_the_record_or_its_location(ids: dict[str, object],
     [
         ({"id": [1]}, "id: got [1], want text or an integer of 64 bits"),
         ({"id": True}, "id: got True, want text or an integer of 64 bits"),
-        ({"id": ""}, "id: got '', want a key that is not empty"),
+        ({"id": ""}, "id: got '', want a non-empty key"),
         ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
     ],
 )
@@ -316,10 +316,10 @@ def test_invalid_keys_are_refused(ids: dict[str, object], message: str) -> None:
     assert refusal(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
 
 
-# Documents of each format
+# Documents from each format
 
 
-def test_obelics_has_parallel_lists_of_images_and_texts() -> None:
+def test_obelics_merges_parallel_lists_of_images_and_texts() -> None:
     record = {
         "images": [None, PNG_URL, None, None, "coffee.jpg"],
         "texts": ["A dot:", None, "One paragraph.", "And one.", None],
@@ -342,7 +342,7 @@ MMC4_RECORD = {
 }
 
 
-def test_mmc4_places_images_before_their_sentence_in_order() -> None:
+def test_mmc4_places_images_in_order_before_their_sentences() -> None:
     names = MMC4(Images(resolver=str.encode))
     assert pieces(names(MMC4_RECORD, HERE)) == [
         b"missing.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."
@@ -379,7 +379,7 @@ CHAT_RECORD = {
 }
 
 
-def test_chat_trains_on_the_turns_of_the_assistant_and_their_end() -> None:
+def test_chat_trains_on_assistant_turns_and_their_ends() -> None:
     document = Chat()(CHAT_RECORD, HERE)
     assert document.key == "c1"
     assert pieces(document) == [
@@ -401,7 +401,7 @@ def test_chat_accepts_another_template() -> None:
     assert refusal(Chat(template), wrong) == f"shard-3.jsonl[17]: messages[0].role: got 'system', {want}"
 
 
-def test_chat_accepts_the_image_parts_of_transformers() -> None:
+def test_chat_accepts_image_parts_as_in_transformers() -> None:
     pixels = np.zeros((2, 3, 3), np.uint8)
     blocks: list[dict[str, Any]] = [
         {"image": PNG_URL},
@@ -446,14 +446,14 @@ def test_chat_accepts_videos_as_lists_of_frames() -> None:
         ({"video": [PNG], "fps": 0}, "fps: got 0, want frames per second above 0"),
     ],
 )
-def test_an_invalid_list_of_frames_is_refused(part: dict[str, Any], message: str) -> None:
+def test_an_invalid_frame_list_is_refused(part: dict[str, Any], message: str) -> None:
     assert refusal(Chat(), user_turn({"type": "video", **part})).startswith(
         f"shard-3.jsonl[17]: messages[0].content[0].{message}"
     )
 
 
 def media(part: Any) -> object:
-    """Read videos and audio like the callable of a user."""
+    """Read videos and audio as a user's callable would."""
     if part["type"] == "input_audio":
         return Audio(part["input_audio"]["tokens"])
     if part["type"] == "video_url":
@@ -475,7 +475,7 @@ def test_chat_reads_videos_and_audio_with_media() -> None:
     ("name", "got"),
     [("image", "Grid from media"), ("nothing", "nothing from media"), ("lost", "KeyError ('lost') from media")],
 )
-def test_the_result_of_media_is_checked(name: str, got: str) -> None:
+def test_the_return_value_of_media_is_checked(name: str, got: str) -> None:
     want = "want a Video, a Grid of several frames, a Clip or an Audio"
     assert refusal(Chat(media=media), user_turn({"type": "video", "video": name})) == (
         f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
@@ -500,14 +500,14 @@ def test_an_unreadable_video_is_dropped_as_a_whole(part: dict[str, Any], message
     assert error.startswith(f"shard-3.jsonl[17]: {message}")
 
 
-def test_chat_accepts_the_parts_of_responses() -> None:
+def test_chat_accepts_parts_as_in_the_responses_api() -> None:
     content = [{"type": "input_text", "text": "This:"}, {"type": "input_image", "image_url": PNG_URL}]
     answer = [{"type": "output_text", "text": "A dot."}]
     record = {"messages": [{"role": "developer", "content": content}, {"role": "assistant", "content": answer}]}
     assert pieces(Chat()(record, HERE)) == [("System:\nThis:",), (PNG,), ("\n\nAssistant:\n",), "A dot.\n\n"]
 
 
-def test_llava_replaces_placeholders_by_images() -> None:
+def test_llava_replaces_placeholders_with_images() -> None:
     record = {
         "id": 33471,
         "image": ["coffee.jpg", "chelsea.jpg", {"bytes": PNG, "path": None}],
@@ -530,7 +530,7 @@ def test_llava_replaces_placeholders_by_images() -> None:
     ]
 
 
-def test_energon_has_a_sequence_of_texts_and_tensors() -> None:
+def test_energon_reads_a_sequence_of_texts_and_tensors() -> None:
     tensor = torch.zeros(3, 4, 5, dtype=torch.uint8)
     record = {"__key__": "000/17", "sequence": ["coffee.jpg", "is", tensor, PNG, "", {"bytes": PNG, "path": None}]}
     document = Energon()(record, HERE)
@@ -577,14 +577,14 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
     assert pieces(other) == [PNG, "a"]
 
 
-# Errors of invalid records
+# Errors for invalid records
 
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
 PART = "want text, a tensor, the bytes of a file, or a struct of bytes and path"
 
 
 def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
-    """Copy a record and replace the value at a path."""
+    """Return a copy of a record with the value at a path replaced."""
     copy: Any = deepcopy(record)
     inner = copy
     for step in path[:-1]:
@@ -615,14 +615,14 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
             "general_metadata: got 3, want an object as JSON text",
         ),
         (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
-        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column of this name"),
-        (HFImages(), {"image": None}, "text: got columns ['image'], want a column of this name"),
+        (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column with this name"),
+        (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
         (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {NO_REFERENCE}"),
         (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2 as in text"),
     ],
 )
-def test_errors_of_formats_name_record_field_and_value(read: Format, record: object, message: str) -> None:
+def test_format_errors_name_the_record_field_and_value(read: Format, record: object, message: str) -> None:
     assert refusal(read, record) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -639,7 +639,7 @@ def test_text_with_a_lone_surrogate_is_refused() -> None:
 
 
 MATCHED, NAMED = ("image_info", 0, "matched_text_index"), "image_info[0].matched_text_index"
-AN_INDEX = "want an index of the 3 items of text_list"
+AN_INDEX = "want an index into the 3 items of text_list"
 
 
 @pytest.mark.parametrize(
@@ -656,12 +656,12 @@ AN_INDEX = "want an index of the 3 items of text_list"
         (MATCHED, None, f"{NAMED}: got nothing, {AN_INDEX}"),
     ],
 )
-def test_invalid_records_of_mmc4_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+def test_invalid_mmc4_records_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
     error = refusal(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
     assert error.startswith(f"shard-3.jsonl[17]: {message}")
 
 
-def test_mmc4_needs_similarities_only_for_min_similarity() -> None:
+def test_mmc4_requires_similarities_only_for_min_similarity() -> None:
     record = changed(MMC4_RECORD, ("image_info",), [{"image_name": "a", "matched_text_index": 0}])
     record["similarity_matrix"] = None
     images = Images(resolver=str.encode)
@@ -722,7 +722,7 @@ LLAVA_RECORD = {
         (("image",), ["a", "b"], f"conversations: got 1 of <image>, want 2, {NUMBER}"),
     ],
 )  # fmt: skip
-def test_invalid_records_of_llava_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+def test_invalid_llava_records_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
     assert refusal(LLaVA(images=LOCAL), changed(LLAVA_RECORD, path, value)) == f"shard-3.jsonl[17]: {message}"
 
 
@@ -732,10 +732,10 @@ def test_invalid_records_of_llava_are_refused(path: tuple[str | int, ...], value
         ({"txt": "a"}, "image: got none, want one of jpg, jpeg, png, webp, gif"),
         ({"jpg": PNG, "png": PNG, "txt": "a"}, "image: got jpg, png, want one of jpg, jpeg, png, webp, gif"),
         ({"jpg": PNG}, "txt, json: got neither, want one of them"),
-        ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a caption that is not empty"),
+        ({"jpg": PNG, "txt": b""}, "txt: got 0 bytes, want a non-empty caption"),
         ({"jpg": PNG, "txt": b"\xff"}, "txt: got bytes that are not UTF-8 ("),
         ({"jpg": PNG, "json": b"{"}, "json: got '{', which is not JSON ("),
-        ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a caption that is not empty"),
+        ({"jpg": PNG, "json": {"caption": ""}}, "json.caption: got '', want a non-empty caption"),
     ],
 )
 def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> None:
@@ -744,7 +744,7 @@ def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> 
 
 
 def sample(*rows: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with an image, a text and metadata as unsorted rows; the arguments change the first rows."""
+    """Return a sample with unsorted image, text and metadata rows; the arguments change its first rows."""
     base = [
         {"position": 1, "modality": "image", "binary_content": CAT, "source_ref": None},
         {"position": 0, "modality": "text", "text_content": "A cat:", "train": False},
@@ -757,7 +757,7 @@ def ref(**values: Any) -> dict[str, Any]:
     return {"binary_content": None, "source_ref": json.dumps({"path": "chelsea.jpg", **values})}
 
 
-def test_rows_of_curator_are_sorted_by_position_and_images_may_be_in_files() -> None:
+def test_curator_rows_are_sorted_by_position_and_images_may_be_in_files() -> None:
     curator = Curator(images=LOCAL)
     assert pieces(curator(sample(), HERE)) == [("A cat:",), CAT]
     assert pieces(curator(sample(ref(), {"position": 7}), HERE)) == [PHOTOS / "chelsea.jpg", ("A cat:",)]
@@ -806,7 +806,7 @@ def test_rows_of_curator_are_sorted_by_position_and_images_may_be_in_files() -> 
         ),
     ],
 )
-def test_invalid_rows_of_curator_are_refused(record: dict[str, Any], message: str) -> None:
+def test_invalid_curator_rows_are_refused(record: dict[str, Any], message: str) -> None:
     name = "" if record["id"] is None else "a ("
     assert refusal(Curator(images=LOCAL), record).startswith(f"{name}shard-3.jsonl[17]{')' if name else ''}: {message}")
 
@@ -826,7 +826,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_pickle(name: str) -> None:
+def test_formats_can_be_pickled(name: str) -> None:
     other = FORMATS[name](images=Images(PHOTOS, resolver=RECORDS.get))
     again = pickle.loads(pickle.dumps(FORMATS[name](images=LOCAL)))
     assert again == FORMATS[name](images=LOCAL) != other
@@ -847,7 +847,7 @@ VALUES = st.recursive(
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the path of every value in a record."""
+    """Return the paths of all values in a record."""
     steps: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for step, inner in steps for place in ((*path, step), *places(inner, (*path, step)))]
 
@@ -855,7 +855,7 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 @settings(max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("name", FORMATS)
-def test_json_is_read_or_raises_a_record_error(name: str, data: st.DataObject) -> None:
+def test_json_is_either_read_or_refused_with_a_record_error(name: str, data: st.DataObject) -> None:
     record = deepcopy(RECORDS[name])
     for _ in range(data.draw(st.integers(1, 2))):
         record = changed(record, data.draw(st.sampled_from(places(record))), data.draw(VALUES))

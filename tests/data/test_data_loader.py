@@ -1,4 +1,4 @@
-"""Loaders: every record once, reproducible, resumable at any batch byte for byte, and no silent drops."""
+"""Loaders: every record is read once, runs are reproducible and resume exactly at any batch, and no loss is silent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PREPROCESS = Preprocess(HFImages(), BUILDER)
 
 
 class Numbers(NumberedShard):
-    """Shard of texts of up to 50 letters."""
+    """Shard of texts with at most 50 letters each."""
 
     def make(self, i: int) -> Any:
         return {"id": f"{self.source}/{i}", "image": None, "text": "x" * (i % 50 + 1)}
@@ -53,7 +53,7 @@ class Numbers(NumberedShard):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
-    """Write five shards in two formats with 53 records; two records and the end of a shard are broken."""
+    """Write five shards with 53 records in two formats; two records and the end of one shard are broken."""
     folder = tmp_path_factory.mktemp("corpus")
     broken = write_jsonl(folder / "b.jsonl", records(11, 24))
     lines = broken.read_bytes().split(b"\n")
@@ -74,13 +74,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Reader]:
 
 
 def data(shards: Iterable[Reader], batching: Any = None, **options: Any) -> BatchDataset:
-    """Create a dataset of small packs that splits texts and always buffers some examples."""
+    """Create a dataset that yields small packs, splits texts and always buffers some examples."""
     batching = batching or Packer(200, buffer=5, split_text=True)
     defaults: dict[str, Any] = {"preprocess": PREPROCESS, "collate": PackedCollator(), "seed": 7, "shuffle": 6}
     return BatchDataset(shards, batching=batching, **defaults | options)
 
 
-def test_type_checkers_infer_the_type_of_batches() -> None:
+def test_type_checkers_infer_the_batch_type() -> None:
     for batch in BatchDataset([Numbers("a", 3)], PREPROCESS, Packer(100), PackedCollator()):
         assert_type(batch, Batch)
         assert isinstance(batch, Batch)
@@ -116,10 +116,10 @@ def test_all_consumers_together_read_every_record_once(
         assert max(loads) - min(loads) <= len(sizes)
 
 
-def test_many_shards_are_read_by_one_consumer_each_and_few_by_all() -> None:
+def test_each_of_many_shards_is_read_by_one_consumer_and_a_few_shards_by_all() -> None:
     assert Split(1, 2, 1, 2).portions(9) == [Portion(3), Portion(7)]
     assert Split(1, 2, 1, 2).portions(3) == [Portion(0, 3, 4), Portion(1, 2, 4), Portion(2, 1, 4)]
-    # Two leftover shards go to different ranks.
+    # The two leftover shards go to different ranks.
     counts = [len(Split(rank, 2, worker, 2).portions(6)) for rank in (0, 1) for worker in (0, 1)]
     assert counts == [2, 1, 2, 1]
 
@@ -190,11 +190,11 @@ def test_workers_together_yield_every_record_once_and_reproducibly(
     assert_equal(two, run(2))
     assert_equal(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
-    # Split documents are in several pieces, and no token is lost.
+    # Split documents yield several pieces, but no token is lost.
     assert sum(batch.positions.num_tokens for batch in two) == sum(batch.positions.num_tokens for batch in alone)
 
 
-def test_formats_give_the_same_batches(tmp_path: Path) -> None:
+def test_all_formats_produce_the_same_batches(tmp_path: Path) -> None:
     rows = records(0, 13)
     features = datasets.Features(
         {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
@@ -267,14 +267,14 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
         assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
     chosen = new()
-    chosen.set_epoch(4)  # before a StatefulDataLoader loads its state
+    chosen.set_epoch(4)  # called before a StatefulDataLoader loads its state
     chosen.load_state_dict(json.loads(states[0]))
     assert chosen.epoch == 4
     for i, state in list(enumerate(states))[:: 3 if kind == "bursts" else 1]:
         again = new(threads=2 * (i % 2), epoch=5)
         again.load_state_dict(json.loads(state))
         assert again.epoch == 3
-        again.set_epoch(4)  # applies to the next iteration
+        again.set_epoch(4)  # takes effect at the next iteration
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
         assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
@@ -292,7 +292,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
     loader = new()
     whole = list(loader)
     assert_equal(list(loader), whole)
-    # The last one is the end of an epoch, after which the next epoch follows.
+    # The last stop is the end of an epoch, after which the next epoch starts.
     for stop in (7, len(whole)) if workers else (0, 1, 7, len(whole) - 1, len(whole)):
         loader = new()
         iterator = iter(loader)
@@ -307,7 +307,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(
         assert_equal(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
-def test_a_state_of_other_arguments_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
+def test_a_state_from_other_arguments_is_refused(corpus: list[Reader], tmp_path: Path) -> None:
     options = {"on_error": "skip", "quarantine": tmp_path}
     state = data(corpus, **options).state_dict()
     for other, message in [
@@ -324,7 +324,7 @@ def test_a_state_of_other_arguments_is_refused(corpus: list[Reader], tmp_path: P
             data(corpus).load_state_dict(invalid)  # type: ignore[arg-type]
 
 
-def test_a_state_of_another_worker_is_refused(corpus: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_from_another_worker_is_refused(corpus: list[Reader], monkeypatch: pytest.MonkeyPatch) -> None:
     started = data(corpus)
     next(iter(started))
     resumed = data(corpus)
@@ -334,7 +334,7 @@ def test_a_state_of_another_worker_is_refused(corpus: list[Reader], monkeypatch:
         iter(resumed)
 
 
-def test_a_dataset_read_by_workers_has_no_state_of_its_own() -> None:
+def test_a_dataset_that_workers_read_has_no_state_of_its_own() -> None:
     dataset = data([Numbers("a", 9)])
     list(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))
     with pytest.raises(UnsupportedError, match="state_dict: got a dataset that workers read, want the state_dict of"):
@@ -367,7 +367,7 @@ def test_a_state_with_missing_records_is_refused() -> None:
 # Corrupt records
 
 
-def test_a_corrupt_record_stops_the_epoch_and_is_named(corpus: list[Reader]) -> None:
+def test_a_corrupt_record_ends_the_epoch_with_an_error_that_names_it(corpus: list[Reader]) -> None:
     with pytest.raises(RecordError, match=r"b.jsonl\[3\]: got .*, want a readable record"):
         list(data(corpus, shuffle=0))
 
@@ -440,7 +440,7 @@ def test_dropped_images_are_counted_logged_and_quarantined_once(
     assert read_quarantine(tmp_path) == lines
 
 
-def test_image_policies_skip_documents_or_stop_the_run(tmp_path: Path) -> None:
+def test_image_policies_can_skip_documents_or_stop_the_run(tmp_path: Path) -> None:
     def run(policy: Any, on_error: str) -> list[str]:
         own = replace(PREPROCESS, on_image_error=policy)
         options: dict[str, Any] = {"preprocess": own, "collate": PaddedCollator(), "shuffle": 0, "on_error": on_error}
@@ -452,7 +452,7 @@ def test_image_policies_skip_documents_or_stop_the_run(tmp_path: Path) -> None:
         run("raise", "skip")
 
 
-def test_a_builder_without_images_stops_despite_skipping(tmp_path: Path) -> None:
+def test_a_builder_without_images_stops_the_run_even_if_errors_are_skipped(tmp_path: Path) -> None:
     blind = replace(PREPROCESS, builder=SequenceBuilder())
     dataset = data([Photos("photos", 9)], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
     with pytest.raises(
@@ -463,7 +463,7 @@ def test_a_builder_without_images_stops_despite_skipping(tmp_path: Path) -> None
 
 
 def half(record: Any, location: Location) -> Any:
-    """Make an example from every other record, and refuse the rest for one of two reasons."""
+    """Make an example from every other record, and refuse the others for one of two reasons."""
     if location.index % 2:
         raise RecordError(
             f"{record['id']} ({location}): got {record['text']!r}, want {'an image' * (location.index > 9)}"
@@ -471,7 +471,7 @@ def half(record: Any, location: Location) -> Any:
     return PREPROCESS({**record, "text": "x"}, location)
 
 
-def test_too_many_skipped_records_stop_a_run_and_its_resume_at_the_same_record(tmp_path: Path) -> None:
+def test_too_many_skipped_records_stop_a_run_and_a_resumed_run_at_the_same_record(tmp_path: Path) -> None:
     def new(size: int, **options: Any) -> BatchDataset:
         options = {"shuffle": 0, "on_error": "skip", "quarantine": tmp_path / "q", **options}
         return data([Numbers("a", size)], Batcher(1), collate=None, preprocess=half, **options)
@@ -495,7 +495,7 @@ def test_too_many_skipped_records_stop_a_run_and_its_resume_at_the_same_record(t
     rest, message = run(resumed)
     assert first + rest == uninterrupted
     assert message.startswith(want + "72 records such as a/59 (a[59]): ")
-    # Fewer than 1,000 records are checked at the end, and ten may always be skipped.
+    # With fewer than 1,000 records, the share is checked at the end, and ten may always be skipped.
     assert run(new(22))[1].startswith("max_skipped: got 11 skipped of the first 22 records, want at most 10: ")
     assert len(list(new(21))) == 11
     assert len(list(new(240, max_skipped=0.5))) == 120
@@ -525,7 +525,7 @@ def test_an_example_too_long_for_a_pack_is_a_record_error(tmp_path: Path) -> Non
         assert len(read_quarantine(folder)) == 10
 
 
-def test_a_full_disk_leaves_whole_lines_in_the_quarantine(
+def test_a_full_disk_leaves_only_complete_lines_in_the_quarantine(
     corpus: list[Reader], tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     def skipped(folder: Path) -> list[bytes]:
@@ -560,11 +560,11 @@ def test_each_worker_writes_its_own_quarantine_file(corpus: list[Reader], tmp_pa
 class _Broken:
     def __call__(self, record: Any, location: Location) -> Document:
         if location.index == 4:
-            raise KeyError("a mistake of the format")
+            raise KeyError("a mistake in the format")
         return Document(record["id"], (Piece(record["text"]),))
 
 
-def test_an_error_of_the_format_is_raised_and_names_the_record(tmp_path: Path) -> None:
+def test_an_error_in_the_format_is_raised_and_names_the_record(tmp_path: Path) -> None:
     for threads in (0, 2):
         dataset = data(
             [Numbers("a", 9)],
@@ -597,7 +597,7 @@ def test_an_error_of_the_format_is_raised_and_names_the_record(tmp_path: Path) -
         ({"shuffle": 2.5}, "shuffle: got 2.5, want an integer"),
         ({"threads": -1}, "threads: got -1, want >= 0"),
         ({"split": "rows"}, "split: got 'rows', want one of"),
-        ({"rank": 1}, "rank: got rank 1 and world_size None, want both or none"),
+        ({"rank": 1}, "rank: got rank 1 and world_size None, want both or neither"),
         ({"preprocess": None}, "preprocess: got NoneType, want a Preprocess, or get_example"),
         ({"batching": len}, "batching: got builtin_function_or_method, want a Packer or a Batcher"),
     ],
@@ -615,7 +615,7 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 def _rank(rank: int, folder: Path) -> None:
-    """Read as a process of torch.distributed; write the keys, and the error of a dataset created too early."""
+    """Read as one process of torch.distributed, and write the keys and the error of a dataset created too early."""
     early = data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     seen = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
@@ -623,11 +623,11 @@ def _rank(rank: int, folder: Path) -> None:
         list(early)
     except InvalidInputError as error:
         (folder / str(rank)).write_text(json.dumps([seen, str(error)]))
-    torch.distributed.barrier()  # so that neither exits before the other has connected
+    torch.distributed.barrier()  # so that neither process exits before the other has connected
     torch.distributed.destroy_process_group()
 
 
-def test_rank_and_world_size_come_from_torch_distributed(tmp_path: Path) -> None:
+def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in (0, 1)]
     for process in ranks:
@@ -644,7 +644,7 @@ def test_rank_and_world_size_come_from_torch_distributed(tmp_path: Path) -> None
 
 
 def functions_called(work: Callable[[], object]) -> int:
-    """Return the number of functions of mmpos that a warm call runs, as a measure of the code to read."""
+    """Return how many functions of mmpos a warm call runs, as a measure of how much code a reader has to follow."""
     root, seen = str(Path(str(resources.files("mmpos")))), set()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
@@ -652,7 +652,7 @@ def functions_called(work: Callable[[], object]) -> int:
             seen.add(frame.f_code)
 
     work()
-    gc.collect()  # so that no other object is closed during the call
+    gc.collect()  # so that no unrelated object is closed during the call
     sys.setprofile(profile)
     try:
         work()
@@ -661,7 +661,7 @@ def functions_called(work: Callable[[], object]) -> int:
     return len(seen)
 
 
-def test_building_and_batching_run_few_functions() -> None:
+def test_building_and_batching_call_few_functions() -> None:
     grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
     assert functions_called(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 27
     quarantine, (row,) = Quarantine("raise", None, SkipLimit()), records(0, 1)

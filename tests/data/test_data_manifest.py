@@ -1,4 +1,4 @@
-"""Manifests and claims of folders: finished files, checks of loaders, and exclusive runs."""
+"""Folder manifests and claims: finished files, checks by loaders, and exclusive runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End a part at 62 bytes, reached by its second page: a page has 15 bytes of text and counts 16 for two nulls."""
+    """End a part at 62 bytes, after two pages: a page has 15 bytes of text and counts 16 for two nulls."""
     monkeypatch.setattr(shard_job, "PART_BYTES", 62)
 
 
@@ -60,7 +60,7 @@ def test_a_shard_becomes_part_files_listed_in_the_manifest(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["manifest saved", "killed before saving"])
-def test_finished_parts_are_not_written_again(tmp_path: Path, listed: bool) -> None:
+def test_finished_parts_are_not_rewritten(tmp_path: Path, listed: bool) -> None:
     readers = shards(corpus(tmp_path, 2, 5))
     out = tmp_path / "out"
     write_sequences(readers, out, PAGES)
@@ -86,7 +86,7 @@ def test_finished_parts_are_not_written_again(tmp_path: Path, listed: bool) -> N
     assert (out / "manifest.json").read_bytes() == stored
 
 
-def test_overwriting_removes_surplus_files_of_a_longer_input(tmp_path: Path) -> None:
+def test_overwriting_removes_the_surplus_files_of_a_longer_input(tmp_path: Path) -> None:
     write_sequences(shards(corpus(tmp_path, 2, 5)), tmp_path / "out", PAGES)
     write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, overwrite=True)
     kept = [name.replace("s0", "s1") for name in NAMES]
@@ -111,7 +111,7 @@ def test_a_file_split_differently_is_not_written_twice(tmp_path: Path, before: i
     assert len(list(out.glob("*.parquet"))) == len(sequence_shards(out))
 
 
-def test_slices_of_different_files_may_share_a_name(tmp_path: Path) -> None:
+def test_slices_of_different_files_can_share_a_name(tmp_path: Path) -> None:
     for slices, pages in ((2, 1), (3, 2)):
         (path,) = corpus(tmp_path / str(slices), 1, pages)
         renamed = Path(path).rename(tmp_path / str(slices) / f"s0-00000-of-{slices:05}.jsonl")
@@ -119,7 +119,7 @@ def test_slices_of_different_files_may_share_a_name(tmp_path: Path) -> None:
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [1, 2]
 
 
-def test_the_summary_does_not_read_the_outputs_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_does_not_reread_the_outputs_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readers = shards(corpus(tmp_path, 2, 5))
     read: list[str] = []
     lengths: Any = SequenceShard.__dict__["lengths"]
@@ -149,7 +149,7 @@ def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path
     assert [Path(shard.path).name for shard in sequence_shards(tmp_path / "out")] == ["s0.parquet", "s1.parquet"]
 
 
-def test_the_first_of_several_outputs_with_other_settings_is_named(
+def test_errors_name_the_first_of_several_outputs_with_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers = shards(corpus(tmp_path, 2, 1))
@@ -159,7 +159,7 @@ def test_the_first_of_several_outputs_with_other_settings_is_named(
     def first_waits(task: Any, facts: Any) -> list[str]:
         if task.number == 0:
             assert second_checked.wait(60)
-            time.sleep(0.1)  # until the other thread has raised its error
+            time.sleep(0.1)  # gives the other thread time to raise its error
         second_checked.set()
         return other_input(task, facts)
 
@@ -168,7 +168,7 @@ def test_the_first_of_several_outputs_with_other_settings_is_named(
         write_sequences(readers, tmp_path / "out", replace(PAGES, train_markers=True))
 
 
-def test_a_name_of_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
+def test_a_shard_named_like_a_part_of_another_shard_is_refused(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 2, 1)
     other = tmp_path / "s0.part00001.jsonl"
     Path(paths[1]).rename(other)
@@ -222,7 +222,7 @@ def forget(out: Path) -> None:
             "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
             "finish them",
         ),
-        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder anew"),
+        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder again"),
         (
             change("shards", 3),
             "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",
@@ -244,7 +244,7 @@ def test_a_folder_that_contradicts_its_manifest_is_refused(
     assert str(refused.value).replace(str(out), "OUT").startswith(message)
 
 
-def test_sequences_of_another_preprocess_are_refused(tmp_path: Path) -> None:
+def test_sequences_from_a_different_preprocess_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_sequences(shards(corpus(tmp_path, 1, 1)), out, PAGES)
     with pytest.raises(InvalidInputError) as refused:
@@ -261,7 +261,7 @@ def test_the_manifest_of_a_failed_run_is_incomplete(tmp_path: Path) -> None:
         sequence_shards(tmp_path / "out")
 
 
-def test_outputs_can_be_in_a_store(tmp_path: Path) -> None:
+def test_outputs_can_be_written_to_a_store(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 5, frozenset({(0, 1)}))
     url = f"memory://ready/{tmp_path.name}"
     options: dict[str, Any] = {"on_error": "skip"}
@@ -288,7 +288,8 @@ def test_the_claim_of_a_dead_run_is_ignored(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(claim, "_PATIENCE", 0.2)
     readers = shards(corpus(tmp_path, 1, 1))
     machine = claim._machine()
-    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):  # no heartbeat; process id reused
+    # The first claim has no heartbeat; the process id of the second has been reused.
+    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):
         path = write_claim(tmp_path / "out", **facts)
         write_sequences(readers, tmp_path / "out", PAGES)
         assert not path.exists()
@@ -317,18 +318,18 @@ def test_the_claim_of_a_live_run_on_another_machine_is_respected(
     assert path.exists()
 
 
-def test_an_invalid_claim_file_is_named(tmp_path: Path) -> None:
+def test_errors_name_an_invalid_claim_file(tmp_path: Path) -> None:
     path = tmp_path / "out" / ".mmpos-claim-00000001.json"
     path.parent.mkdir()
     for content in ("", "[]", "{}"):
         path.write_text(content)
         with pytest.raises(
-            InvalidInputError, match=r"claim-00000001\.json: got a file that is not a claim of mmpos; remove it"
+            InvalidInputError, match=r"claim-00000001\.json: got a file that is not an mmpos claim; remove it"
         ):
             write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
 
 
-def test_a_store_failing_at_the_end_does_not_hide_the_error_of_the_run(
+def test_a_store_that_fails_at_the_end_does_not_hide_an_error_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> None:
@@ -354,14 +355,14 @@ def test_a_run_stops_if_its_folder_is_taken_over(tmp_path: Path, monkeypatch: py
     assert sorted(os.listdir(tmp_path / "out")) == [".mmpos-claim-00000007.json", "manifest.json"]
 
 
-def test_simultaneous_claims_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_simultaneous_claims_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, path = StorePath(str(tmp_path)), write_claim(tmp_path, machine=claim._machine(), born="0")
     dead_claims = claim._dead_claims
 
     def interleaved(where: StorePath) -> Any:
         dead = dead_claims(where)
         monkeypatch.setattr(claim, "_dead_claims", dead_claims)
-        path.unlink()  # by another run, which then gets a smaller number
+        path.unlink()  # as another run would, which then gets a smaller number
         held.enter_context(claim.claimed(where))
         return dead
 

@@ -1,4 +1,4 @@
-"""Masks: equal to a dense mask made by loops; FlexAttention with them equals dense attention."""
+"""Masks: each matches a dense mask made by loops, and FlexAttention with the mask matches dense attention."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mmpos.data.collate import PackedCollator, PaddedCollator
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
-    """Evaluate the mask for all pairs of tokens, (batch, seq, seq)."""
+    """Evaluate the mask for all pairs of tokens as (batch, seq, seq)."""
     rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
     return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
 
 
 def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
-    """Return the mask (tokens, tokens): whether each query attends to each key, both numbered across the batch."""
+    """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
     document: list[int | None] = []
     for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
         padding: list[int | None] = [None] * (size - length)
@@ -43,7 +43,7 @@ few_documents = documents.filter(lambda drawn: 0 < len(drawn) <= 4)
 
 @settings(max_examples=20)
 @given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
-def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
+def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
     if kind == "packed":
         batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
@@ -59,7 +59,7 @@ def test_masks_equal_loops(documents: Any, bidirectional: bool, kind: Any, multi
 
 @uncompiled
 @pytest.mark.parametrize(("packed", "bidirectional"), [(True, True), (False, False)])
-def test_flex_attention_with_the_mask_equals_dense_attention(packed: bool, bidirectional: bool) -> None:
+def test_flex_attention_with_the_mask_matches_dense_attention(packed: bool, bidirectional: bool) -> None:
     examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
     batch = (PackedCollator if packed else PaddedCollator)(multiple_of=8)(examples)
     mod = batch.mask_mod(bidirectional_images=bidirectional)

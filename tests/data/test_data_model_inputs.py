@@ -1,4 +1,4 @@
-"""Arguments for models of Transformers, value by value, and inputs that are refused."""
+"""Arguments for Transformers models, checked value by value, and inputs that are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def listed(arguments: dict[str, Any]) -> dict[str, Any]:
 FIRST, SECOND = example([50], PIXELS, [60]), example([70, 80])
 
 
-def test_all_arguments_of_a_pack() -> None:
+def test_a_pack_has_all_arguments() -> None:
     arguments = ModelCollator(SETTINGS, IMAGES)([FIRST, SECOND])
     pixels = arguments.pop("pixel_values")
     torch.testing.assert_close(pixels, torch.from_numpy(IMAGES.process(PIXELS, temporal_patch_size=2).patches))
@@ -82,7 +82,7 @@ def test_all_arguments_of_a_pack() -> None:
     }
 
 
-def test_all_arguments_of_padded_rows() -> None:
+def test_padded_rows_have_all_arguments() -> None:
     arguments = ModelCollator(SETTINGS, IMAGES, PaddedCollator(pad_token_id=1))([FIRST, SECOND])
     assert arguments.pop("pixel_values").shape == (8, 96)
     assert listed(arguments) == {
@@ -100,7 +100,7 @@ def test_all_arguments_of_padded_rows() -> None:
     }
 
 
-def test_a_batch_and_its_examples_give_the_same_arguments() -> None:
+def test_a_batch_and_its_examples_produce_the_same_arguments() -> None:
     collator = ModelCollator(SETTINGS, IMAGES)
     batch = PackedCollator()([FIRST, SECOND])
     got, want = collator(batch), collator([FIRST, SECOND])
@@ -116,7 +116,7 @@ def test_text_has_no_image_arguments_and_shifted_labels_stay_shifted() -> None:
     assert listed(pickle.loads(pickle.dumps(collator))([SECOND])) == listed(collator([SECOND]))
 
 
-def test_position_ids_of_models_with_one_axis_restart_in_parts_of_a_document() -> None:
+def test_position_ids_with_one_axis_restart_in_each_part_of_a_document() -> None:
     document = example("abcdef", builder=SequenceBuilder(scheme="flatten"))
     arguments = ModelCollator(LLAMA)([document.slice(0, 3), document.slice(3, 6)])
     assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
@@ -222,7 +222,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_an_example_of_processor_outputs_has_patches_in_token_order() -> None:
+def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> None:
     processed = ProcessedInputs(SETTINGS)(RECORD, HERE)
     sequence = processed.sequence
     assert processed.key == "r1"
@@ -249,7 +249,7 @@ ERNIE: dict[str, Any] = {
 }
 
 
-def test_a_pack_of_ernie_has_expert_types() -> None:
+def test_a_pack_for_ernie_has_expert_types() -> None:
     settings = mmpos.from_hf_config(ERNIE)
     images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
     make = ProcessedInputs(settings)
@@ -262,7 +262,7 @@ def test_a_pack_of_ernie_has_expert_types() -> None:
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
 
 
-def test_images_and_videos_of_a_pack_are_separate_arguments() -> None:
+def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     make = ProcessedInputs(SETTINGS)
     arguments = ModelCollator(SETTINGS)([make(RECORD, HERE), SECOND, make({**RECORD, "labels": [1] * 13}, HERE)])
     assert arguments["pixel_values"][:, 0].tolist() == [*range(12)] * 2
@@ -290,7 +290,7 @@ def test_images_and_videos_of_a_pack_are_separate_arguments() -> None:
         ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
     ],
 )
-def test_an_inconsistent_record_is_named(change: dict[str, Any], message: str) -> None:
+def test_errors_name_an_inconsistent_record(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=f"^r1: {message}"):
         ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
 
@@ -313,14 +313,14 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
         ),
     ],
 )
-def test_inputs_that_packs_of_a_model_do_not_support_are_refused(settings: Any, record: Any, message: str) -> None:
+def test_inputs_not_supported_in_packs_for_a_model_are_refused(settings: Any, record: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         ProcessedInputs(settings)(record, HERE)
 
 
 def test_placeholders_without_pixels_are_refused_for_text_only_packs() -> None:
     processed = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
-    with pytest.raises(UnsupportedError, match=r"^batch: got placeholders of images for 'gemma3', want text"):
+    with pytest.raises(UnsupportedError, match=r"^batch: got image placeholders for 'gemma3', want text"):
         ModelCollator(GEMMA)([processed])
 
 

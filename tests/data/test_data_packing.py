@@ -1,4 +1,4 @@
-"""Packing: nothing is lost or duplicated, images are not cut, packs are full, and memory is bounded."""
+"""Packing: nothing is lost or duplicated, images are not cut, packs are well filled, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parts = list[int | tuple[int, int]]
 
 
 def example(key: str, *parts: int | tuple[int, int]) -> Example:
-    """Make an example whose text tokens are all different."""
+    """Make an example whose text tokens all differ."""
     start, content = 1000, []
     for part in parts:
         content.append(Grid(*part) if isinstance(part, tuple) else list(range(start, start := start + part)))
@@ -42,7 +42,7 @@ def sizes_of(packs: Sequence[Pack]) -> list[list[tuple[str, int]]]:
 
 
 def content(pieces: Sequence[Example]) -> list[Any]:
-    """Return the content of a document, independent of how it is cut into pieces."""
+    """Return the content of a document, regardless of how the document is cut into pieces."""
     sequences = [piece.sequence for piece in pieces]
     return [
         np.concatenate([sequence.input_ids for sequence in sequences]).tolist(),
@@ -65,7 +65,7 @@ def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
-def test_first_fit_decreasing_equals_plain_loops(lengths: list[int], max_tokens: int) -> None:
+def test_first_fit_decreasing_matches_plain_loops(lengths: list[int], max_tokens: int) -> None:
     assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
 
 
@@ -85,7 +85,7 @@ def test_a_pack_starts_with_the_oldest_example_and_continues_with_the_longest_th
     assert PackCounts().fill == 0
 
 
-def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_turn() -> None:
+def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_place_in_line() -> None:
     document = example("a", 6, (2, 4), 8)
     packer = Packer(10, buffer=1, split_text=True)
     packs = packs_of(packer, [example("x", 7), document, example("y", 3)])
@@ -94,7 +94,7 @@ def test_the_rest_of_a_split_text_keeps_its_position_ids_and_its_turn() -> None:
     assert packer.counts == PackCounts(packs=4, tokens=34, capacity=40, splits=3)
 
 
-def test_no_cut_leaves_a_piece_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cut_leaves_a_piece_shorter_than_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     before_an_image = [example("x", 5), example("a", 2, (2, 2), 1)]
     cases: list[tuple[int, list[Example], list[list[tuple[str, int]]]]] = [
         (3, [example("x", 7), example("a", 8)], [[("x", 7), ("a", 3)], [("a", 5)]]),
@@ -108,7 +108,7 @@ def test_no_cut_leaves_a_piece_below_the_minimum(monkeypatch: pytest.MonkeyPatch
         assert sizes_of(packs_of(Packer(10, split_text=True), examples)) == want
 
 
-def test_documents_count_as_padded_to_multiple_of() -> None:
+def test_documents_are_counted_with_padding_to_multiple_of() -> None:
     packs = packs_of(Packer(8, multiple_of=4), [example("a", 5), example("b", 1), example("c", 3)])
     assert sizes_of(packs) == [[("a", 5)], [("b", 1), ("c", 3)]]
     assert packs[1].fill == 0.5
@@ -116,7 +116,7 @@ def test_documents_count_as_padded_to_multiple_of() -> None:
     assert sizes_of(packs) == [[("a", 3), ("b", 4)], [("b", 3)]]
 
 
-def test_the_buffer_is_bounded_in_examples_and_in_tokens() -> None:
+def test_the_buffer_is_bounded_in_examples_and_tokens() -> None:
     for packer, held in ((Packer(100, buffer=3), 3), (Packer(10), 16)):
         for i in range(held):
             assert packer.add(example(f"r{i}", 10)) == []
@@ -198,7 +198,7 @@ packers = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(documents, packers)
-def test_packs_hold_every_token_once_and_do_not_cut_images(documents: list[Parts], options: dict[str, Any]) -> None:
+def test_packs_contain_every_token_once_and_do_not_cut_images(documents: list[Parts], options: dict[str, Any]) -> None:
     examples, packer = examples_of(documents), Packer(**options)
     packs = packs_of(packer, examples)
     most, multiple = options["max_tokens"], options["multiple_of"]
@@ -244,8 +244,8 @@ def test_a_new_packer_continues_from_pending_examples(
 
 
 @pytest.mark.parametrize(("split_text", "fill"), [(False, 0.99), (True, 0.998)])
-def test_packs_of_a_realistic_mix_are_full(split_text: bool, fill: float) -> None:
-    """Pack the mix of mmpos_bench.data: log-normal texts, 0 to 8 images of 64 to 1024 tokens; 8,192 tokens a pack."""
+def test_packs_of_a_realistic_mix_are_nearly_full(split_text: bool, fill: float) -> None:
+    """Pack the mix of mmpos_bench.data to 8,192 tokens: log-normal texts, 0 to 8 images of 64 to 1024 tokens."""
     counts, held = packed_counts(list(mix(1000)), 8192, split_text)
     assert counts.packs > 160
     assert counts.fill >= fill

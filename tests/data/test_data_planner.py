@@ -1,4 +1,4 @@
-"""Plans: every example once, packs that fit, ranks that finish together, equal weight of labels, and index files."""
+"""Plans: every example once, packs that fit, ranks that finish together, equally weighted labels, and index files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def planned(headers: Headers, **settings: object) -> TrainingPlan:
 
 
 def check(result: TrainingPlan, headers: Headers) -> None:
-    """Check the invariants of a plan: each example once, packs that fit, whole steps, and correct sums."""
+    """Check the invariants of a plan: each example once, packs that fit, complete steps, and correct sums."""
     assert sorted(result.members.tolist()) == list(range(len(headers)))
     assert result.num_packs % (result.ranks * result.microbatches) == 0
     packs = [result.members[a:b] for a, b in itertools.pairwise(result.pack_offsets.tolist())]
@@ -107,7 +107,7 @@ def test_a_stream_is_planned_window_by_window() -> None:
     assert whole.members[:250].tolist() == first.members.tolist()
 
 
-def test_planned_ranks_finish_together_unlike_packs_by_tokens() -> None:
+def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count() -> None:
     headers = mixed_corpus(40_000)
     costs = Cost().of(headers)
     for ranks, planned_bound, token_bound in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
@@ -120,7 +120,7 @@ def test_planned_ranks_finish_together_unlike_packs_by_tokens() -> None:
         assert result.fill > 0.85
 
 
-def test_a_larger_tolerance_evens_labels_and_bounds_straggling() -> None:
+def test_a_larger_tolerance_evens_out_labels_and_bounds_straggling() -> None:
     headers = mixed_corpus(20_000)
     spreads = []
     for tolerance in (0.0, 0.05, 0.5):
@@ -131,12 +131,12 @@ def test_a_larger_tolerance_evens_labels_and_bounds_straggling() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_small_plans_are_near_the_optimum(seed: int) -> None:
+def test_small_plans_are_near_optimal(seed: int) -> None:
     tokens = np.random.default_rng(seed).integers(1, 100, 8)
     result = planned(Headers(tokens, tokens), max_tokens=1000, ranks=3, cost=LINEAR)
     best = min(np.bincount(hands, tokens, 3).max() for hands in itertools.product(range(3), repeat=8))
     assert result.num_steps == 1
-    assert result.rank_costs().max() <= best * 4 / 3  # the bound of the longest processing time first
+    assert result.rank_costs().max() <= best * 4 / 3  # the bound for scheduling the longest processing time first
 
 
 def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
@@ -145,7 +145,7 @@ def test_a_pipeline_waits_for_the_slowest_microbatch() -> None:
     assert result.rank_costs(pipeline=3).tolist() == [[20.0]]
 
 
-def test_packs_without_images_are_marked_if_another_rank_has_one() -> None:
+def test_packs_without_images_are_marked_if_another_rank_has_an_image() -> None:
     result = planned(Headers([4, 4, 4, 4], [1] * 4, [9], [1, 0, 0, 0]), max_tokens=4, ranks=2, cost=LINEAR)
     assert result.needs_image.sum() == 1
     (marked,) = np.flatnonzero(result.needs_image)
@@ -175,7 +175,7 @@ def test_a_killed_stream_resumes_within_a_window() -> None:
     headers = mixed_corpus(900)
 
     def steps(number: int, step: int) -> list[tuple[int, list[list[int]]]]:
-        """Plan windows of 300 examples, starting at a step of a window."""
+        """Plan windows of 300 examples, starting at the given step of the given window."""
         rest: list[tuple[int, list[list[int]]]] = []
         for window in range(number, 3):
             result = planned(headers[300 * window : 300 * window + 300], max_tokens=8192, ranks=2, seed=window)
@@ -191,14 +191,14 @@ def test_a_killed_stream_resumes_within_a_window() -> None:
 def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
     headers = mixed_corpus(500)
     result = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
-    losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over the labels of each example
+    losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over each example's labels
     pack_losses = np.add.reduceat(losses[result.members], result.pack_offsets[:-1])
     means = np.divide(pack_losses, result.labels, where=result.labels > 0, out=np.zeros(result.num_packs))
     assert (result.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
 
 
 @pytest.mark.slow
-def test_weighted_loss_and_gradient_of_four_ranks_equal_those_of_the_documents(tmp_path: Path) -> None:
+def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documents(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
     headers, shard_of, row = read_headers([one])
@@ -232,7 +232,7 @@ def test_a_million_headers_are_planned_within_twenty_seconds_of_cpu_time() -> No
     assert result.straggling() < 1.03
 
 
-def test_costs_from_a_config_equal_a_count_by_hand() -> None:
+def test_costs_from_a_config_match_those_counted_by_hand() -> None:
     text = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     text |= {"intermediate_size": 18944, "vocab_size": 152064}
     vision = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "hidden_act": "silu"}
@@ -254,7 +254,7 @@ def test_costs_are_fitted_to_measured_times() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
     text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
     assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
-    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # the parabola would have a negative coefficient: a line is fitted
+    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # a line is fitted, since the parabola would have a negative coefficient
     slopes = np.array([10, 20 / 1.9, 40 / 3.5, 80 / 6])
     assert slower.language_quadratic == 0
     assert slower.language_linear == pytest.approx(slopes.sum() / np.square(slopes).sum())
@@ -280,7 +280,7 @@ REFUSED = [
     ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
     ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one: use smaller units"),
-    ({}, {"cost": 3}, "cost: got int, want a Cost, as Cost.read gives it"),
+    ({}, {"cost": 3}, "cost: got int, want a Cost, as returned by Cost.read"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
 
@@ -308,17 +308,17 @@ def test_invalid_input_is_refused(sizes: dict[str, list[int]], arguments: dict[s
             "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
         ),
         (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
-        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as Headers.of gives it"),  # type: ignore[list-item]
+        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as returned by Headers.of"),  # type: ignore[list-item]
         (
             lambda: read_headers(["path"]),  # type: ignore[list-item]
-            "shards[0]: got str, want a SequenceShard, as SequenceShard(path) gives it",
+            "shards[0]: got str, want a SequenceShard, as returned by SequenceShard(path)",
         ),
         (
             lambda: write_index("a", None, [], [], []),  # type: ignore[arg-type]
-            "plan: got NoneType, want a TrainingPlan, as mmpos.data.plan gives it",
+            "plan: got NoneType, want a TrainingPlan, as returned by mmpos.data.plan",
         ),
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
-        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as Headers.of gives it"),  # type: ignore[arg-type]
+        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as returned by Headers.of"),  # type: ignore[arg-type]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
     ],
 )
@@ -329,7 +329,7 @@ def test_invalid_costs_and_headers_are_refused(call: object, message: str) -> No
 
 
 def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> SequenceShard:
-    """Write examples of these sizes with an image of 2×3 tokens; every second one is trained on only in a slice."""
+    """Write examples of these sizes, each with an image of 2×3 tokens; train on only a slice of every other one."""
     builder = SequenceBuilder()
     with SequenceWriter(path) as writer:
         for i, size in enumerate(sizes):
@@ -341,7 +341,7 @@ def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> Sequenc
     return SequenceShard(path)
 
 
-def test_each_rank_reads_its_examples_by_the_index(tmp_path: Path) -> None:
+def test_each_rank_reads_its_examples_through_the_index(tmp_path: Path) -> None:
     shards = [shard(tmp_path / "a.parquet", [10, 12, 14, 20]), shard(tmp_path / "b.parquet", [16, 9, 30])]
     headers, shard_of, row = read_headers(shards)
     assert headers.tokens.tolist() == [10, 12, 14, 20, 16, 9, 30]
@@ -383,7 +383,7 @@ def test_a_parquet_file_without_an_index_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """Write an index of two steps of two ranks over a.parquet."""
+    """Write an index of a.parquet with two steps for two ranks."""
     one = shard(tmp_path / "a.parquet", [20, 20, 20, 20])
     headers, shard_of, row = read_headers([one])
     write_index(tmp_path / "index.parquet", planned(headers, max_tokens=20, ranks=2), [one.source], shard_of, row)
@@ -414,7 +414,7 @@ def test_an_edited_index_is_refused(written: Path, column: str, value: int, mess
         (b'{"version": 1}', "ranks: got None, want an integer"),
     ],
 )
-def test_edited_metadata_of_an_index_is_refused(written: Path, facts: bytes, message: str) -> None:
+def test_an_index_with_edited_metadata_is_refused(written: Path, facts: bytes, message: str) -> None:
     parquet.write_table(parquet.read_table(written).replace_schema_metadata({b"mmpos.plan": facts}), written)
     with pytest.raises(InvalidInputError, match=message):
         PlannedPacks(written, 0)
@@ -495,7 +495,7 @@ def test_calibration_recovers_coefficients_and_costs_are_read_back(
     def step(tokens: int, patches: int) -> None:
         order.append((tokens, patches))
         headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
-        delay = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # the first round, and outliers
+        delay = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # slow first round and outliers
         now[0] += 0.001 + want.of(headers).sum() + delay
 
     monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
@@ -524,7 +524,7 @@ def test_calibration_recovers_coefficients_and_costs_are_read_back(
         (json.dumps({"cost": {term.name: 0 for term in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
     ],
 )
-def test_an_invalid_file_of_costs_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_an_invalid_cost_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "cost.json").write_text(content)
     with pytest.raises(InvalidInputError, match=f"cost.json: {message}"):
         Cost.read(tmp_path / "cost.json")
@@ -537,9 +537,9 @@ def test_too_few_sizes_are_refused() -> None:
         calibrate(lambda tokens, patches: None, patches=[4])
 
 
-def test_costs_are_extrapolated_linearly_in_the_layers() -> None:
+def test_costs_are_extrapolated_linearly_in_the_number_of_layers() -> None:
     def measured(language: int, vision: int) -> Calibration:
-        """Return costs that are affine in the numbers of layers."""
+        """Return costs that are affine functions of the numbers of layers."""
         cost = Cost(1 + 2 * language, 0.5 * language, 3 + vision, 0.25 * vision)
         none = np.zeros(0, np.int64)
         return Calibration(cost, 7 + 4 * language, 0.01 * language, none, none, np.zeros(0), np.zeros(0))
@@ -549,7 +549,7 @@ def test_costs_are_extrapolated_linearly_in_the_layers() -> None:
     assert (extrapolated.cost, extrapolated.overhead, extrapolated.residual) == (want.cost, want.overhead, 0.04)
 
 
-def test_an_unreadable_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_an_unreadable_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "eliza"}')
     assert main(["data", "calibrate", str(tmp_path), "-o", str(tmp_path / "cost.json")]) == 2
     assert f"{tmp_path}/config.json: got " in capsys.readouterr().err

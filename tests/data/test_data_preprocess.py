@@ -1,4 +1,4 @@
-"""The job: complete files or none, equal for all engines, resumed by the next run; and its command."""
+"""The job and its command: files are complete or absent, all engines write the same files, and the next run resumes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_without_patches_everything_else_is_unchanged(tmp_path: Path) -> None:
 def test_dropped_images_are_quarantined(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     dropping = replace(PAGES, on_image_error="drop")
-    for _ in range(2):  # the second run reads the file
+    for _ in range(2):  # the second run reads the finished file
         summary = write_sequences(readers, tmp_path / "out", dropping)
         assert summary.counts == Counts(documents=3, tokens=208, images=2, images_dropped=1)
     (output,) = summary.outputs
@@ -160,7 +160,7 @@ def test_finished_files_are_reused(tmp_path: Path) -> None:
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
 )
-def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
+def test_outputs_from_other_inputs_or_settings_are_refused_or_overwritten(
     tmp_path: Path, change: str, message: str
 ) -> None:
     paths = corpus(tmp_path, 2, 1)
@@ -182,11 +182,11 @@ def test_outputs_of_other_inputs_or_settings_are_refused_or_overwritten(
 
 
 def correct(path: str) -> None:
-    """Change the content of a file, but neither its size nor its modification time."""
+    """Change a file's content, but neither its size nor its modification time."""
     before = os.stat(path)
     Path(path).write_text(Path(path).read_text().replace('"ab"', '"cd"'))
     while (after := os.stat(path)).st_ctime_ns == before.st_ctime_ns or after.st_mtime_ns != before.st_mtime_ns:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the clock of the file system advances
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the file system's clock advances
     assert after.st_size == before.st_size
 
 
@@ -218,7 +218,7 @@ def test_a_touched_or_copied_input_counts_as_unchanged(tmp_path: Path) -> None:
         assert reused(write_sequences(readers, tmp_path / "out", PAGES)) == [True, True]
 
 
-def test_an_input_that_changes_during_reading_is_an_error(tmp_path: Path) -> None:
+def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (path,) = corpus(tmp_path, 1, 2)
 
     def editing(record: Mapping[str, object], location: Location) -> Any:
@@ -252,7 +252,7 @@ def test_two_runs_cannot_write_to_the_same_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_error_of_a_full_disk_names_the_output_and_finished_files_stay(
+def test_the_error_from_a_full_disk_names_the_output_and_finished_files_remain(
     tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], workers: int
 ) -> None:
     readers = shards(corpus(tmp_path, 3, 1))
@@ -334,14 +334,14 @@ def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == {}
 
 
-def test_a_callable_that_cannot_be_pickled_is_an_error_before_workers_start(tmp_path: Path) -> None:
+def test_a_callable_that_cannot_be_pickled_is_refused_before_workers_start(tmp_path: Path) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", lambda record, location: None, workers=2)  # type: ignore[arg-type, return-value]
     assert contents(tmp_path / "out") == {}
 
 
 @pytest.mark.slow
-def test_an_error_of_the_callable_in_a_worker_keeps_its_traceback(tmp_path: Path) -> None:
+def test_an_error_raised_by_the_callable_in_a_worker_keeps_its_traceback(tmp_path: Path) -> None:
     for workers, error in ((1, OddError), (2, RuntimeError)):
         with pytest.raises(error, match="OddError: status 404" if workers == 2 else "status 404") as raised:
             write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", fail_oddly, workers=workers)
@@ -357,7 +357,7 @@ def test_an_error_of_the_callable_in_a_worker_keeps_its_traceback(tmp_path: Path
         ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
         ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped: got 2, want a share from 0 to 1"),
-        ({"preprocess": 3}, "preprocess: got int, want a callable of record and location"),
+        ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
         ({"patches": 1}, "patches: got 1, want True or False"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": []}, "readers: got none, want at least one shard"),
@@ -400,7 +400,7 @@ print(json.dumps(describe({"preprocess": pages})))
 """
 
 
-def test_descriptions_of_settings_are_equal_in_every_process() -> None:
+def test_settings_have_the_same_description_in_every_process() -> None:
     settings = [
         PAGES,
         replace(PAGES, train_markers=True),
@@ -422,7 +422,7 @@ def test_descriptions_of_settings_are_equal_in_every_process() -> None:
     assert output.strip() == described[0]
 
 
-def test_tokenizers_are_described_by_their_content() -> None:
+def test_tokenizers_are_identified_by_their_content() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabularies = ({"a": 0, "b": 1}, {"a": 0, "b": 1}, {"b": 0, "a": 1})
     first, equal, other = (
@@ -432,7 +432,7 @@ def test_tokenizers_are_described_by_their_content() -> None:
     assert differences(first, other) == ["another tokenizer.content"]
 
 
-def test_differing_settings_are_named_without_revealing_texts() -> None:
+def test_differing_settings_are_named_without_revealing_text_values() -> None:
     scheme = replace(PAGES, builder=replace(BUILDER, scheme="rope-tie-v2"))
     images = ImageProcessor("pillow", patch_size=16, mean=(0.5, 0.5, 0.25))
     other = replace(PAGES, format=Obelics(separator="secret"), builder=replace(BUILDER, images=images))
@@ -456,7 +456,7 @@ def test_differing_settings_are_named_without_revealing_texts() -> None:
 
 
 def command(*arguments: str, out: str = "out") -> list[str]:
-    """Return the command line for the corpus of these tests."""
+    """Return the command line that preprocesses these tests' corpus."""
     own = ["-o", out, "-f", "obelics", "--images-from", str(PHOTOS), "--image-option", "backend=pillow"]
     return ["preprocess", *own, *arguments]
 
@@ -488,7 +488,7 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
     assert contents(tmp_path / "out") == files
 
 
-def test_options_of_the_command_are_passed_to_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
     arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
@@ -521,7 +521,7 @@ def test_the_command_splits_a_large_file_without_changing_its_rows(tmp_path: Pat
     assert json.loads(Path("out/s0-00001-of-00003.quarantine.jsonl").read_text())["index"] == 3
 
 
-def test_the_command_reads_rows_of_curator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_reads_curator_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_samples([Document(str(i), (Piece("ab"), Piece(PHOTOS / "coffee.jpg"))) for i in range(3)], "a.parquet")
     assert main(command("a.parquet", "-f", "curator")) == 0
     assert capsys.readouterr().err == "1/1 shard  3 documents, 309 tokens, 3 images\n"
@@ -559,7 +559,7 @@ def test_progress_shows_a_rate_and_the_remaining_time(
     assert done == pytest.approx(shown[1])
 
 
-def test_the_remaining_time_is_estimated_from_a_few_shards() -> None:
+def test_the_remaining_time_is_estimated_from_a_few_of_many_shards() -> None:
     counted = list[int]()
 
     class Counted:
@@ -618,7 +618,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
         (["s0.jsonl", "--engine", "spark"], None),
         (["s0.jsonl", "--workers", "0"], None),
-        ([], "Missing argument 'INPUT...'; mmpos preprocess --help tells more"),
+        ([], "Missing argument 'INPUT...'; see mmpos preprocess --help"),
         (["broken.jsonl"], None),
         (
             ["s0.jsonl", "--config", "none"],
@@ -632,7 +632,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
     ],
 )
-def test_errors_of_the_command_are_a_single_line(
+def test_command_errors_are_a_single_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], line: str | None, tmp_path: Path
 ) -> None:
     corpus(tmp_path, 1, 1)
@@ -677,9 +677,9 @@ if __name__ == "__main__":
 
 
 def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
-    """Send Ctrl-C to the process group once the program is ready; return its exit code, stdout and stderr."""
+    """Send Ctrl-C to the process group once the program is ready; return the program's exit code, stdout and stderr."""
     pipe: Any = subprocess.PIPE
-    # A background job of a shell ignores SIGINT by default.
+    # A background job in a shell ignores SIGINT by default.
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=listen
@@ -739,16 +739,16 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
 
 
 def everything(terminal: int) -> Iterator[str]:
-    """Yield the output on a terminal until its last writer exits, which raises an OSError on Linux."""
+    """Yield a terminal's output until its last writer exits, at which point Linux raises an OSError."""
     with suppress(OSError):
         while data := os.read(terminal, 2**16):
             yield data.decode(errors="replace")
 
 
 def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
-    """Kill a program after it has written a file and while it writes another; return its matching descendants.
+    """Kill a program after it has written one file and while it writes another; return its matching descendants.
 
-    Descendants match if ``of`` is in their command line; if it is given, one must exist when the program is killed.
+    Descendants match if ``of`` is in their command line; if ``of`` is given, one must exist when the program is killed.
     """
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while True:

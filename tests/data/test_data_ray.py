@@ -25,7 +25,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-# Ray warns of its own defaults.
+# Ray warns about its own defaults.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
@@ -35,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def stopped() -> Iterator[None]:
-    """Shut down the Ray of the last test."""
+    """Shut down Ray after the last test."""
     yield
     ray.shutdown()
 
@@ -47,7 +47,7 @@ def cluster() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_files_equal_those_of_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 3, 4, frozenset({(1, 1)}))
     readers, reports = shards("s*.jsonl"), list[Progress]()
@@ -61,7 +61,7 @@ def test_files_equal_those_of_the_local_engine(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("cluster")
-def test_errors_equal_those_of_the_local_engine(tmp_path: Path) -> None:
+def test_errors_match_those_raised_by_the_local_engine(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
     with pytest.raises(RecordError) as here:
         write_sequences(shards(paths), tmp_path / "out", PAGES)
@@ -82,9 +82,9 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_several_actors_write_a_shard_in_the_parts_of_the_local_engine(tmp_path: Path) -> None:
+def test_several_actors_write_a_shard_in_the_same_parts_as_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three pages fill a part; cloudpickle pickles a local class by value
+    class LargePages:  # three pages fill a part; the class is local because cloudpickle pickles such classes by value
         source: str
         size: int
 
@@ -105,7 +105,7 @@ def test_several_actors_write_a_shard_in_the_parts_of_the_local_engine(tmp_path:
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
 
-def test_the_death_of_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
+def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
     ray.shutdown()
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
     try:
@@ -150,7 +150,7 @@ def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.Mon
     corpus(tmp_path, 8, 40)
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
     out = tmp_path / "out"
-    # The agents of a cluster may linger for a minute; the actors, which write, must not.
+    # A cluster's agents may linger for a minute, but its actors must not, since they write.
     actors = killed(arguments, out, of=b"MapWorker")
     assert actors
     assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"

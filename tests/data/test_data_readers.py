@@ -1,4 +1,4 @@
-"""Readers: the same records from every format and any start, with errors in place of broken records."""
+"""Readers: every format and any start yield the same records, with errors in place of broken records."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FEATURES = datasets.Features(
 
 
 def read(reader: Reader, *args: int) -> list[tuple[int, str]]:
-    """Return the index, and the id or error message, of each record."""
+    """Return each record's index, and its id or error message."""
     seen = []
     for location, raw in reader.records(*args):
         assert location.source == reader.source
@@ -92,11 +92,11 @@ def test_an_empty_shard_is_not_an_error(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "lance", "dataset", "iterable"])
-def test_images_stay_undecoded(kind: str, tmp_path: Path) -> None:
+def test_images_are_left_undecoded(kind: str, tmp_path: Path) -> None:
     assert [raw for _, raw in make(kind, tmp_path).records()] == ROWS
 
 
-def test_fragments_of_lance_are_shards_of_the_opened_version(tmp_path: Path) -> None:
+def test_lance_fragments_are_shards_of_the_opened_version(tmp_path: Path) -> None:
     path = tmp_path / "a.lance"
     lance.write_dataset(pa.table({"id": list("abcdefg")}), path, max_rows_per_file=3)
     lance.dataset(path).delete("id = 'b'")
@@ -111,7 +111,7 @@ def test_fragments_of_lance_are_shards_of_the_opened_version(tmp_path: Path) -> 
         read(readers[0])
 
 
-def test_rows_of_a_damaged_fragment_are_errors(tmp_path: Path) -> None:
+def test_rows_in_a_damaged_fragment_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "a.lance"
     lance.write_dataset(pa.table({"sample_id": list("aab"), "id": list("012")}), path)
     (file,) = (path / "data").iterdir()
@@ -125,7 +125,7 @@ def test_rows_of_a_damaged_fragment_are_errors(tmp_path: Path) -> None:
     assert message.endswith("all later records are lost")
 
 
-def test_records_of_a_tar_file_equal_those_of_webdataset(tmp_path: Path) -> None:
+def test_tar_records_match_those_read_by_webdataset(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     names = ["b/x.y.JPG", "b/x.json", "__skip__/z.txt", "no_extension", "b/z.txt", "c.txt", "b/x.txt"]
     with tarfile.open(path, "w") as tar:
@@ -168,7 +168,7 @@ def test_slices_together_yield_the_records_of_the_file_in_order(kind: str, size:
     assert sum(filter(None, counts)) == next(iter(slices[-1].records()))[0].index
 
 
-def test_slices_of_json_lines_end_after_lines_and_keep_line_numbers(tmp_path: Path) -> None:
+def test_json_lines_slices_end_at_line_ends_and_keep_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 0}\n\n{"id": 2}\r\n\n\n[]\n' + b'{"id": "' + b"x" * 3000 + b'"}\n{"id": 7}\n\n{"id": 9}')
     want = list(map(repr, JsonlReader(str(path)).records()))
@@ -233,7 +233,7 @@ def test_reading_continues_after_a_record_with_duplicate_names(tmp_path: Path) -
     assert read(TarReader(str(path))) == [(0, "a.tar[0]: txt: got two files, want one"), (1, "1")]
 
 
-def test_rows_of_a_damaged_page_are_errors(tmp_path: Path) -> None:
+def test_rows_on_a_damaged_page_are_errors(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     raw = bytearray(path.read_bytes())
     at = raw.index(caption(12).encode())
@@ -259,7 +259,7 @@ def test_a_file_that_is_not_parquet_is_a_single_error(tmp_path: Path) -> None:
     assert ParquetReader(str(path)).count() is None
 
 
-def test_invalid_unicode_is_an_error_of_its_row(tmp_path: Path) -> None:
+def test_invalid_unicode_is_an_error_only_for_its_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     table = pa.table({"id": pa.array([b"0", b"\xff", b"2"]).view(pa.string())})
     pa.parquet.write_table(table, path)

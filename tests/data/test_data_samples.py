@@ -1,4 +1,4 @@
-"""Rows of NeMo Curator: writing them, joining them into samples, and a stage in a pipeline of Curator."""
+"""NeMo Curator rows: writing them, joining them into samples, and a stage in a Curator pipeline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reader(path: Path) -> SampleReader:
 
 
 def documents(reader: SampleReader, *args: int) -> list[Any]:
-    """Return the index of each sample, with its key and pieces or its error."""
+    """Return each sample's index, and its key and pieces or its error."""
     samples: list[Any] = []
     for location, raw in reader.records(*args):
         if isinstance(raw, RecordError):
@@ -79,7 +79,7 @@ def test_written_samples_are_read_back_across_row_groups(tmp_path: Path) -> None
         assert documents(samples, start, step) == WANTED[start::step]
 
 
-def test_samples_may_be_in_a_store() -> None:
+def test_samples_can_be_in_a_store() -> None:
     url = "memory://samples/a.parquet"
     assert write_samples(DOCUMENTS, url) == 6
     assert documents(SampleReader(ParquetReader(url))) == WANTED
@@ -93,7 +93,7 @@ def test_a_sample_with_scattered_rows_is_an_error(tmp_path: Path) -> None:
     assert documents(reader(path)) == [(0, reason), WANTED[1], (2, reason), (3, WANTED[2][1])]
 
 
-def test_an_unreadable_row_is_an_error_of_its_sample_only(tmp_path: Path) -> None:
+def test_an_unreadable_row_is_an_error_only_for_its_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     rows = pq.read_table(path)
@@ -110,7 +110,7 @@ def test_an_unreadable_row_is_an_error_of_its_sample_only(tmp_path: Path) -> Non
     assert (index, lost.partition("; ")[2], reader(path).count()) == (0, "all later records are lost", None)
 
 
-def test_a_column_of_ids_is_required(tmp_path: Path) -> None:
+def test_a_sample_id_column_is_required(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": ["a"]}), path)
     with pytest.raises(InvalidInputError, match="got the columns id, want sample_id among them"):
@@ -145,7 +145,7 @@ def test_an_invalid_document_leaves_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_of_a_table_are_joined_in_any_order(tmp_path: Path) -> None:
+def test_table_rows_are_joined_in_any_order(tmp_path: Path) -> None:
     write_samples(DOCUMENTS, tmp_path / "a.parquet")
     rows = pq.read_table(tmp_path / "a.parquet")
     joined = join_samples(rows.take([3, 2, 5, 0, 4, 1])).to_pylist()
@@ -158,7 +158,7 @@ def test_rows_of_a_table_are_joined_in_any_order(tmp_path: Path) -> None:
 
 @dataclass
 class Batch:
-    """Stand-in for the batches of NeMo Curator 1.4, with the same fields."""
+    """Stand-in with the same fields as the batches of NeMo Curator 1.4."""
 
     dataset_name: str
     data: pa.Table
@@ -170,14 +170,14 @@ class Batch:
 
 
 class Processing:
-    """Stand-in for the ProcessingStage of NeMo Curator."""
+    """Stand-in for NeMo Curator's ProcessingStage."""
 
     def process_batch(self, tasks: list[Any]) -> list[Any]:
         return [self.process(task) for task in tasks]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("package", ["stand-in", "nemo_curator"])
-def test_a_stage_of_nemo_curator_makes_ready_examples(package: str, tmp_path: Path) -> None:
+def test_a_nemo_curator_stage_makes_ready_examples(package: str, tmp_path: Path) -> None:
     base, rows, ready = cast(tuple[Any, Any, Any], (Processing, Batch, Batch))
     if package != "stand-in":
         base = pytest.importorskip("nemo_curator.stages.base", reason="only its interface is tested").ProcessingStage

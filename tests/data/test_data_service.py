@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_batches_from_a_client_equal_those_of_a_builder(server: str, tmp_path: Path) -> None:
+def test_batches_built_through_a_client_match_those_from_a_builder(server: str, tmp_path: Path) -> None:
     rows = records(0, 20)
     rows[5]["image"]["bytes"] = b"no image at all"
     rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]

@@ -53,7 +53,7 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
         assert_equal(got, want)
 
 
-def test_examples_of_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
+def test_examples_from_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
     output = STAGE(pa.Table.from_pylist(RECORDS))
     for _ in range(2):
         lance.write_dataset(output, tmp_path / "ready.lance", mode="append")
@@ -78,14 +78,14 @@ def test_patches_can_be_left_out_and_an_empty_batch_stays_empty() -> None:
             "block: got columns of 2, 3 rows, want equal numbers",
         ),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one for each record"),
+        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
             "preprocess: got NoneType for batch[0], want an Example",
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
-        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable of record and location"),
+        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable that takes a record and a location"),
         (
             lambda: list(read_examples(pa.table({"a": [1]}))),
             "block: got no column 'key', want the columns of STAGE_SCHEMA",
@@ -102,7 +102,7 @@ def test_invalid_input_is_refused(call: Any, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
+def test_invalid_utf8_is_an_error_only_for_its_record() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
     output = STAGE(table.set_column(1, "txt", texts))
@@ -112,7 +112,7 @@ def test_invalid_utf8_is_an_error_of_its_record_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
-def test_an_invalid_row_is_refused_by_its_index(name: str, value: object) -> None:
+def test_errors_name_the_index_of_an_invalid_row(name: str, value: object) -> None:
     output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
     i = output.schema.get_field_index(name)
     column = [output[name][0].as_py(), value]
@@ -126,7 +126,7 @@ def test_a_configuration_error_is_not_a_record_error() -> None:
         stage(pa.Table.from_pylist(RECORDS))
 
 
-def test_an_error_of_the_callable_names_the_record() -> None:
+def test_an_error_raised_by_the_callable_names_the_record() -> None:
     def third_fails(record: Any, here: Location) -> Any:
         if here.index == 2:
             raise KeyError("width")

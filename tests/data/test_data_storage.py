@@ -86,7 +86,7 @@ def test_a_scheme_without_text_is_read_back_unchanged(tmp_path: Path) -> None:
     assert_equal(got, Example("grid", bare, np.arange(8)))
 
 
-def test_arrays_read_back_are_writeable(tmp_path: Path) -> None:
+def test_arrays_that_are_read_back_are_writeable(tmp_path: Path) -> None:
     (got,) = written(tmp_path / "x.parquet", [example("a", ["ab", PHOTO])]).examples()
     assert got.sequence.patches is not None
     for array in (got.sequence.input_ids, got.labels, got.sequence.patches, got.sequence.grid_thw):
@@ -108,7 +108,7 @@ def test_row_groups_are_bounded_and_reading_can_start_anywhere(
         next(shard.examples(-1))
 
 
-def test_a_loader_reads_them_like_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_reads_ready_files_like_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "GROUP_ROWS", 2)
     examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
     shard = written(tmp_path / "x.parquet", examples)
@@ -121,7 +121,7 @@ def test_a_loader_reads_them_like_other_shards(tmp_path: Path, monkeypatch: pyte
     assert_equal(records[1][1], examples[4])
 
 
-def test_equal_examples_give_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
+def test_equal_examples_produce_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with SequenceWriter(tmp_path / name) as writer:
             writer.write(example("k", ["ab", PHOTO]))
@@ -130,7 +130,7 @@ def test_equal_examples_give_equal_files_and_facts_are_kept(tmp_path: Path) -> N
     assert SequenceShard(tmp_path / "a").facts == {"source": "shard.tar"}
 
 
-def test_a_file_may_have_no_examples(tmp_path: Path) -> None:
+def test_a_file_without_examples_is_valid(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [])
     assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
 
@@ -159,7 +159,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        InvalidInputError, match=r"x\.parquet: got a Parquet file without metadata of mmpos, want ready sequences"
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want ready sequences"
     ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
@@ -184,7 +184,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_inconsistent_row_is_named(tmp_path: Path, column: str, value: object, message: str) -> None:
+def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: object, message: str) -> None:
     shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
     rows = parquet.read_table(shard.path)
     field = rows.schema.field(column)
@@ -209,7 +209,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
 
 
-def test_a_failing_writer_leaves_the_existing_file_unchanged(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_existing_file_unchanged(tmp_path: Path) -> None:
     shard = written(tmp_path / "x.parquet", [example("first", ["ab"])])
     with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis"):
         written(tmp_path / "x.parquet", [example("second", ["ab"]), example("flat", ["a"], "flatten")])

@@ -1,4 +1,4 @@
-"""Failing stores: requests are retried, or an error names the URL; partial files never pass for complete ones."""
+"""Failing stores: requests are retried, or an error names the URL; partial files are never taken for complete ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def faults(server: str) -> Iterator[FaultyStore]:
 
 @pytest.fixture
 def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> StorePath:
-    """Write a file behind the proxy."""
+    """Write a file to the store behind the proxy."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{faults.address}"}.items():
         monkeypatch.setenv(name, value)
     bucket = f"faulty-{next(_NUMBERS)}"
@@ -51,7 +51,7 @@ def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> S
 def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore, path: StorePath) -> None:
     faults.fail(fault, "GET", "data.bin", times=1)
     assert path.read_bytes() == DATA
-    if fault != "cut":  # responses to HEAD and PUT have no body to cut
+    if fault != "cut":  # responses to HEAD and PUT have no body to cut off
         faults.fail(fault, "HEAD", "data.bin", times=1)
         faults.fail(fault, "PUT", "data.bin", times=1)
     path.write_bytes(DATA[:-1])
@@ -66,7 +66,7 @@ def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore,
         pytest.param("denied", PermissionError, id="denied"),
     ],
 )
-def test_a_failing_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath) -> None:
+def test_a_failed_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath) -> None:
     faults.fail(fault, "GET", "data.bin")
     with pytest.raises(kind, match=re.escape(repr(str(path)))) as raised:
         path.read_bytes()
@@ -94,7 +94,7 @@ def _table() -> bytes:
     [("a.tar", _tar), ("a.parquet", _table), ("a.jsonl", lambda: b'{"n": 1}\n' * 100)],
     ids=["tar", "parquet", "jsonl"],
 )
-@pytest.mark.slow  # the library retries for seconds
+@pytest.mark.slow  # the storage library retries for several seconds
 @pytest.mark.parametrize("fault", ["busy", "cut"])
 def test_a_failing_store_is_not_a_record_error(
     fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: StorePath
@@ -115,7 +115,7 @@ def test_a_failing_store_is_not_a_record_error(
         pytest.param("denied", PermissionError, id="denied"),
     ],
 )
-def test_a_failing_upload_leaves_the_existing_file_unchanged(
+def test_a_failed_upload_leaves_the_existing_file_unchanged(
     fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
 ) -> None:
     faults.fail(fault, "PUT", "data.bin")
@@ -126,7 +126,7 @@ def test_a_failing_upload_leaves_the_existing_file_unchanged(
     assert path.read_bytes() == DATA
 
 
-def test_a_lost_part_of_an_upload_is_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
+def test_losing_part_of_an_upload_is_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
     large = path.with_name("large.bin")
     faults.fail("lost", "PUT", "partNumber=2")
     with pytest.raises(OSError, match=re.escape(repr(str(large)))):

@@ -53,7 +53,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return store_path("folder", f"s3://bucket-{number}/in")
 
 
-def test_a_file_is_written_read_with_seeks_and_removed(folder: StorePath) -> None:
+def test_a_file_can_be_written_read_with_seeks_and_removed(folder: StorePath) -> None:
     path = folder / "a b%20ü.bin"
     data = bytes(range(256)) * 4096
     assert not path.exists()
@@ -75,7 +75,7 @@ def test_a_file_is_written_read_with_seeks_and_removed(folder: StorePath) -> Non
     assert not path.exists()
 
 
-def test_a_failing_block_leaves_the_existing_file_unchanged(folder: StorePath) -> None:
+def test_a_failed_with_block_leaves_the_existing_file_unchanged(folder: StorePath) -> None:
     path = folder / "a"
     path.write_bytes(b"before")
     with pytest.raises(TypeError), path.write() as file:
@@ -88,7 +88,7 @@ def test_only_one_caller_creates_a_file(folder: StorePath) -> None:
     claim = folder / "claim"
     assert claim.create(b"first")
     assert not claim.create(b"second")
-    assert claim.create(b"first")  # repeated after a lost response
+    assert claim.create(b"first")  # the same claim again, as after a lost response
     assert claim.read_bytes() == b"first"
     assert folder.glob("*") == [claim]
     claim.remove()
@@ -105,7 +105,7 @@ def test_the_identity_changes_when_a_file_is_rewritten(folder: StorePath) -> Non
     assert path.identity() != first
 
 
-def test_names_of_folders_are_not_patterns(folder: StorePath) -> None:
+def test_folder_names_are_not_patterns(folder: StorePath) -> None:
     inside = folder / "a[1]*" / "b"
     inside.parent.make_folder()
     inside.write_bytes(b"x")
@@ -192,20 +192,29 @@ def test_parents_and_siblings_of_urls_keep_the_options() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://AKIA:hidden@bucket/a", "x: got a URL of s3 with credentials, want credentials in the environment"),
-        ("s3://AKIA:hid/den@bucket/a", "x: got a URL of s3 with credentials"),
-        ("https://hidden@host/a", "x: got a URL of https with credentials"),
-        ("https://host/a?sig=hidden", "x: got a URL of https with the option 'sig', want a URL without options"),
-        ("s3://bucket/a?secret=hidden", "x: got a URL of s3 with the option 'secret', want endpoint_override, region"),
+        (
+            "s3://AKIA:hidden@bucket/a",
+            "x: got a URL with the scheme s3 and credentials, want credentials in the environment",
+        ),
+        ("s3://AKIA:hid/den@bucket/a", "x: got a URL with the scheme s3 and credentials"),
+        ("https://hidden@host/a", "x: got a URL with the scheme https and credentials"),
+        (
+            "https://host/a?sig=hidden",
+            "x: got a URL with the scheme https and the option 'sig', want a URL without options",
+        ),
+        (
+            "s3://bucket/a?secret=hidden",
+            "x: got a URL with the scheme s3 and the option 'secret', want endpoint_override, region",
+        ),
         (
             "https://bucket.s3.amazonaws.com/a.tar?X-Amz-Credential=AKIAhid&X-Amz-Signature=hidden",
-            "x: got a URL of https with the option 'X-Amz-Credential', want a URL without options",
+            "x: got a URL with the scheme https and the option 'X-Amz-Credential', want a URL without options",
         ),
         (
             "s3://bucket/a?X-Amz-Signature=hid*den",
-            "x: got a URL of s3 with the option 'X-Amz-Signature', want endpoint",
+            "x: got a URL with the scheme s3 and the option 'X-Amz-Signature', want endpoint",
         ),
-        ("s3://anonymous@bucket/a", "x: got a URL of s3 with credentials"),
+        ("s3://anonymous@bucket/a", "x: got a URL with the scheme s3 and credentials"),
         ("file://host/a", "x: got 'file://host/a', want file:/// and a path on this machine"),
     ],
 )
@@ -215,8 +224,10 @@ def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: st
     assert "hid" not in str(raised.value)
 
 
-def test_unknown_schemes_missing_packages_and_missing_conditional_writes_are_named() -> None:
-    with pytest.raises(InvalidInputError, match=r"got a URL of 'nope', want a scheme of pyarrow.fs or fsspec"):
+def test_errors_name_unknown_schemes_missing_packages_and_missing_conditional_writes() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"got a URL with the scheme 'nope', want a scheme of pyarrow.fs or fsspec"
+    ):
         store_path("x", "nope://bucket/a").open()
     with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
         store_path("x", "sftp://host/a").open()
@@ -236,9 +247,7 @@ def test_unknown_schemes_missing_packages_and_missing_conditional_writes_are_nam
         ("ftp://host/in/a", "/in/a"),
     ],
 )
-def test_keys_are_paths_inside_the_filesystem_of_the_library(
-    url: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_paths_inside_the_library_filesystem(url: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", lambda self: None)
     assert store_path("url", url)._key == key
 
@@ -258,7 +267,7 @@ def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
-    """Handler without a log."""
+    """Handler that logs nothing."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -302,7 +311,7 @@ def test_errors_are_classified_independently_of_file_names(error: Exception, kin
 
 
 def _write_shards(folder: StorePath) -> None:
-    """Write five records to each kind of file."""
+    """Write a shard of five records in each file format."""
     lines = b"".join(json.dumps({"id": i, "text": f"line {i}"}).encode() + b"\n" for i in range(5))
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -365,7 +374,7 @@ def engine(
 @pytest.mark.xdist_group("ray")
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_corpus_on_s3_gives_the_same_rows_as_a_local_one(
+def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
     kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
 ) -> None:
     bucket, records = f"corpus-{kind}-{engine}", 4_000
@@ -397,7 +406,7 @@ def test_a_corpus_on_s3_gives_the_same_rows_as_a_local_one(
 
 
 def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield key, image and caption of records; every hundredth from record 7 has a broken image."""
+    """Yield each record's key, image and caption; every hundredth record, starting at record 7, has a broken image."""
     for i in range(count):
         image = io.BytesIO()
         Image.new("RGB", (28, 28), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)

@@ -1,4 +1,4 @@
-"""Chats rendered by the chat template of a tokenizer: tokens equal those of the processor, labels cover the answers."""
+"""Chats rendered by a tokenizer's chat template: tokens equal those from the processor, labels cover the answers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CHAT = [
 ]
 
 
-def test_labels_are_answers_with_the_text_that_ends_them() -> None:
+def test_labels_cover_answers_and_the_text_that_ends_them() -> None:
     own = builder()
     example = Preprocess(Chat(), own)({"messages": CHAT}, HERE)
     inner = tokenizer()
@@ -77,7 +77,7 @@ def test_labels_are_answers_with_the_text_that_ends_them() -> None:
     assert example.sequence.grid_thw.tolist() == [[1, 2, 3]]
 
 
-def test_tokens_equal_those_of_the_processor() -> None:
+def test_tokens_match_those_from_the_processor() -> None:
     draw = random.Random(0)
     own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=MARKERS, add_markers=False)
     preprocess = Preprocess(Chat(), own)
@@ -95,7 +95,7 @@ def test_tokens_equal_those_of_the_processor() -> None:
             np.testing.assert_array_equal(example.sequence.patches, batch["patches"])
 
 
-def test_dropping_an_image_removes_the_text_of_the_template_for_it() -> None:
+def test_dropping_an_image_removes_its_template_text() -> None:
     chat = [turn("user", "What is ", b"broken", "this?"), turn("assistant", "A cat")]
     example = Preprocess(Chat(), builder(), on_image_error="drop")({"messages": chat}, HERE)
     assert tokenizer().decode(example.sequence.input_ids) == "<|user|>\nWhat is this?</s>\n<|assistant|>\nA cat</s>\n"
@@ -110,7 +110,7 @@ OMNI = CHATML.replace(
 
 
 def read_media(part: Any) -> object:
-    """Return a Clip for a video, and an Audio with one token per letter for a sound."""
+    """Return a Clip for a video, and an Audio with one token per letter for audio."""
     return Clip(1, 2, frames=2, audio=3) if part["type"] == "video" else Audio(len(part["audio"]))
 
 
@@ -134,13 +134,13 @@ def test_videos_and_audio_replace_their_placeholders_in_the_template() -> None:
     assert sequence.input_ids.tolist() == want
 
 
-def test_a_template_without_videos_is_refused() -> None:
+def test_a_template_without_video_support_is_refused() -> None:
     chat = [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]
     with pytest.raises(InvalidInputError, match="writes nothing for a video, want the template of a model with videos"):
         omni(chat, CHATML.replace("{{ c.text }}", "{{ c.text or '' }}"))
 
 
-def test_a_placeholder_in_the_text_of_a_chat_with_a_video_is_refused() -> None:
+def test_a_video_placeholder_in_the_text_of_a_chat_with_a_video_is_refused() -> None:
     chat = [turn("user", "<|vision_start|><|video_pad|><|vision_end|>")]
     chat[0]["content"].append({"type": "video", "video": "a.mp4"})
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_a_placeholder_in_the_text_of_a_chat_with_a_video_is_refused() -> None:
         omni(chat)
 
 
-def test_llava_uses_the_template_as_well() -> None:
+def test_llava_also_uses_the_template() -> None:
     record = {
         "image": PHOTO,
         "conversations": [{"from": "human", "value": "<image>\na cup"}, {"from": "gpt", "value": "it"}],
@@ -159,7 +159,7 @@ def test_llava_uses_the_template_as_well() -> None:
     assert answers(example, tokenizer()) == ["it</s>\n"]
 
 
-def test_templates_of_text_models_get_strings() -> None:
+def test_templates_for_text_models_receive_strings() -> None:
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
     own = builder(template)
     example = Preprocess(Chat(), own)({"messages": [turn("user", " A", " cat "), turn("assistant", "it")]}, HERE)
@@ -170,7 +170,7 @@ def test_templates_of_text_models_get_strings() -> None:
         Preprocess(Chat(), own)({"messages": [turn("user", "A", PHOTO)]}, HERE)
 
 
-def test_arguments_and_another_template_are_passed_on() -> None:
+def test_template_arguments_and_another_template_are_passed_on() -> None:
     template = "{{ name }}: {% for m in messages %}{{ m.content }}{% endfor %}"
     named = TokenizerTemplate(tokenizer(), template, {"name": "Ann"})
     document = Chat(named)({"messages": [{"role": "user", "content": "A cat"}]}, HERE)
@@ -181,7 +181,7 @@ def test_arguments_and_another_template_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("chat", "template", "message"),
     [
-        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn of another role"),
+        ([turn("assistant", "A")], CHATML, r"messages\[0\]\.role: got 'assistant', want a turn with another role"),
         (
             [turn("user", f"{BEGIN}{PATCH}{END}", PHOTO)],
             CHATML,
@@ -220,9 +220,7 @@ def test_each_preprocess_warns_once_about_the_default_template() -> None:
 
 
 def test_tokenizers_without_a_template_are_refused() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a tokenizer of Transformers with a"
-    ):
+    with pytest.raises(InvalidInputError, match=r"^tokenizer: got ByteTokenizer, want a Transformers tokenizer with a"):
         TokenizerTemplate(ByteTokenizer())
     with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
         TokenizerTemplate(tokenizer(None))

@@ -1,4 +1,4 @@
-"""Batches under accelerate, which Trainer uses for loading: kept whole or refused, and even over ranks."""
+"""Batches under accelerate, which Trainer uses for loading: kept whole or refused, and equally many on each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def examples() -> list[Example]:
 
 
 def dispatch(batches: list[Any], rank: int) -> Any:
-    """Cut the part of a rank out of one batch per rank, as the DataLoaderDispatcher of accelerate does by default."""
+    """Cut one rank's part out of one batch per rank, as accelerate's DataLoaderDispatcher does by default."""
     batch = operations.concatenate(batches)
     operations.get_data_structure(batch)
     rows = operations.find_batch_size(batch) // len(batches)
@@ -47,7 +47,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
-def test_arguments_refuse_a_dispatcher_and_name_the_remedy(collate: Any, batched: bool) -> None:
+def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
     with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: .*RankLoader"):
         dispatch([arguments], 0)
@@ -68,12 +68,12 @@ def test_a_batch_is_not_a_mapping_of_arguments() -> None:
     reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
     for read in reads:
         with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch in .*, want ModelCollator\(settings\) as data_c"
+            UnsupportedError, match=r"^batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
         ):
             read()
 
 
-def test_moving_collating_and_copying_leave_arguments_unchanged() -> None:
+def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
     arguments = PackedCollator()(examples()).as_dict(batched=True)
     moved = operations.send_to_device(arguments, torch.device("cpu"))
     collected = next(iter(loader(arguments)))
@@ -90,7 +90,7 @@ def test_moving_collating_and_copying_leave_arguments_unchanged() -> None:
 
 
 class Epochs:
-    """Dataset that records calls of set_epoch."""
+    """Dataset that records calls to set_epoch."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -113,9 +113,9 @@ def test_one_rank_yields_all_batches_and_set_epoch_reaches_the_dataset(even: Eve
     RankLoader([1]).set_epoch(3)
 
 
-def test_accelerate_does_not_split_a_dataset_over_ranks_again() -> None:
+def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
     def generator(rank: int, world_size: int) -> object:
-        """Read the generator like prepare_data_loader of accelerate with dispatch_batches=False and several ranks."""
+        """Read the generator like accelerate's prepare_data_loader with dispatch_batches=False and several ranks."""
         dataset = BatchDataset([], Shards.example, Packer(60), rank=rank, world_size=world_size)
         return getattr(dataset, "generator", None)
 
@@ -137,7 +137,7 @@ def test_arguments_are_checked_on_construction(arguments: Any, message: str) -> 
 
 
 def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
-    """Return the batches after a number of steps, from the same loader and from one resumed at that state."""
+    """Return the batches after this number of steps, from the same loader and from a loader resumed at that state."""
     first, second = make(), make()
     batches = iter(first)
     for _ in range(steps):
@@ -148,13 +148,13 @@ def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[A
 
 
 def packs_of_forty() -> RankLoader[Any]:
-    """Create a loader of packs, given as the keys of their documents."""
+    """Create a loader that yields packs as lists of their documents' keys."""
     dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
     return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_one_rank_resumes_after_its_state(steps: int) -> None:
+def test_one_rank_resumes_from_its_state(steps: int) -> None:
     rest, resumed = interrupted(packs_of_forty, steps)
     assert resumed == rest == list(packs_of_forty())[steps:]
 
@@ -167,7 +167,7 @@ def test_a_state_at_the_end_of_an_epoch_yields_no_batches_before_the_next_epoch(
     assert (list(resumed), list(resumed)) == ([], epoch)
 
 
-def test_an_endless_loader_continues_over_epochs_and_resumes_despite_set_epoch() -> None:
+def test_an_endless_loader_continues_across_epochs_and_resumes_despite_set_epoch() -> None:
     def endless() -> RankLoader[Any]:
         return RankLoader(packs_of_forty().loader, endless=True)
 
@@ -189,7 +189,7 @@ def test_an_endless_loader_continues_over_epochs_and_resumes_despite_set_epoch()
         list(RankLoader([], endless=True))
 
 
-def test_a_loader_without_a_state_and_invalid_states_are_refused() -> None:
+def test_loaders_without_a_state_and_invalid_states_are_refused() -> None:
     stateless = RankLoader([1])
     with pytest.raises(UnsupportedError, match=r"^loader: got list without a state, want a StatefulDataLoader or a B"):
         stateless.state_dict()
@@ -267,13 +267,13 @@ def test_steps_are_unknown_without_sizes_or_if_texts_are_cut() -> None:
 
 
 def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that uses the results of two ranks, so that all such tests run in one process."""
+    """Mark a test that uses the results of two ranks, so that all these tests run in one process."""
     return pytest.mark.slow(pytest.mark.xdist_group("two ranks")(test))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run two ranks once, since starting them takes longer than their work, and return the results of each."""
+    """Run two ranks once for all tests, since starting them takes longer than their work, and return their results."""
     context, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("ranks")
     processes = [context.Process(target=run, args=(rank, folder)) for rank in (0, 1)]
     for process in processes:
@@ -285,14 +285,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @two_ranks
-def test_ranks_get_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_receive_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["epochs"] for rank in ranks)
     assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
     assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
 
 
 @two_ranks
-def test_ranks_resume_while_repeating(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> None:
     for rank in (rank["resumed"] for rank in ranks):
         assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
         for even, whole in rank["whole"].items():
@@ -301,7 +301,7 @@ def test_ranks_resume_while_repeating(ranks: list[dict[str, Any]]) -> None:
 
 
 @two_ranks
-def test_training_on_ranks_with_different_numbers_of_batches_ends(ranks: list[dict[str, Any]]) -> None:
+def test_training_ends_on_ranks_with_different_batch_counts(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["trained"] for rank in ranks)
     assert first["packs"] != second["packs"], "the corpus is uneven"
     for even, longest in (("drop", min), ("repeat", max)):

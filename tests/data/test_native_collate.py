@@ -1,4 +1,4 @@
-"""Collation in C: equal to the reference, without access outside its arrays."""
+"""Collation in C matches the reference, and never reads or writes outside its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(native.core is None, reason="the extension was n
 
 
 class Watched:
-    """Wrapper of the extension that counts the calls it answered."""
+    """Wrapper around the extension that counts the calls which the extension answered."""
 
     core, answered = native.core, 0
 
@@ -38,7 +38,7 @@ class Watched:
 
 
 def pools() -> list[list[Example]]:
-    """Return pools of examples with an equal number of axes, covering all kinds of segments and arrays."""
+    """Return pools of examples with the same number of axes, covering all kinds of segments and arrays."""
     rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
     audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
@@ -55,7 +55,7 @@ def pools() -> list[list[Example]]:
     ]
 
 
-def test_the_extension_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extension_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, watched, all_pools = np.random.default_rng(0), Watched(), pools()
     for _ in range(400):
         pool = all_pools[rng.integers(len(all_pools))]
@@ -79,13 +79,13 @@ def test_the_extension_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched.answered > 400
 
 
-def test_each_scheme_is_named_once_in_order() -> None:
+def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
     one, _, other, _ = pools()[1]
     names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
     assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]
 
 
-def test_invalid_examples_cause_no_access_out_of_bounds() -> None:
+def test_invalid_examples_cause_no_out_of_bounds_access() -> None:
     rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
 
     def array(*shape: int) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""Comparison with torchdata and WebDataset: snapshots resume exactly, and archives have the same records."""
+"""Comparison with torchdata and WebDataset: snapshots resume exactly, and archives yield the same records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def document(record: Any, location: Location) -> Document:
 
 
 def listed(group: Any) -> list[tuple[str, int]]:
-    """Return key and number of tokens of each example in a group."""
+    """Return the key and token count of each example in a group."""
     examples = group.examples if isinstance(group, Pack) else group
     return [(example.key, len(example.labels)) for example in examples]
 
@@ -113,7 +113,7 @@ def webdataset_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def random_members(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yield random members of an archive: files of records, folders, links, and files that belong to no record."""
+    """Yield random archive members: files of records, folders, links, and files that belong to no record."""
     for i in range(draw.randint(1, 12)):
         folder = draw.choice(["", "", "d/", "d.e/f/", "./", "é/"])
         key = draw.choice([f"{i:04}", f"x_{i}", "n" * 120 + str(i), f"Größe{i}", f"{i // 2}"])
@@ -137,7 +137,9 @@ def random_members(draw: random.Random) -> Iterator[tuple[tarfile.TarInfo, bytes
 
 @pytest.mark.parametrize("compression", ["", "gz", "bz2", "xz"])
 @pytest.mark.parametrize("format_", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_records_of_random_archives_equal_those_of_webdataset(format_: int, compression: str, tmp_path: Path) -> None:
+def test_records_of_random_archives_match_those_read_by_webdataset(
+    format_: int, compression: str, tmp_path: Path
+) -> None:
     draw = random.Random(f"{format_} {compression}")
     for round_ in range(20):
         path = tmp_path / f"{round_}.tar"
@@ -154,7 +156,7 @@ def test_records_of_random_archives_equal_those_of_webdataset(format_: int, comp
             has_duplicate = "duplicate file name" in str(error)
             assert has_duplicate
         records = [raw for _, raw in TarReader(str(path)).records()]
-        # WebDataset stops at a record with duplicate names; TarReader yields an error for it and continues.
+        # WebDataset stops at a record with duplicate names; TarReader yields an error for the record and continues.
         assert records[: len(want)] == want
         assert len(records) == len(want) or has_duplicate
         assert isinstance(records[len(want)], RecordError) if has_duplicate else True

@@ -1,4 +1,4 @@
-"""Encodings against hand-computed numbers and their properties, with corrections of errors in the sources."""
+"""Compare encodings with hand-computed numbers and properties; ``corrected`` tests correct errors in the sources."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def vectors(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def test_every_encoding_has_the_shapes_of_its_base_class() -> None:
+def test_every_encoding_returns_the_shapes_of_its_base_class() -> None:
     assert list(ENCODINGS) == [
         *("integer", "normalised", "binary", "single-sinusoid", "sinusoidal", "learned-absolute"),
         *("clipped-relative", "t5-buckets", "alibi", "nope"),
@@ -76,13 +76,13 @@ def test_every_encoding_has_the_shapes_of_its_base_class() -> None:
 # Tables
 
 
-def test_integers_are_unique_shift_by_k_and_are_unbounded() -> None:
+def test_integers_are_unique_unbounded_and_shift_by_k() -> None:
     table = Integer(dim=3).table(np.arange(1000))
     assert_array_equal(table, np.arange(1000)[:, None] * np.ones(3))
     assert_array_equal(table[7:] - table[:-7], np.full((993, 3), 7))
 
 
-def test_normalised_positions_are_bounded_with_steps_that_depend_on_the_length() -> None:
+def test_normalised_positions_are_bounded_but_their_step_depends_on_the_length() -> None:
     assert Normalised(dim=2).table([1]).tolist() == [[1, 1]]
     assert Normalised(dim=1).table([0]).tolist() == [[0]]
     assert Normalised(dim=1, length=1).table(0).tolist() == [0]
@@ -136,7 +136,7 @@ def test_corrected_the_last_pair_of_512_channels_divides_by_9646() -> None:
 def test_corrected_positions_1_and_513_differ() -> None:
     table = Sinusoidal(dim=512).table(np.arange(2000))
     assert np.linalg.norm(table[513] - table[1]) > 1
-    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # by the distance between two positions
+    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # indexed by the distance between two positions, minus 1
     assert distance.min() == distance[0]
 
 
@@ -148,17 +148,17 @@ def test_corrected_63000_only_approximates_the_period_of_the_slowest_pair() -> N
     assert 2 * math.pi / encoding.frequencies[-1] == pytest.approx(last, rel=2 * gamma(FREQUENCY + 2, np.float64))
     difference = encoding.table(62832) - encoding.table(0)
     assert np.linalg.norm(difference) > 1
-    # Pair 0 alone distinguishes a million positions: the nearest differ by 312,689 = 49,766 · 2π + 2.9e-6.
+    # Pair 0 alone distinguishes a million positions: the nearest two are 312,689 = 49,766 · 2π + 2.9e-6 apart.
     difference = Sinusoidal(dim=2).table(np.arange(1, 1_000_000)) - [0, 1]
     assert np.hypot(*difference.T).min() == printed("2.9007e-6")
 
 
 @settled
 @given(p=whole, k=whole, dim=st.sampled_from([2, 4, 10]))
-def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int) -> None:
+def test_shifting_sinusoids_is_multiplication_by_one_orthogonal_matrix(p: int, k: int, dim: int) -> None:
     encoding = Sinusoidal(dim)
     matrix = encoding.shift(k)
-    off = 4 * cos_sin(float(abs(p) + abs(k)), 1, np.float64)  # two products of two rounded numbers
+    off = 4 * cos_sin(float(abs(p) + abs(k)), 1, np.float64)  # two products, each of two rounded numbers
     assert_within(matrix @ encoding.table(p), encoding.table(p + k), off)
     assert_within(matrix @ matrix.T, np.eye(dim), off)
     assert_within(encoding.shift(k) @ encoding.shift(p), encoding.shift(k + p), off)
@@ -166,7 +166,7 @@ def test_a_shift_of_sinusoids_is_one_orthogonal_matrix(p: int, k: int, dim: int)
     assert encoding.table(p) @ encoding.table(k) == pytest.approx(dots, abs=dim / 2 * off)
 
 
-def test_a_shift_has_minus_sine_below_the_diagonal() -> None:
+def test_the_shift_matrix_has_minus_sine_below_the_diagonal() -> None:
     matrix = Sinusoidal(dim=4).shift(2)
     c, s, c2, s2 = math.cos(2), math.sin(2), math.cos(0.02), math.sin(0.02)
     expected = [[c, s, 0, 0], [-s, c, 0, 0], [0, 0, c2, s2], [0, 0, -s2, c2]]
@@ -200,7 +200,7 @@ def test_clipped_distances_are_constant_beyond_k() -> None:
 
 
 def bucket(distance: int, buckets: int, max_distance: int) -> int:
-    """Compute the bucket of one direction by a loop over fractions."""
+    """Compute the bucket of a distance in one direction by a loop over exact fractions."""
     exact = buckets // 2
     if distance < exact:
         return distance
@@ -221,7 +221,7 @@ def test_t5_buckets_equal_hand_computed_ones() -> None:
 
 @settled
 @given(buckets=st.integers(2, 40), beyond=st.integers(1, 400), distances=st.lists(st.integers(0, 600), max_size=9))
-def test_buckets_are_exact_monotone_and_bounded(buckets: int, beyond: int, distances: list[int]) -> None:
+def test_buckets_are_exact_monotonic_and_bounded(buckets: int, beyond: int, distances: list[int]) -> None:
     max_distance = buckets // 2 + beyond
     result = T5Buckets.drawn(buckets, max_distance, bidirectional=False).bucket(-np.array(distances, np.int64))
     assert result.tolist() == [bucket(d, buckets, max_distance) for d in distances]
@@ -248,7 +248,7 @@ def test_t5_buckets_equal_those_of_transformers_where_float32_logarithms_are_rig
 
 
 def test_t5_buckets_are_exact_where_float32_logarithms_are_wrong() -> None:
-    """Transformers 5.23 returns 147 for 22,032, 961 for 36,074 and, in the last case, 451 for 24,692."""
+    """Transformers 5.23 returns 147 for 22,032, 961 for 36,074 and 451 for 24,692, the last of these cases."""
     assert T5Buckets.drawn(160, 2**16, bidirectional=False).bucket([-22_032, -22_033]).tolist() == [146, 147]
     assert Fraction(22_032, 80) ** 80 < Fraction(2**16, 80) ** 67 <= Fraction(22_033, 80) ** 80
     assert T5Buckets.drawn(1024, 2**16, bidirectional=False).bucket([-36_074, -36_075]).tolist() == [960, 961]
@@ -257,7 +257,7 @@ def test_t5_buckets_are_exact_where_float32_logarithms_are_wrong() -> None:
     assert Fraction(24_691, 256) ** 256 < Fraction(100_000, 256) ** 196 <= Fraction(24_692, 256) ** 256
 
 
-def test_alibi_slopes_interpolate_for_other_than_powers_of_two() -> None:
+def test_alibi_slopes_interpolate_if_the_number_of_heads_is_not_a_power_of_two() -> None:
     eight = [2.0**-h for h in range(1, 9)]
     assert Alibi(8).slopes.tolist() == eight
     rest = ["0.707107", "0.353553", "0.176777", "0.088388"]
@@ -296,7 +296,7 @@ def test_nope_is_a_zero_bias_and_the_variance_reveals_positions() -> None:
 
 
 @pytest.mark.parametrize("array", [Alibi().slopes, T5Buckets().first_distances, Sinusoidal().frequencies])
-def test_arrays_of_an_encoding_are_read_only(array: Any) -> None:
+def test_the_arrays_of_an_encoding_are_read_only(array: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 0
 
@@ -334,7 +334,7 @@ def test_scores_of_rotated_q_and_k_depend_only_on_distances(kind: type[Rotation]
 
 @settled
 @given(axes=st.integers(1, 4), pairs=st.integers(1, 3), seed=st.integers(0, 99))
-def test_every_axis_is_a_1d_rope_on_its_part_of_the_channels(axes: int, pairs: int, seed: int) -> None:
+def test_every_axis_is_a_1d_rope_on_its_share_of_the_channels(axes: int, pairs: int, seed: int) -> None:
     positions = np.random.default_rng(seed).integers(-99, 99, (axes, 3))
     x, width = vectors(3, 2 * pairs * axes, seed=seed), 2 * pairs
     parts = [Rope1DAdjacent(width).rotate(x[:, width * a : width * (a + 1)], positions[a]) for a in range(axes)]

@@ -66,7 +66,7 @@ def by_hand(attention: SelfAttention, x: Tensor, encoding: object, positions: li
         part = slice(12 * h, 12 * h + 12)
         qh, kh = q[:, part], k[:, part]
         if isinstance(encoding, Rotation):
-            shared = len(encoding.shape) == 1  # otherwise the encoding rotates four heads, and this head is taken
+            shared = len(encoding.shape) == 1  # otherwise the encoding rotates all four heads, and head h is used
             rows = ((x if shared else np.repeat(x[:, None], 4, axis=1)) for x in (qh, kh))
             qh, kh = (x if shared else x[:, h] for x in (encoding.rotate(row, positions) for row in rows))
         for i in range(len(x)):
@@ -94,7 +94,7 @@ def test_attention_with_any_encoding_equals_a_loop(name: str, causal: bool, dtyp
 
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_learned_tensors_get_gradients_and_others_are_buffers(name: str, dtype: torch.dtype) -> None:
+def test_learned_tensors_get_gradients_and_all_others_are_buffers(name: str, dtype: torch.dtype) -> None:
     attention, x = block(ENCODINGS[name](), range(6), dtype), embeddings(2, 6, dtype=dtype).requires_grad_()
     attention(x).square().sum().backward()
     learned = ["encoding.weights"] if name in LEARNED else []
@@ -208,7 +208,7 @@ def test_a_custom_rotation_equals_apply_rotary(dtype: torch.dtype) -> None:
 # Claims of the sources
 
 
-def test_corrected_the_dogs_are_at_1_and_4() -> None:
+def test_corrected_the_dogs_are_at_positions_1_and_4() -> None:
     assert [place for place, word in enumerate(two_dogs.SENTENCE) if word == "dog"] == [1, 4] == list(two_dogs.DOGS)
 
 
@@ -234,7 +234,7 @@ def test_the_example_prints_every_encoding(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_uniform_causal_attention_reveals_the_position_in_the_variance() -> None:
-    """The mean of N squared normal numbers deviates from its expectation by a relative √(2/N)."""
+    """The relative standard deviation of the mean of N squared normal numbers is √(2/N)."""
     attention = block(NoPE(), range(64), causal=True)
     with torch.no_grad():
         attention.qkv.weight.zero_()
@@ -246,7 +246,7 @@ def test_uniform_causal_attention_reveals_the_position_in_the_variance() -> None
 
 
 def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:
-    """Scores of a rotated x under W_q and W_k depend on the start of the sentence; those of rotated q and k do not."""
+    """If x is rotated before W_q and W_k, scores depend on the start of the sentence; if q and k are, they do not."""
     x, encoding = embeddings(1, 5, dtype=torch.float64), Rope1DAdjacent(head_dim=48)
 
     def rotated_first(start: int) -> Tensor:
@@ -289,7 +289,7 @@ def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
         call()
 
 
-def test_encodings_need_only_numpy_and_attention_names_the_missing_package() -> None:
+def test_encodings_need_only_numpy_and_attention_reports_the_missing_package() -> None:
     code = """
 import sys
 sys.modules["torch"] = None

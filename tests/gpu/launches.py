@@ -1,6 +1,6 @@
-"""Table of all kinds of launches, with inputs and float64 references: full size on a GPU, toys elsewhere.
+"""Table of all kinds of launches, with inputs and float64 references: full size on a GPU, toy size elsewhere.
 
-To add a kind, add a function of a scene to `KINDS`, fields of `Launch` for its options, and lines to `LAUNCHES`.
+To add a kind, add a function that takes a scene to `KINDS`, its options to `Launch`, and lines to `LAUNCHES`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ EPS = 1e-6
 
 
 def sized(full: int, toy: int) -> int:
-    """Return the full size on a GPU, and the toy size in the interpreter, which runs programs in sequence."""
+    """Return the full size on a GPU, and the toy size in the interpreter, which runs programs one after another."""
     return full if GPU else toy
 
 
 FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
-"""Numbers of tokens: for one warp per program, for several warps, and for a full device."""
+"""Token counts for one warp per program, for several warps, and for a full device."""
 
 BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
-"""Axis of each kv head of the layer "by head"."""
+"""The axis of each kv head in the layer "by head"."""
 
 LAYERS: Mapping[str, tuple[int, int, int]] = {
     "by head": (32, 8, 128) if GPU else (6, 3, 16),
@@ -49,12 +49,12 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
     "FLUX": (24, 24, 128) if GPU else (2, 2, 16),
     **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
 }
-"""Numbers of q heads, of k heads, and of channels per head."""
+"""The numbers of q heads, k heads, and channels per head."""
 
 
 @dataclass(frozen=True)
 class Turning:
-    """Arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
+    """The arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
 
     options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
     scheme: str = "rope-tie"
@@ -113,12 +113,12 @@ STRIDES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "odd rows": lambda x: _copied(x.new_empty(*x.shape[:2], x.shape[2] + 1)[..., :-1], x),  # not a multiple of 16 bytes
     "strided channels": lambda x: _copied(x.new_empty(*x.shape[:2], 2 * x.shape[2])[..., ::2], x),
 }
-"""Memory layouts of heads; "fused", a view of a packed qkv, is handled by Scene."""
+"""Memory layouts of heads; Scene handles "fused", a view of a packed qkv."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Description of one launch; options that its kind does not use keep their defaults."""
+    """A description of one launch; options that its kind does not use keep their defaults."""
 
     kind: str = "rotate"
     tokens: int = SOME
@@ -134,7 +134,7 @@ class Launch:
     conjugate: bool = False
     norm: str = ""  # normalised tensors: "q", "k" or "qk"
     offset: float = 0.0
-    weights: torch.dtype | None = None  # dtype of norm weights; None means the dtype of the heads
+    weights: torch.dtype | None = None  # dtype of norm weights; None: the dtype of the heads
     only: str = ""  # "q": without k, or only gradients of q; "k", "weights": only these gradients
     cache: str = "NHD"
     page: int = 16
@@ -153,7 +153,7 @@ class Launch:
 
 
 def launches(kind: str, **options: Iterable[Any] | Any) -> Iterator[Launch]:
-    """Yield the launches of all combinations of options given as lists."""
+    """Yield a launch for each combination of the options given as lists."""
     choices = [value if isinstance(value, list) else [value] for value in options.values()]
     for values in product(*choices):
         yield Launch(kind, **dict(zip(options, values, strict=True)))
@@ -271,7 +271,7 @@ LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROT
 
 
 def documents(tokens: int, count: int = 1) -> list[list[Text | Grid]]:
-    """Build documents of equal length with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens if shorter."""
+    """Build documents of equal length with a 16×16 image every 320 tokens or, if shorter, a 2×2 one every 8 tokens."""
     length = tokens // count
     side, every = (16, 320) if length >= 320 else (2, 8)
     parts: list[Text | Grid] = [Text(every - side * side), Grid(side, side)] * (length // every)
@@ -291,7 +291,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = F32) -> Tensor:
 
 @cache
 def turns(rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (pairs,) turns per id modulo 1 in units of 2⁻⁶⁴, rad per id and axes, from frequencies of 60 digits."""
+    """Return (pairs,) turns per id modulo 1 in units of 2⁻⁶⁴, rad per id, and axes, from 60-digit frequencies."""
     with mp.workdps(60):
         omegas = frequencies(rotary)
         words = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 64)) % 2**64 for omega in omegas]
@@ -356,7 +356,7 @@ class Scene:
         return {"implementation": TRITON, "norm": self.norm}
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Compute the RMSNorm of heads in float64, differentiable by autograd."""
+        """Compute the RMSNorm of heads in float64; autograd can differentiate the result."""
         x = x.double()
         if weight is None:
             return x
@@ -371,20 +371,20 @@ class Scene:
         return rounding * (1 + arithmetic) + arithmetic
 
     def arranged(self, x: Tensor) -> Tensor:
-        """View (tokens, heads, head_dim) in the layout of the launch."""
+        """View a (tokens, heads, head_dim) tensor in the layout of the launch."""
         if self.launch.layout == "thd":
             return x
         rows = x.unflatten(0, (self.launch.documents, -1))
         return rows.transpose(1, 2) if self.launch.layout == "bhsd" else rows
 
     def flat(self, x: Tensor) -> Tensor:
-        """Reshape a tensor in the layout of the launch to (tokens, heads, head_dim)."""
+        """Reshape a tensor from the layout of the launch to (tokens, heads, head_dim)."""
         if self.launch.layout == "thd":
             return x
         return (x.transpose(1, 2) if self.launch.layout == "bhsd" else x).flatten(0, 1)
 
     def poison(self) -> None:
-        """Fill freed memory with NaN, to reveal elements of new outputs that are never written."""
+        """Fill freed memory with NaN, so that elements of new outputs that are never written show up."""
         for x in (self.q, self.k):
             torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
 
@@ -400,7 +400,7 @@ def same(name: str, equal: bool) -> Check:
 
 
 def split(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first and second channels of pairs and the unrotated channels."""
+    """Return the first channels of the pairs, their second channels, and the unrotated channels."""
     paired, rest = x[..., : rotary.rotary_dim], x[..., rotary.rotary_dim :]
     if rotary.pairing == "adjacent":
         return paired[..., 0::2], paired[..., 1::2], rest
@@ -409,7 +409,7 @@ def split(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate float64 heads by the formula, differentiable by autograd."""
+    """Rotate float64 heads by the formula; autograd can differentiate the result."""
     of_heads = angle.repeat_interleave(x.shape[1] // angle.shape[1], 1) if angle.dim() == 3 else angle[:, None]
     cos, sin = (f(of_heads) * rotary.attention_factor for f in (torch.cos, torch.sin))
     a, b, rest = split(x, rotary)
@@ -421,7 +421,7 @@ def rotated(x: Tensor, angle: Tensor, rotary: Rotary) -> Tensor:
 
 
 def distance(got: Tensor, x: Tensor, angle: Tensor, rotary: Rotary) -> float:
-    """Return the largest relative error of pairs from rotated x and of unrotated channels; inf for NaN."""
+    """Return the largest relative error of rotated pairs and of unrotated channels; inf for NaN."""
     worst, step = 0.0, 4096
     floor = 1e-3 if got.dtype == F16 else 1e-30  # smaller float16 numbers are subnormal
     for at in range(0, x.shape[0], step):
@@ -461,7 +461,7 @@ def rotate(scene: Scene) -> Iterator[Check]:
         yield same("k unchanged", torch.equal(scene.k, untouched[1]))
     if not launch.inplace:
         yield same("q unchanged", torch.equal(scene.q, untouched[0]))
-    # The kernel adds squares of a norm in another order, and the interpreter truncates bfloat16.
+    # The kernel sums the squares of a norm in a different order, and the interpreter truncates bfloat16.
     if not launch.norm and launch.tokens <= 2100 and (GPU or launch.dtype != BF16):
         inputs = [scene.arranged(x) for x in untouched]
         options |= {"implementation": "reference"}
@@ -471,12 +471,12 @@ def rotate(scene: Scene) -> Iterator[Check]:
 
 
 def backward(scene: Scene) -> Iterator[Check]:
-    """Compute gradients of q, k and the weights, compared with the float64 formula."""
+    """Compare the gradients of q, k and the weights with those of the float64 formula."""
     launch, only = scene.launch, scene.launch.only
     inputs = {"q": scene.q, "k": scene.k, "q weight": scene.weights[0], "k weight": scene.weights[1]}
     selected = {"": list(inputs), "weights": ["q weight", "k weight"]}.get(only, [only])
     names = [name for name in selected if inputs[name] is not None]
-    # Leaves are detached views instead of copies, which keeps their strides.
+    # Leaves are detached views rather than copies, so they keep their strides.
     leaves = {name: None if x is None else x.detach().requires_grad_(name in names) for name, x in inputs.items()}
     doubles = {n: None if x is None else x.detach().double().requires_grad_(n in names) for n, x in inputs.items()}
     incoming = [normal(*x.shape, seed=scene.seed + 31, dtype=x.dtype) for x in (scene.q, scene.k)]
@@ -546,7 +546,7 @@ def store(scene: Scene) -> Iterator[Check]:
 
 
 def _slots(launch: Launch, capacity: int) -> Tensor:
-    """Return slots in random order with some missing; "short" has fewer slots than tokens, "none" no valid slots."""
+    """Return slots in random order, some of them missing; "short": fewer slots than tokens; "none": no valid slots."""
     order = torch.randperm(capacity, generator=torch.Generator().manual_seed(launch.tokens))[: launch.tokens]
     order[:: max(2, launch.tokens // 7)] = -1
     if launch.slots == "none":
@@ -564,7 +564,7 @@ def pages_of(cache: Held, view: Tensor) -> Tensor:
 
 
 def move(scene: Scene) -> Iterator[Check]:
-    """Rerotate stored keys to other positions, and check that all other cells stay unchanged."""
+    """Rerotate stored keys to new positions, and check that all other cells stay unchanged."""
     launch, rotary, heads = scene.launch, scene.rotary, scene.k.shape[1]
     blocks = -(-launch.tokens // launch.page) + 3
     cache = CACHES[launch.cache](blocks, launch.page, heads, scene.k.shape[2], launch.dtype)
@@ -598,7 +598,7 @@ def norm_after(scene: Scene) -> Iterator[Check]:
 
 
 def cached(scene: Scene) -> Iterator[Check]:
-    """Rotate by an engine's float32 cache of cos and sin."""
+    """Rotate with an engine's float32 cache of cos and sin."""
     rows = int(scene.ids.max()) + 1
     row_angles = angles(torch.arange(rows, device=DEVICE).double().expand(scene.table.axes, rows), scene.rotary)
     cos_sin = torch.cat((row_angles.cos(), row_angles.sin()), -1).float()
@@ -610,7 +610,7 @@ def cached(scene: Scene) -> Iterator[Check]:
 
 
 def store_in_8_bits(scene: Scene) -> Iterator[Check]:
-    """Write k and v in e4m3 with a scale for each token and head."""
+    """Store k and v in e4m3 with a scale for each token and head."""
     launch, (tokens, heads, dim) = scene.launch, scene.k.shape
     blocks = -(-tokens // launch.page) + 3
     keys, values = torch.zeros(2, blocks, launch.page, heads, dim, dtype=torch.float8_e4m3fn, device=DEVICE)
@@ -625,7 +625,8 @@ def store_in_8_bits(scene: Scene) -> Iterator[Check]:
     truth = rotated(scene.normed(scene.k, scene.weights[1]), scene.angle, scene.rotary)
     for name, codes, scale, want in (("keys", keys, k_scale, truth), ("values", values, v_scale, scene.v.double())):
         error = (codes[at].double() * scale[at][..., None] - want[kept]).abs()
-        # Half the spacing: 1/16 of normal numbers; for subnormal numbers 2⁻¹⁰ of the scale, the largest number / 448.
+        # Half the spacing: 1/16 of a normal number; for subnormal numbers, 2⁻¹⁰ of the scale, which is the largest
+        # number / 448.
         bound = (want[kept].abs() / 16).clamp_min(want[kept].abs().amax(-1, keepdim=True) * 2**-10 / 448)
         yield name, float((error / (bound * 1.01 + 1e-30)).amax()) if len(kept) else 0.0
     free = torch.ones(blocks * launch.page, dtype=torch.bool, device=DEVICE)
@@ -635,7 +636,7 @@ def store_in_8_bits(scene: Scene) -> Iterator[Check]:
 
 
 def dense(scene: Scene) -> Iterator[Check]:
-    """Expand a table to ids on the device, bit-equal to the ids computed on the host."""
+    """Expand a table to ids on the device, which must be bit-equal to the ids computed on the host."""
     yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
 
 
@@ -649,4 +650,4 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "cached": cached,
     "store in 8 bits": store_in_8_bits,
 }
-"""Functions by kind; each launches and yields checks of everything that it writes."""
+"""The function of each kind, which launches it and yields checks of everything that it writes."""

@@ -1,4 +1,4 @@
-"""Launch conditions of inference engines: graphs, streams, compiled code, several devices, huge tensors, no waits."""
+"""Launch conditions in inference engines: graphs, streams, compiled code, several devices, huge tensors, no waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE = 16
 
 
 class Bench:
-    """Scene with caches, and copies of q and k for calls in place."""
+    """A scene with caches, and copies of q and k for in-place calls."""
 
     def __init__(self, tokens: int, capacity: int | None = None, start: int = 0) -> None:
         self.scene = Scene(Launch(tokens=tokens, norm="qk", start=start), seed=3)
@@ -57,18 +57,18 @@ class Bench:
         self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
 
     def rotated(self, **options: Any) -> Any:
-        """Rotate by apply_rotary."""
+        """Rotate with apply_rotary."""
         return apply_rotary(self.q, self.k, self.positions, self.rotary, implementation=TRITON, **options)
 
     def rotated_here(self, **options: Any) -> Any:
-        """Rotate copies of q and k in place by apply_rotary."""
+        """Rotate copies of q and k in place with apply_rotary."""
         self.q_here.copy_(self.q)
         self.k_here.copy_(self.k)
         q, k = self.q_here, self.k_here
         return apply_rotary(q, k, self.positions, self.rotary, inplace=True, implementation=TRITON, **options)
 
     def stored(self, q: Tensor, k: Tensor, **options: Any) -> Any:
-        """Rotate by rotate_and_store and return q, k and the caches."""
+        """Rotate with rotate_and_store, and return q, k and the caches."""
         cache = Cache(self.keys, self.values, self.slots)
         q_out, k_out = rotate_and_store(
             q, k, self.v, self.positions, self.rotary, cache, implementation=TRITON, **options
@@ -76,13 +76,13 @@ class Bench:
         return q_out, k_out, self.keys, self.values
 
     def stored_here(self) -> Any:
-        """Rotate by rotate_and_store in place with a norm."""
+        """Rotate in place with rotate_and_store and a norm."""
         self.q_here.copy_(self.q)
         self.k_here.copy_(self.k)
         return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, norm=self.norm)
 
     def stored_in_8_bits(self) -> Any:
-        """Rotate by rotate_and_store with e4m3 caches, and return q and the bits of the caches."""
+        """Rotate with rotate_and_store and e4m3 caches, and return q and the bits of the caches."""
         scale = torch.full((1,), 0.25, device=DEVICE)
         keys, values = self.eight.unbind(0)
         cache = Cache(keys, values, self.slots, k_scale=scale, v_scale=scale)
@@ -90,7 +90,7 @@ class Bench:
         return q, self.eight.view(torch.uint8)
 
     def moved(self) -> Any:
-        """Rerotate stored keys to their positions in reverse order."""
+        """Rerotate stored keys to the same positions in reverse order."""
         self.keys.flatten(0, 1)[self.slots] = self.k
         reverse = self.ids.flip(1)
         rerotate(self.keys, self.slots, self.positions, reverse, self.rotary, implementation=TRITON)
@@ -124,7 +124,7 @@ CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
 
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
-"""Mark of tests that the interpreter runs only in `make slow`, since `make test` runs similar ones."""
+"""The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""
 
 FIRST = [n if n in ("rotate", "norm and store in place") else pytest.param(n, marks=later) for n in CALLS]
 
@@ -145,8 +145,8 @@ def test_every_operator_is_called() -> None:
 
 @pytest.mark.parametrize("tokens", [FEW, pytest.param(sized(5000, 21), marks=later)])
 @pytest.mark.parametrize("name", FIRST)
-def test_results_repeat_bit_by_bit(name: str, tokens: int) -> None:
-    """Check that results do not depend on the order of programs or on previous contents of memory."""
+def test_results_are_reproducible_bit_for_bit(name: str, tokens: int) -> None:
+    """Check that results depend neither on the order of programs nor on the previous contents of memory."""
     bench, (_, call) = Bench(tokens), CALLS[name]
     want = bits_of(call(bench))
     for _ in range(sized(30, 2)):
@@ -170,7 +170,7 @@ def no_waits() -> Iterator[None]:
 
 
 def tables(tokens: int) -> list[PositionTable]:
-    """Return tables with equal token counts: with other start ids, with only text, with one small image."""
+    """Return tables of equal length: with different start ids, with only text, and with one small image."""
     parts: list[list[Text | Grid]] = [[Text(tokens)], [Text(3), Grid(2, 2), Text(tokens - 7)]]
     others = [place(SegmentTable.from_documents([part]), "rope-tie") for part in parts]
     return [*(placed(tokens, start=start) for start in (0, 77, 100_000)), *others][:: sized(1, 4)]
@@ -179,7 +179,7 @@ def tables(tokens: int) -> list[PositionTable]:
 @pytest.mark.parametrize("tokens", [sized(256, 9), pytest.param(MANY, marks=later)])
 @pytest.mark.parametrize("name", FIRST)
 def test_a_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
-    """Check that replays of one graph equal calls with each table, and that neither refresh nor replay waits."""
+    """Check that replaying one graph equals calling with each table, and that neither refresh nor replay waits."""
     chosen = tables(tokens)
     capacity = max(table.num_segments for table in chosen)
     bench, fresh, (_, call) = Bench(tokens, capacity), Bench(tokens, capacity), CALLS[name]
@@ -211,7 +211,7 @@ def test_calls_do_not_wait_for_the_device(name: str) -> None:
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Run work in a side stream after a long wait; the current stream continues after it."""
+    """Run the body in a side stream after a long wait; the current stream continues after the body."""
     if not GPU:
         yield
         return
@@ -224,8 +224,8 @@ def side_stream() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_launches_go_to_the_current_stream(name: str) -> None:
-    """Check that a call reads inputs that are written after a long wait in the same stream."""
+def test_kernels_are_launched_in_the_current_stream(name: str) -> None:
+    """Check that a call reads inputs that the same stream writes after a long wait."""
     bench, (_, call) = Bench(SOME), CALLS[name]
     want = bits_of(call(bench))
     for _ in range(sized(4, 1)):
@@ -253,7 +253,7 @@ def _loss(out: Any) -> Tensor:
 
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("normed", [False, pytest.param(True, marks=later)])
-def test_a_compiled_full_graph_has_the_gradients_of_eager_calls(normed: bool) -> None:
+def test_a_compiled_full_graph_gives_the_gradients_of_eager_calls(normed: bool) -> None:
     bench = Bench(sized(1000, 9))
 
     def rotated(q: Tensor, k: Tensor) -> Any:
@@ -265,7 +265,7 @@ def test_a_compiled_full_graph_has_the_gradients_of_eager_calls(normed: bool) ->
     want = torch.autograd.grad(_loss(rotated(q, k)), (q, k))
     got = torch.autograd.grad(_loss(compiled(q, k)), (q, k))
     for a, b in zip(got, want, strict=True):
-        # Fused operations round once, eager ones after the rotation and after both doublings.
+        # Fused operations round once; eager ones round after the rotation and after both doublings.
         assert relative(a, b.double()) <= 4 * unit(a.dtype)
 
 
@@ -303,7 +303,7 @@ def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
 
 
 def room(gigabytes: int) -> None:
-    """Wait until other tests have freed enough memory of the GPU; skip if that does not happen."""
+    """Wait until other tests have freed enough GPU memory; skip the test if they do not."""
     if not GPU:
         return
     torch.cuda.empty_cache()
@@ -384,8 +384,8 @@ def test_tables_with_many_segments_are_rotated(images: int) -> None:
     assert distance(got, q, angle, rotary) <= Scene(Launch(tokens=1, dtype=F32)).bound
 
 
-def test_tensors_on_a_device_that_is_not_current_are_rotated() -> None:
-    """Use the last device, which is the current one if there is only one."""
+def test_tensors_on_a_device_other_than_the_current_one_are_rotated() -> None:
+    """The last device is used; it is the current one if there is only one."""
     device = torch.device(f"cuda:{torch.cuda.device_count() - 1}") if GPU else DEVICE
     scene = Scene(Launch(tokens=SOME))
     positions = DevicePositions.from_table(scene.table, device)

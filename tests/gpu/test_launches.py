@@ -1,4 +1,4 @@
-"""Every kind of launch compared with the float64 formula, in the tilings chosen for its size."""
+"""Compare every kind of launch, in the tilings chosen for its size, with the float64 formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY = 6  # `make test` runs every sixth launch without a GPU, and `make slow` 
 
 
 def cases() -> list[object]:
-    """Return all launches, most of them marked slow without a GPU."""
+    """Return all launches; without a GPU, most of them are marked slow."""
     return [
         pytest.param(launch, id=str(launch), marks=[] if GPU or not number % EVERY else [pytest.mark.slow])
         for number, launch in enumerate(LAUNCHES)

@@ -1,6 +1,6 @@
-"""Compile the rotary kernels, as calls launch them, for GPUs that may be absent, and print counts as JSON.
+"""Compile the rotary kernels as calls launch them, for GPUs that may be absent, and print counts as JSON.
 
-Run by test_kernels_compiled.py in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
+test_kernels_compiled.py runs it in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 class StandIn:
-    """A Triton driver for an absent GPU: kernels are compiled for it."""
+    """A Triton driver for an absent GPU, so that kernels can be compiled for that GPU."""
 
     utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10})
 
@@ -72,7 +72,7 @@ def words_of(case: str) -> set[str]:
 
 
 def compiled(case: str, arch: str) -> Any:
-    """Return the last kernel that a call in bfloat16 launches, with 32 heads of q and 8 of k."""
+    """Return the last kernel launched by a bfloat16 call with 32 heads of q and 8 of k."""
     words, kernels = words_of(case), []
 
     def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
@@ -86,7 +86,7 @@ def compiled(case: str, arch: str) -> Any:
 
 
 def call(words: set[str]) -> None:
-    """Make the call that the words describe."""
+    """Make the call described by the words."""
     tokens = 1 if "one token" in words else 64 if "few tokens" in words else 4096
     dim, values = 80 if "head_dim 80" in words else 128, 64 if "other values" in words else 128
     scheme = "rope-tie-fractional" if words & {"fractional", "one token"} else "rope-tie"
@@ -125,12 +125,12 @@ def call(words: set[str]) -> None:
 
 
 def heads(tokens: int, count: int, dim: int) -> Tensor:
-    """Return zero heads in bfloat16."""
+    """Return bfloat16 heads filled with zeros."""
     return torch.zeros(tokens, count, dim, dtype=torch.bfloat16)
 
 
 def loops(ptx: str) -> list[str]:
-    """Return the instructions of every loop, from its label to the branch back to it."""
+    """Return each loop's instructions, from its label to the last branch back to the label."""
     bodies = []
     for at in re.finditer(r"^(\$L__BB\w+):", ptx, re.M):
         back = list(re.finditer(rf"\bbra\S*\s+{re.escape(at[1])};", ptx[at.end() :]))
@@ -140,7 +140,7 @@ def loops(ptx: str) -> list[str]:
 
 
 def facts(kernel: Any) -> dict[str, int]:
-    """Count instructions and the resources of the machine code; for AMD count only the spills."""
+    """Count the instructions and resources of a kernel's machine code; for AMD, count only the spills."""
     if "amdgcn" in kernel.asm:
         spills = re.findall(r"^\s*\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"], re.M)
         if len(spills) != 2:
@@ -176,10 +176,10 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def main(names: list[str]) -> dict[str, dict[str, int]]:
-    """Compile every case, such as "norm after, sm_90", and count."""
+    """Compile each case, such as "norm after, sm_90", and return its counts."""
     return {name: facts(compiled(*name.rsplit(", ", 1))) for name in names}
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
+    os.environ["TRITON_INTERPRET"] = "1"  # checked only on entry to the kernels, which are no longer interpreted
     print(json.dumps(main(sys.argv[1:])))

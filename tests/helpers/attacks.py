@@ -1,4 +1,4 @@
-"""Attacks on a server in random rounds: messages, images, streams, metadata, HTTP/2 frames, idle connections."""
+"""Attacks on a server in random rounds: messages, images, streams, metadata, HTTP/2 frames and idle connections."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ UNARY = {
 
 @dataclass
 class Tally:
-    """Counts of attack requests and of their outcomes.
+    """Counts of attack requests and their outcomes.
 
     Args:
-        requests: number of requests that were sent.
-        statuses: number of each status; for HTTP/2 frames without a status, the end of the connection.
-        bad: number of each bad status by kind of request.
-        samples: first occurrence of each bad status: ATTACK:NUMBER and the details.
+        requests: number of requests sent.
+        statuses: count of each status; for HTTP/2 frames without a status, how the connection ended.
+        bad: count of each bad status by kind of request.
+        samples: first occurrence of each bad status, as ATTACK:NUMBER and the details.
     """
 
     requests: int = 0
@@ -71,7 +71,7 @@ class Tally:
     samples: dict[str, str] = field(default_factory=dict)
 
     def add(self, status: str, kind: str = "", detail: str = "") -> None:
-        """Count a request of a kind by its status."""
+        """Count a request under its status and kind."""
         if detail.startswith(CORE):
             status = "refused by the transport"
         self.requests += 1
@@ -97,12 +97,12 @@ Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
 
 @lru_cache
 def valid_messages(path: str) -> list[bytes]:
-    """Return valid messages of a method."""
+    """Return valid messages for a method."""
     return corpus(UNARY[path], 50)
 
 
 def mutant(path: str, chance: random.Random) -> bytes:
-    """Return a message of a method with a few changes; sometimes random bytes."""
+    """Return a method's message with a few changes, or sometimes random bytes."""
     if path not in UNARY or chance.random() < 0.05:
         return chance.randbytes(chance.choice([0, 1, 2, 5, 50, 500]))
     return mutate(chance.choice(valid_messages(path)), chance, valid_messages(path))
@@ -118,7 +118,7 @@ async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: An
 
 
 async def messages(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken messages to every method, several at a time; some calls are cancelled at once."""
+    """Send broken messages to every method, several at a time, and cancel some calls at once."""
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(12):
             paths = [chance.choice([*UNARY, *UNARY, *OTHERS]) for _ in range(16)]
@@ -148,7 +148,7 @@ async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
 
 
 def large_webp(side: int) -> bytes:
-    """Encode a WebP of few bytes and many pixels."""
+    """Encode a WebP that has few bytes but many pixels."""
     return hostile.encoded(Image.new("RGB", (side, side), (200, 10, 30)), "WEBP", lossless=True)
 
 
@@ -184,7 +184,7 @@ def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
 
 @in_thread
 def streams(address: str, chance: random.Random, tally: Tally) -> None:
-    """Open streams of broken items, some of which begin with an invalid message, and reset some of them."""
+    """Open streams of broken items, some beginning with an invalid message, and reset some of the streams."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
         path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
@@ -219,7 +219,7 @@ NAMES += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-e
 
 @in_thread
 def metadata(address: str, chance: random.Random, tally: Tally) -> None:
-    """Make calls whose headers are odd, duplicated, missing or very many."""
+    """Make calls whose headers are odd, duplicated, missing or very numerous."""
     raw = valid_messages(PLACE)[0]
     for _ in range(20):
         odd = [(chance.choice(NAMES), odd_bytes(chance)) for _ in range(chance.choice([1, 1, 2, 3, 100]))]
@@ -260,7 +260,7 @@ def rapid_reset(connection: Connection, chance: random.Random) -> int:
 
 
 def half_messages(connection: Connection, chance: random.Random) -> int:
-    """Send messages without their last byte."""
+    """Send messages that lack their last byte."""
     for _ in range(50):
         connection.send(connection.call(PLACE), message(bytes(chance.randrange(100, 1000)))[:-1], end=False, wait=False)
     return 50
@@ -275,7 +275,7 @@ def pings(connection: Connection, chance: random.Random) -> int:
 
 
 def settings(connection: Connection, chance: random.Random) -> int:
-    """Change the settings many times, the window size included."""
+    """Change the settings many times, including the window size."""
     for _ in range(500):
         connection.h2.update_settings({4: chance.randrange(2**31), 3: chance.randrange(1000)})
     connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]), wait=False)
@@ -299,7 +299,7 @@ def random_frames(connection: Connection, chance: random.Random) -> int:
 
 
 def small_windows(connection: Connection, chance: random.Random) -> int:
-    """Request large answers and read none of their bytes."""
+    """Request large answers without reading any of their bytes."""
     connection.h2.update_settings({4: 0})
     query = positions_pb2.PlaceRequest()
     query.query.spans.lengths.append(2**19)
@@ -310,7 +310,7 @@ def small_windows(connection: Connection, chance: random.Random) -> int:
 
 
 def bombs(connection: Connection, chance: random.Random) -> int:
-    """Send small messages that decompress to much, and messages that only claim to be compressed."""
+    """Send small messages that decompress to large ones, and messages that only claim to be compressed."""
     empty = sequences_pb2.BuildRequest()
     empty.query.documents.add().parts.add()
     raw = chance.choice([empty.SerializeToString(), b"\x0a\0"]) * chance.randrange(1000, 2**20)
@@ -339,7 +339,7 @@ FLOODS: Sequence[Callable[[Connection, random.Random], int]] = (
 
 
 async def idle(address: str, chance: random.Random, tally: Tally) -> None:
-    """Hold connections that send nothing, part of a preface, or random bytes, and watch a health that never changes."""
+    """Hold connections that send nothing, part of a preface, or random bytes, and watch an unchanging health status."""
     host, _, port = address.rpartition(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     openings = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]

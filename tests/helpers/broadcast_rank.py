@@ -1,4 +1,4 @@
-"""One of two ranks that broadcast tables, run as a program by tests/integrations/test_megatron.py."""
+"""One of two ranks that broadcast tables; tests/integrations/test_megatron.py runs it as a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTS: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Grid(3, 3
 
 
 def tables() -> list[tuple[int, PositionTable]]:
-    """List tables of every size in the order of the broadcasts, each with its source rank."""
+    """List tables of every size in broadcast order, each with its source rank."""
     whole = SegmentTable.from_documents(DOCUMENTS)
     return [
         (0, place(whole, "rope-tie", [5, 0, 2**30])),

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol: open pages, run scripts, collect console errors."""
+"""A headless Chromium, driven through the DevTools protocol: open pages, run scripts, collect console errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Page:
     """One tab.
 
     Args:
-        socket: connection to the DevTools of the tab.
+        socket: connection to the tab's DevTools.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -32,7 +32,7 @@ class Page:
         self._listener = asyncio.create_task(self._listen())
 
     async def call(self, method: str, **parameters: Any) -> Any:
-        """Call a method of the protocol and return its result."""
+        """Call a protocol method and return its result."""
         number = len(self._answers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
@@ -66,7 +66,7 @@ class Page:
         return value
 
     async def press_right(self) -> None:
-        """Press the right arrow key in the focused element."""
+        """Press the right arrow key on the focused element."""
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
 
@@ -112,7 +112,7 @@ async def new_page(folder: Path) -> AsyncIterator[Page]:
 
 
 async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
-    """Wait for the file that contains the port of Chromium's DevTools."""
+    """Wait for the file that contains the port of Chromium's DevTools, and return the port."""
     async with asyncio.timeout(WAIT):
         while not (file.exists() and (lines := file.read_text().splitlines())):
             assert process.poll() is None, "chromium did not start"
@@ -121,7 +121,7 @@ async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 def run(folder: Path, steps: Callable[[Page], Any]) -> Any:
-    """Run ``steps``, a coroutine function of a page, in a new Chromium."""
+    """Run ``steps``, a coroutine function that takes a page, in a new Chromium."""
 
     async def all_steps() -> Any:
         async with new_page(folder) as page:

@@ -1,4 +1,4 @@
-"""The parameter name of the cache in the installed Transformers, which 5.24 renamed."""
+"""The cache's parameter name in the installed Transformers, which 5.24 renamed."""
 
 from inspect import signature
 

@@ -1,4 +1,4 @@
-"""A small tokenizer of Transformers with special tokens of images and chats, and a chat template."""
+"""A small Transformers tokenizer with special tokens for images and chats, and a chat template."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _trained(images: tuple[str, ...]) -> str:
 
 
 def chat_tokenizer(images: Sequence[str] = OURS, **changes: Any) -> Any:
-    """Build a new tokenizer; tokens 0 to 4 are <s>, </s>, <pad>, <|user|>, <|assistant|>, then the image tokens."""
+    """Build a new tokenizer: tokens 0 to 4 are <s>, </s>, <pad>, <|user|>, <|assistant|>; the image tokens follow."""
     import transformers
 
     kind: Any = transformers.PreTrainedTokenizerFast

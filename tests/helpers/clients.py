@@ -1,4 +1,4 @@
-"""Sync and async clients behind blocking calls, so that one test covers both."""
+"""Sync and async clients behind blocking calls, so that one test covers both kinds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Blocking:
 
 @contextmanager
 def open_client(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
-    """Open a client with blocking calls: "sync" is a Client, "async" an AsyncClient with its own event loop."""
+    """Open a client with blocking calls: "sync" opens a Client, "async" an AsyncClient with its own event loop."""
     if kind == "sync":
         with Client(addresses, **options) as client:
             yield client
@@ -57,7 +57,7 @@ def open_client(kind: str, addresses: str | Sequence[str], **options: Any) -> It
 
 
 def failure(call: Callable[..., object], *args: object, **kwargs: object) -> tuple[type, str]:
-    """Return the type and the message of the error that a call raises."""
+    """Return the type and message of the error that a call raises."""
     with pytest.raises(MmposError) as caught:
         call(*args, **kwargs)
     return type(caught.value), str(caught.value)

@@ -1,7 +1,7 @@
-"""The vectors of mmpos.analysis.conformance, from the oracle and from Transformers' own functions; never from mmpos.
+"""The vectors of mmpos.analysis.conformance, computed by the oracle and Transformers' own functions, never by mmpos.
 
 ``make vectors`` rewrites them and their manifest in mmpos/analysis/conformance/vectors. Settings that mmpos reads from
-configs only select inputs: the token ids of a row.
+configs only select the inputs: the token ids of a row.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ GAP = 1
 """Padding of the longest row."""
 
 
-# Documents: the contents of a batch and its true ids.
+# Documents: a batch's contents and its true ids.
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents in the form that a program under test reads, and their true positions.
+    """Documents in the form read by a program under test, and their true positions.
 
     Args:
-        documents: JSON objects of the request.
-        ids: ids of each document alone.
+        documents: JSON objects in the request.
+        ids: ids of each document on its own.
         nexts: the position after each document; None if there is none.
         starts: the first id of each document.
-        together: ids of each document in the batch, by padding side, if a model computes them.
+        together: ids of each document as part of the batch, by padding side, if a model computes them.
     """
 
     documents: list[Json]
@@ -90,12 +90,12 @@ class Batch:
         return [len(rows[0]) for rows in self.ids]
 
     def at(self, d: int, tokens: Iterable[int]) -> Rows:
-        """Return the ids of some tokens of a document; tokens past its end are text from its next position on."""
+        """Return the ids of some tokens of a document; tokens past its end continue as text from its next position."""
         length, following = self.lengths[d], self.nexts[d]
         return [[row[i] if i < length else (following or 0) + i - length for i in tokens] for row in self.ids[d]]
 
     def continuation(self, d: int, tokens: int) -> Json:
-        """Return the next position and the delta after keeping ``tokens`` tokens of a document."""
+        """Return the next position, and the delta after ``tokens`` tokens of a document are kept."""
         following = self.nexts[d]
         return {} if following is None else {"next_position": following, "delta": following - self.starts[d] - tokens}
 
@@ -144,7 +144,7 @@ class Batch:
         return {"ask": "packed", "want": {"position_ids": ids, "cu_seqlens": bounds}}
 
 
-# Schemes, from the oracle.
+# Schemes, computed by the oracle.
 
 DOCUMENTS = (
     (7, [Text(3), Grid(2, 3), Text(2), Grid(4, 2), Text(1)]),
@@ -229,7 +229,7 @@ def scheme_batch(case: Case, documents: Iterable[tuple[int, list[Any]]]) -> Batc
 
 
 def model_batch(documents: Documents, tokens: Tokens, index: Index) -> Batch:
-    """Place documents by the model that uses the scheme; a text before each document has the length of its start."""
+    """Place documents with the model that uses the scheme, each after a text whose length is the document's start."""
     batch = query([tokens([*([Text(start)] if start else []), *parts]) for start, parts in documents], index)
     starts = [start for start, _ in documents]
     ids = [[axis[start:] for axis in rows] for rows, start in zip(batch.ids, starts, strict=True)]
@@ -237,7 +237,7 @@ def model_batch(documents: Documents, tokens: Tokens, index: Index) -> Batch:
 
 
 def oracle_rotation(rotary: Json, ids: Rows) -> Json:
-    """Return pair axes, cos and sin of ids from the oracle of rotations."""
+    """Return the pair axes, cos and sin that the rotation oracle computes for ids."""
     plain = {"rotary_dim": rotary["head_dim"], "mrope_section": None, "axes_dim": None, "scaling": None}
     fields: Any = SimpleNamespace(**plain | rotary, axes=len(ids), inv_freq=None)
     return rotation(pair_axes(fields), frequencies(fields), ids)
@@ -274,7 +274,7 @@ def scheme_groups() -> dict[str, list[Json]]:
 
 
 def layout_groups() -> dict[str, list[Json]]:
-    """Build layouts of generating models, whose ids are written by hand."""
+    """Build layouts for generation models, with ids written by hand."""
     files: dict[str, list[Json]] = {}
     for case, (layout, parts, axes) in LAYOUTS.items():
         scheme = get_scheme(layout)
@@ -298,7 +298,7 @@ def layout_groups() -> dict[str, list[Json]]:
 
 
 def rotation(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any = 1) -> Json:
-    """Return the axis of each pair, null if unrotated, and (tokens, pairs) cos and sin computed with 60 digits."""
+    """Return each pair's axis, None if unrotated, and (tokens, pairs) cos and sin computed with 60 digits."""
     table: dict[str, list[list[float]]] = {"cos": [], "sin": []}
     with mpmath.workdps(60):
         for token in range(len(ids[0])):
@@ -310,10 +310,10 @@ def rotation(axes: Sequence[int], omegas: Sequence[Any], ids: Rows, factor: Any 
 
 
 def formula_frequencies(text: Any, layer_type: str | None, pairs: int) -> tuple[list[Any], Any]:
-    """Return the frequencies of the pairs by the formula of the config's rope type, and the factor on cos and sin."""
+    """Return the pairs' frequencies for the config's rope type, and the factor applied to cos and sin."""
     parameters = text.rope_parameters[layer_type] if layer_type else text.rope_parameters
     dim, theta = 2 * pairs, mp.mpf(parameters["rope_theta"])
-    if "alpha" in parameters:  # NTK, at a length that is never exceeded
+    if "alpha" in parameters:  # NTK, for a length that is never exceeded
         theta *= mp.mpf(parameters["alpha"]) ** (mp.mpf(dim) / (dim - 2))
     plain = [theta ** (-mp.mpf(2 * j) / dim) for j in range(pairs)]
     kind = parameters.get("rope_type", parameters.get("type"))
@@ -330,12 +330,12 @@ def formula_frequencies(text: Any, layer_type: str | None, pairs: int) -> tuple[
     low, high = (mp.floor(bounds[0]), mp.ceil(bounds[1])) if parameters.get("truncate", True) else bounds
     shares = [min(max((j - low) / (high - low), mp.mpf(0)), mp.mpf(1)) for j in range(pairs)]
     scaled = [omega / parameters["factor"] * s + omega * (1 - s) for omega, s in zip(plain, shares, strict=True)]
-    # mscale and mscale_all_dim cancel where both are set; otherwise the factor of the paper applies.
+    # mscale and mscale_all_dim cancel out where both are set; otherwise the paper's factor applies.
     return scaled, 1 if "mscale" in parameters else mp.mpf("0.1") * mp.log(parameters["factor"]) + 1
 
 
 def model_rotations(config: Any, layer_type: str | None, ids: Rows) -> list[Json]:
-    """Return the rotation of ids by Transformers' own module, also for second channels of pairs that use other axes.
+    """Return the rotation of ids by Transformers' own module, and another if second channels of pairs use other axes.
 
     The axis of each pair is observed, and the module's float32 frequencies must confirm the formula.
     """
@@ -358,10 +358,10 @@ def model_rotations(config: Any, layer_type: str | None, ids: Rows) -> list[Json
 
 
 def driven_by(module: Any, axes: int, layer_type: str | None) -> tuple[list[list[int]], list[float]]:
-    """Rotate every channel by one id on one axis at a time.
+    """Observe a module's rotation by rotating every channel by one id on one axis at a time.
 
     Returns:
-        The axes of the first channels of all pairs, those of the second channels if they differ, and the frequencies.
+        The axes of all pairs' first channels, those of the second channels if they differ, and the frequencies.
     """
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     options = {"layer_type": layer_type} if layer_type else {}
@@ -380,7 +380,7 @@ def driven_by(module: Any, axes: int, layer_type: str | None) -> tuple[list[list
     return driven if driven[0] != driven[1] else driven[:1], [angles[c] for c in firsts]
 
 
-# Models, from Transformers' own get_rope_index.
+# Models, computed by Transformers' own get_rope_index.
 
 PARTS = ("text_config", "vision_config", "thinker_config", "vlm_config", "dit_config")
 ESSENTIAL = {
@@ -406,7 +406,7 @@ def essentials(config: Any) -> Json:
 
 
 def text_of(config: Any) -> Any:
-    """Return the config of the language model."""
+    """Return the language model's config."""
     for name in ("thinker_config", "vlm_config"):
         config = getattr(config, name, config)
     return config.get_text_config()
@@ -449,7 +449,7 @@ def inputs(documents: list[Json], side: str, width: int) -> tuple[list[list[int]
 
 
 def filled(rows: list[list[int]], side: str, width: int) -> Any:
-    """Pad rows to a width."""
+    """Pad rows to this width."""
     return padded([*rows, [0] * width], side)[:-1]
 
 
@@ -465,7 +465,7 @@ def tensor(values: Any) -> Any:
 
 
 def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
-    """Encode the input of one document, without empty lists of grids."""
+    """Encode the input of one document, omitting empty lists of grids."""
     grids = {
         name: [list(grid) for grid in listed] for name, listed in zip(GRIDS, (images, videos), strict=True) if listed
     }
@@ -473,7 +473,7 @@ def document_of(row: list[int], images: list[Any], videos: list[Any]) -> Json:
 
 
 def vision_language(model: str) -> list[Batch]:
-    """Build a batch of images and one of videos with a get_rope_index that takes mm_token_type_ids."""
+    """Build a batch of images and a batch of videos with a get_rope_index that takes mm_token_type_ids."""
     settings = settings_of(model)
     method = method_of(model, config_of(model))
 
@@ -488,7 +488,7 @@ def vision_language(model: str) -> list[Batch]:
 
 
 def hunyuan_vl(model: str) -> list[Batch]:
-    """Build a batch of images whose rows end in a token, with one more token before and after each image.
+    """Build a batch of images whose rows each end with a token, with one more token before and after each image.
 
     Transformers counts the images over the whole batch.
     """
@@ -527,7 +527,7 @@ def glm_image(model: str) -> list[Batch]:
 
 
 def hunyuan_image(model: str) -> list[Batch]:
-    """Build a batch with the floored rope-tie-v2 of the oracle; test_models.py has ids of the model by hand."""
+    """Build a batch with the oracle's floored rope-tie-v2; test_models.py contains the model's ids, written by hand."""
     patch = config_of(model)["image_token_id"]
     batch = [
         document_of([*[TEXT] * 3, *[patch] * 6, *[TEXT] * 2, *[patch] * 4, TEXT], [(1, 2, 3), (1, 4, 1)], []),
@@ -561,7 +561,7 @@ def omni_index(model: str) -> Index:
 
 
 def omni_tokens(model: str) -> Tokens:
-    """Encode documents with markers at the ends of text, and clips as the model's processor merges them."""
+    """Encode documents with markers at the ends of text, and clips merged as by the model's processor."""
     marks = {Audio: (SOUND, SOUND_END), Grid: (VISION, VISION_END)}
 
     def tokens(parts: list[Segment]) -> Json:
@@ -609,14 +609,14 @@ def omni_tokens(model: str) -> Tokens:
 
 
 def omni(model: str) -> list[Batch]:
-    """Build a batch of images, audio and a silent video, and one of a video merged with its sound."""
+    """Build a batch of images, audio and a silent video, and a batch of videos merged with their sound."""
     whole = model.removesuffix("_thinker")
     tokens = omni_tokens(whole)
     return [query([tokens(parts) for _, parts in batch], omni_index(whole)) for batch in (APART, CLIPS)]
 
 
 def minicpm_tokens(parts: list[Segment], film: bool = False) -> Json:
-    """Encode thumbnails and tiles, which merge 4×4 patches; in a film they are frames."""
+    """Encode thumbnails and tiles, which merge 4×4 patches; in a film, they are frames."""
     config = config_of("minicpmv4_7")
     patch = config.video_token_id if film else config.image_token_id
     row: list[int] = []
@@ -644,7 +644,7 @@ def minicpm_index(documents: list[Json], side: str, width: int) -> tuple[Any, An
 
 
 def minicpm(model: str) -> list[Batch]:
-    """Build a batch of images in tiles, and one of a video whose frames are thumbnails."""
+    """Build a batch of tiled images, and a batch of videos whose frames are thumbnails."""
     images = [minicpm_tokens(parts) for _, parts in CROPS]
     frames: list[Segment] = [Text(2), *[Thumbnail(1, 2)] * 3, Text(2), Thumbnail(2, 1), Tile(3, 2), Text(1)]
     film = [minicpm_tokens(frames, film=True), minicpm_tokens([Thumbnail(2, 2), Text(3)])]
@@ -652,7 +652,7 @@ def minicpm(model: str) -> list[Batch]:
 
 
 def one_axis(model: str) -> list[Batch]:
-    """Assign consecutive ids to all tokens, placeholders included; test_models_logits.py compares the logits."""
+    """Assign consecutive ids to all tokens, including placeholders; test_models_logits.py compares the logits."""
     image, first = settings_of(model).placeholders.image, FIRST.get(model, 0)
     patch = TEXT if image is None else image
     rows = [[TEXT, TEXT, *[patch] * 6, TEXT, TEXT, *[patch] * 2, TEXT], [TEXT, *[patch] * 4, TEXT]]
@@ -665,7 +665,7 @@ FIRST = {"paligemma": 1}
 
 
 def neomme(model: str) -> list[Batch]:
-    """Build a batch of an image and a text with the model's own processor; no token can follow an image."""
+    """Build a batch of one image and one text with the model's own processor; no token can follow an image."""
     config = config_of(model)
     grid = (2, 3)
     rows = [document_image(config, *grid), [TEXT + 4] * 5]
@@ -686,7 +686,7 @@ OTHERS: Mapping[str, Callable[[str], list[Batch]]] = {
 
 
 def released_config(model: str) -> Any:
-    """Return the config as released where its class has another time unit, no marker, or no sections."""
+    """Return the config with released values where its class has another time unit, no marker or no sections."""
     config = config_of(model)
     inner = getattr(config, "thinker_config", config)
     if not isinstance(config, dict):
@@ -723,7 +723,7 @@ def model_groups() -> dict[str, list[Json]]:
 
 
 def whole_fractions(value: Any) -> Any:
-    """Write fractions as integers or as text such as 9/2, recursively."""
+    """Replace fractions with integers or text such as 9/2, recursively."""
     if isinstance(value, dict):
         return {key: whole_fractions(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -734,7 +734,7 @@ def whole_fractions(value: Any) -> Any:
 
 
 def files() -> dict[str, bytes]:
-    """Encode every file of the vectors except the schema, by path."""
+    """Encode all vector files except the schema, and return them by path."""
     logging.disable(logging.CRITICAL)
     folders = {"schemes": scheme_groups(), "models": model_groups()}
     written = {

@@ -1,7 +1,7 @@
 """vLLM on a CPU as a reference; importing this module skips a test file where vLLM is not installed.
 
 vLLM pins another torch, so it needs a separate environment with mmpos, pytest and Pillow. Its CPU platform works
-without the kernels of a CPU build, as long as attention and gelu_quick are not called.
+without the kernels of a CPU build as long as attention and gelu_quick are not called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if find_spec("vllm") is None:
 for name, value in {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "CUDA_VISIBLE_DEVICES": "",  # vLLM then keeps Triton without a driver
+    "CUDA_VISIBLE_DEVICES": "",  # vLLM then keeps Triton even without a driver
     "TRITON_INTERPRET": "1",
 }.items():
     os.environ.setdefault(name, value)
@@ -54,7 +54,7 @@ def feature(modality: str, offset: int, length: int, mask: Tensor | None = None,
 
 
 def request(draw: random.Random, video: str, last_text: bool = True) -> tuple[list[int], list[Any]]:
-    """Draw token ids and features of a prompt; videos are "none", "whole" or "apart"."""
+    """Draw a prompt's token ids and features; videos are "none", "whole" or "apart"."""
     tokens, features = [1] * draw.randint(0, 5), []
     for _ in range(draw.randint(1, 5)):
         tokens += [92]

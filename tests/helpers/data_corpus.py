@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 @cache
 def photo(i: int) -> bytes:
-    """Encode a JPEG of 16 to 40 pixels a side, in one of six sizes."""
+    """Encode a JPEG with sides of 16 to 40 pixels, in one of six sizes."""
     name = ("chelsea.jpg", "coffee.jpg")[i % 2]
     with Image.open(PHOTOS / name) as image:
         small = image.resize((16 + 8 * (i % 3), 40 - 8 * (i % 2)))
@@ -41,7 +41,7 @@ def caption(i: int) -> str:
 
 
 def records(start: int, stop: int) -> list[Record]:
-    """Return records in the form of Parquet and datasets."""
+    """Return records in the form used by Parquet and datasets."""
     return [
         {"id": str(i), "image": {"bytes": photo(i % 6), "path": None}, "text": caption(i)} for i in range(start, stop)
     ]
@@ -78,13 +78,13 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
 
 @dataclass(frozen=True)
 class NumberedShard:
-    """A shard whose records are derived from their index."""
+    """A shard that derives each record from its index."""
 
     source: str
     size: int
 
     def make(self, i: int) -> Any:
-        """Make a record."""
+        """Make the record with index ``i``."""
         return i
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
@@ -96,7 +96,7 @@ class NumberedShard:
 
 
 class OddError(Exception):
-    """An error that cannot be unpickled, like the errors of some packages."""
+    """An error that cannot be unpickled, like some packages' errors."""
 
     def __init__(self, *, status: int) -> None:
         super().__init__(f"status {status}")

@@ -1,4 +1,4 @@
-"""Small diffusers transformers with random weights, and their calls, as released and with positions."""
+"""Small diffusers transformers with random weights, and calls to them with and without ``positions``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Model(ABC):
 
     Attributes:
         name: name of its class.
-        config: config of a small transformer.
+        config: config for a small transformer.
     """
 
     name: ClassVar[str]
@@ -61,7 +61,7 @@ class Model(ABC):
         return from_diffusers({"_class_name": self.name, **self.config})
 
     def document(self, i: int) -> list[Text | Grid]:
-        """Return the text and the images."""
+        """Return the text and images of document i."""
         frames, height, width = self.sizes[i]
         grids = [Grid(height, width, frames=frames), *(Grid(h, w) for h, w in self.references_of[i])]
         return [Text(TEXTS[i]), *grids] if self.text else [*grids]
@@ -71,18 +71,18 @@ class Model(ABC):
 
     @abstractmethod
     def alone(self, transformer: Any, i: int) -> Tensor:
-        """Run image i as diffusers released the model."""
+        """Run image i with only the arguments that diffusers defines."""
 
     @abstractmethod
     def call(self, transformer: Any, which: Sequence[int], batch: bool, positions: PositionTable) -> list[Tensor]:
-        """Run images by positions, packed or as rows of a batch."""
+        """Run images with ``positions``, either packed or as rows of a batch."""
 
     def rows(self, x: Tensor, which: Sequence[int], batch: bool) -> Tensor:
         return x.expand(len(which), *x.shape[1:]) if batch else x
 
 
 def joined(xs: Sequence[Tensor], batch: bool) -> Tensor:
-    """Join tokens to one row, or to one row each with random padding."""
+    """Join tokens into one row, or put each document's tokens into its own row with random padding."""
     if not batch:
         return torch.cat(list(xs)).unsqueeze(0)
     rows = torch.randn(len(xs), max(len(x) for x in xs), xs[0].shape[1]) * 9
@@ -103,7 +103,7 @@ def _ids(width: int, *axes: Tensor) -> Tensor:
 
 
 class Tokens(Model):
-    """Transformers whose inputs are tokens of texts and images."""
+    """Transformers whose inputs are text and image tokens."""
 
     def alone(self, transformer: Any, i: int) -> Tensor:
         output = transformer(
@@ -132,7 +132,7 @@ class Tokens(Model):
         return {}
 
     def planes(self, i: int) -> list[tuple[int, int, int]]:
-        """Return number, rows and columns of every image."""
+        """Return the index, rows and columns of every image."""
         sizes = [self.sizes[i][1:], *self.references_of[i]]
         return [(k, height, width) for k, (height, width) in enumerate(sizes)]
 
@@ -154,7 +154,7 @@ class Flux(Tokens):
     takes: ClassVar[tuple[str, ...]] = ("pooled_projections", "guidance")
 
     def ids(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the ids of images and of text."""
+        """Return the image ids and the text ids."""
         images = [_ids(3, torch.tensor([k]), torch.arange(h), torch.arange(w)) for k, h, w in self.planes(i)]
         return torch.cat(images), torch.zeros(TEXTS[i], 3)
 
@@ -294,7 +294,7 @@ class Latents(Model):
     """Transformers that split latents into patches.
 
     Attributes:
-        text_name: name of the argument for texts.
+        text_name: name of the argument that receives the texts.
     """
 
     text_name: ClassVar[str] = "encoder_hidden_states"
@@ -322,7 +322,7 @@ class Latents(Model):
         return unpack_latents(output.sample, [x.shape[1:] for x in latents], 2)
 
     def texts_in_rows(self, which: Sequence[int], batch: bool) -> Tensor:
-        """Return texts, one row each."""
+        """Return the texts, one in each row."""
         return joined([self.texts[i] for i in which], batch=True)
 
     def one(self, i: int) -> dict[str, Any]:
@@ -350,7 +350,7 @@ class Wan(Latents):
 
     def __init__(self) -> None:
         super().__init__()
-        self.texts = [torch.randn(6, 24) for _ in TEXTS]  # its pipeline pads all texts to one length
+        self.texts = [torch.randn(6, 24) for _ in TEXTS]  # Wan's pipeline pads all texts to one length
 
 
 class ChronoEdit(Wan):
@@ -373,7 +373,7 @@ class WanVace(Wan):
 
 
 class WanFromImages(Wan):
-    """Wan whose cross-attention also sees images, which requires texts of 512 tokens."""
+    """Wan whose cross-attention also attends to images, which requires texts of 512 tokens."""
 
     config: ClassVar[dict[str, Any]] = {**Wan.config, "image_dim": 8, "added_kv_proj_dim": 48}
 

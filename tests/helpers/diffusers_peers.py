@@ -1,4 +1,4 @@
-"""Cos and sin of pairs from diffusers' own classes for a document, with the inputs that its pipeline would pass."""
+"""Cos and sin of a document's pairs, computed by diffusers' own classes from the inputs that its pipeline passes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ CosSin = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Document:
-    """The number of text tokens and the images in tokens, the generated image first."""
+    """The number of text tokens, and the sizes of images in tokens, the generated image first."""
 
     text: int
     images: tuple[tuple[int, int, int], ...]
 
     def parts(self, settings: TransformerSettings, *, text: bool = True) -> list[Text | Grid]:
-        """Return the parts that ``settings.place`` takes."""
+        """Return the parts to pass to ``settings.place``."""
         texts = [Text(self.text)] if text and self.text else []
         return [*texts, *(Grid(h, w, frames=f) for f, h, w in self.images)]
 
     @property
     def latents(self) -> Tensor:
-        """Zero latents of the generated image, with one channel and 2 × 2 latents per token."""
+        """Zero latents for the generated image, with one channel and 2 × 2 latents per token."""
         frames, height, width = self.images[0]
         return torch.zeros(1, 1, frames, 2 * height, 2 * width)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A transformer class of diffusers.
+    """A diffusers transformer class.
 
     Args:
-        config: config of a small transformer.
-        rotation: function of transformer and document that returns (tokens, pairs) cos and sin, text first.
-        dtype: dtype of its angles.
+        config: config for a small transformer.
+        rotation: function of a transformer and a document that returns (tokens, pairs) cos and sin, text first.
+        dtype: dtype of the angles.
         text: whether text has positions.
-        images: the most images of a document; −2 requires two.
+        images: the maximum number of images in a document; −2 requires exactly two.
         frames: whether images have frames.
-        even: divisor of the number of text tokens.
-        pairing: pairing of the channels that its attention processors rotate.
+        even: number by which the number of text tokens must be divisible.
+        pairing: how the attention processors pair the channels that they rotate.
     """
 
     config: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Peer:
 
 
 def transformer_of(name: str) -> Any:
-    """Build a small transformer of a class."""
+    """Build a small transformer of the named class."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(diffusers, name)(**PEERS[name].config)
@@ -78,7 +78,7 @@ def _grid(*starts: int, frames: int, height: int, width: int) -> Tensor:
 
 
 def _repeated(pair: CosSin) -> CosSin:
-    """Take one of each two adjacent, equal channels of (tokens, channels)."""
+    """Keep one of every two adjacent channels of (tokens, channels), which must be equal."""
     cos, sin = (x.reshape(-1, x.shape[-1]) for x in pair)
     assert torch.equal(cos[:, ::2], cos[:, 1::2])
     return cos[:, ::2], sin[:, ::2]
@@ -171,7 +171,7 @@ def _bria_fibo_2(transformer: Any, document: Document) -> CosSin:
 
 
 def _shifted(*, text_axes: tuple[int, ...], at: Callable[[int], int], name: str = "pos_embed") -> Callable[..., CosSin]:
-    """Rotate text that runs on some axes and images on planes from 1 whose rows and columns start at ``at(text)``."""
+    """Rotate text that counts on some axes, and images with planes from 1 and rows and columns from ``at(text)``."""
 
     def rotation(transformer: Any, document: Document) -> CosSin:
         text = torch.zeros(document.text, 3)
@@ -186,7 +186,7 @@ def _shifted(*, text_axes: tuple[int, ...], at: Callable[[int], int], name: str 
 
 
 def _by_latents(form: Callable[[Any], CosSin], *, flat: bool = False, name: str = "rope") -> Callable[..., CosSin]:
-    """Return the rotation by a module that takes latents; text is not rotated."""
+    """Return the rotation by a module that takes latents and does not rotate text."""
 
     def rotation(transformer: Any, document: Document) -> CosSin:
         latents = document.latents[:, :, 0] if flat else document.latents
@@ -205,7 +205,7 @@ def _any_flow(transformer: Any, document: Document) -> CosSin:
 
 
 def _any_flow_far(transformer: Any, document: Document) -> CosSin:
-    """Rotate a compressed context of some frames, then frames at full size."""
+    """Rotate a context of compressed frames, then full-size frames."""
     (context, rows, columns), (frames, height, width) = document.images
     rope, cpu = transformer.rope, torch.device("cpu")
     coarse = rope._forward_compressed_frame(context, rows, columns, cpu).flatten(0, 2)
@@ -254,7 +254,7 @@ def _allegro(transformer: Any, document: Document) -> CosSin:
 
 
 def _ltx(transformer: Any, document: Document) -> CosSin:
-    """Take the coordinates of LTXConditionPipeline: pixels of causal frames at 25 frames a second."""
+    """Use the coordinates of LTXConditionPipeline: pixels of causal frames at 25 frames per second."""
     frames, height, width = document.images[0]
     grid = _grid(0, 0, 0, frames=frames, height=height, width=width).T.float()
     coordinates = torch.stack([(8 * grid[0] - 7).clamp(min=0) / 25, 32 * grid[1], 32 * grid[2]])
@@ -326,7 +326,7 @@ def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
 
 
 def _ernie(transformer: Any, document: Document) -> CosSin:
-    """Compute angles of all channels, the image first as in the model's forward."""
+    """Compute the angles of all channels, with the image first as in the model's forward."""
     _, height, width = document.images[0]
     text = torch.zeros(document.text, 3)
     text[:, 0] = torch.arange(document.text)
@@ -336,7 +336,7 @@ def _ernie(transformer: Any, document: Document) -> CosSin:
 
 
 def _wan_animate_2(transformer: Any, document: Document) -> CosSin:
-    """Rotate the generated video and the reference to its right."""
+    """Rotate the generated video, and the reference to the right of it."""
     (frames, height, width), reference = document.images
     generated = transformer._rope_freqs((0, 0, 0), torch.device("cpu"))
     right = transformer._rope_freqs((1, 0, reference[2]), torch.device("cpu"))

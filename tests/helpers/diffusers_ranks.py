@@ -1,4 +1,4 @@
-"""The work of each of two ranks of diffusers' context parallelism, in a module that spawned processes can import."""
+"""The work of two ranks under diffusers' context parallelism, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {"packed": ((0, 2), False), "padded": ((0, 1, 2), True)}
 
 
 def run(rank: int, folder: Path) -> None:
-    """Write the differences between the outputs of two ranks and of one process, relative to their bounds."""
+    """Write the differences between the outputs of two ranks and of one process, relative to the rounding bounds."""
     torch.set_num_threads(1)
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     distributed.init_process_group("cpu:gloo", store, rank=rank, world_size=2, timeout=limit)
@@ -59,7 +59,7 @@ def _parallel(transformer: Any, ring_degree: int = 1, ulysses_degree: int = 1) -
     transformer.enable_parallelism(config=config)
 
     def call(**arguments: Any) -> SimpleNamespace:
-        sample: Tensor = transformer(**arguments, return_dict=False)[0]  # hooks of diffusers require this call
+        sample: Tensor = transformer(**arguments, return_dict=False)[0]  # diffusers' hooks require this call
         return SimpleNamespace(sample=sample)
 
     return call

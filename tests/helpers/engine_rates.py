@@ -1,4 +1,4 @@
-"""Measure the engines in turn on one machine: ``python tests/helpers/engine_rates.py --records 2000 --workers 2``."""
+"""Measure the engines one after another on one machine: ``python tests/helpers/engine_rates.py --records 2000``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PHOTOS = Path(mmpos.__file__).with_name("photos")
 
 
 def write_corpus(folder: Path, records: int, files: int) -> None:
-    """Write tar files of photos of 400 to 800 pixels a side with captions."""
+    """Write tar files of captioned photos with sides of 400 to 800 pixels."""
     photos = [Image.open(PHOTOS / f"{name}.jpg").convert("RGB") for name in ("chelsea", "coffee")]
     rng = np.random.default_rng(0)
     for number in range(files):
@@ -39,7 +39,7 @@ def write_corpus(folder: Path, records: int, files: int) -> None:
 
 @contextmanager
 def peak_memory(name: bytes) -> Iterator[list[int]]:
-    """Watch the descendants of this process with a name; yield their largest private memory in MiB."""
+    """Watch descendants of this process with ``name`` in their command line; yield their peak private memory in MiB."""
     peak, ended = [0], threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""A server whose answers a test defines; as a program, it runs in a process that can be killed."""
+"""A server whose answers the test defines; as a program, it runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, "gone", ())
 
 
 def echo(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
-    """Answer as the service does."""
+    """Answer like the service."""
     response = pb.PlaceResponse()
     put_result(response.positions, get_query("query", request.query).run())
     return response
@@ -32,7 +32,7 @@ def echo(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceRes
 def echo_stream(
     requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
 ) -> Iterator[pb.StreamPlaceResponse]:
-    """Answer a stream as the service does."""
+    """Answer a stream like the service."""
     for request in requests:
         response = pb.StreamPlaceResponse(id=request.id)
         put_result(response.positions, get_query("query", request.query).run())
@@ -41,7 +41,7 @@ def echo_stream(
 
 @dataclass
 class Fake(grpc.GenericRpcHandler):
-    """Handlers of Place and StreamPlace that record the metadata of every call."""
+    """Handlers for Place and StreamPlace that record the metadata of every call."""
 
     place: Place = echo
     stream: Stream = echo_stream
@@ -60,9 +60,9 @@ class Fake(grpc.GenericRpcHandler):
 
 @contextmanager
 def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> Iterator[str]:
-    """Serve while the context is open; health reports SERVING, or NOT_SERVING without ``serving``."""
+    """Serve while the context is open; the health service reports SERVING if ``serving``, and NOT_SERVING otherwise."""
     server = grpc.server(ThreadPoolExecutor(16), handlers=[fake], options=[("grpc.so_reuseport", 0)])
-    # The non-blocking way sends under a lock that the sending thread needs when a watcher leaves.
+    # The non-blocking servicer sends while it holds a lock that the sending thread needs when a watcher leaves.
     servicer = health.HealthServicer(experimental_non_blocking=False)
     states = health_pb2.HealthCheckResponse
     servicer.set("", states.SERVING if serving else states.NOT_SERVING)

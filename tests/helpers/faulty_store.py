@@ -26,7 +26,7 @@ class FaultyStore:
         self._faults: list[list[object]] = []
 
     def fail(self, fault: Fault, method: str, part: str = "", times: int = 1000) -> None:
-        """Answer the next requests of a method with a fault, if their target contains ``part``."""
+        """Inject a fault into the next requests with this method whose target contains ``part``."""
         self._faults.append([fault, method, part, times, times])
 
     @property
@@ -35,7 +35,7 @@ class FaultyStore:
         return [fault for fault, _, _, times, left in self._faults if left == times]
 
     def next(self, method: str, target: str) -> object:
-        """Return the fault of a request, or None."""
+        """Return the fault to inject into a request, or None."""
         for entry in self._faults:
             fault, wanted_method, part, _, left = entry
             if method == wanted_method and str(part) in target and isinstance(left, int) and left:
@@ -52,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_GET(self) -> None:  # http.server calls this name
+    def do_GET(self) -> None:  # http.server calls a method of this name
         body = self._body()
         fault = self.store.next(self.command, self.path)
         if fault == "slow":

@@ -1,11 +1,11 @@
-"""Attack a server of this tree for a while and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
+"""Attack a server run from this tree for a while, and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
 
 Attackers in separate processes send bytes, broken messages, HTTP/2 frames, image files and metadata, in rounds. A round
-depends only on the seed, the name of its attack and its number, so that ``--only ATTACK:NUMBER`` repeats it. Meanwhile
-one client polls health and another asks for positions whose answer is known. The run fails if a status is INTERNAL or
-UNKNOWN, the log contains a traceback, a known answer is wrong, or an answer to health is late. Memory, descriptors,
-threads and processes of the server must return to their values after a first period of attacks.
-Attacks of an hour work like those of a minute; a line on stderr reports the progress every minute.
+depends only on the seed, the attack's name and the round's number, so that ``--only ATTACK:NUMBER`` repeats it.
+Meanwhile, one client polls the health service, and another requests positions whose values are known. The run fails if
+a status is INTERNAL or UNKNOWN, the log contains a traceback, a known answer is wrong, or a health check is answered
+late. The server's memory, descriptors, threads and processes must return to the values that they had after a first
+period of attacks. Attacks can last an hour as well as a minute; a line on stderr reports the progress every minute.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
 
 
 async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
-    """Run rounds of these attacks concurrently until the deadline, at least one round of each."""
+    """Run rounds of these attacks concurrently until the deadline, with at least one round of each attack."""
     tally = Tally()
 
     async def repeat(name: str) -> None:
@@ -63,7 +63,7 @@ async def rounds(address: str, seed: str, names: Sequence[str], end: float, firs
 
 
 async def run_round(address: str, seed: str, name: str, number: int, tally: Tally) -> None:
-    """Run one round of an attack, for at most a minute."""
+    """Run one round of an attack for at most a minute."""
     own = Tally()
     try:
         async with asyncio.timeout(60):
@@ -87,15 +87,15 @@ class Witness:
     """Observations of well-behaved clients during the attacks.
 
     Args:
-        health: milliseconds of each answer to health; infinite for a failed one.
-        polite: outcomes of calls with a known answer.
+        health: latency of each health check in milliseconds; infinite for a failed check.
+        polite: outcomes of calls whose answer is known.
     """
 
     health: list[float] = field(default_factory=list)
     polite: Counter[str] = field(default_factory=Counter)
 
     async def probe(self, address: str) -> None:
-        """Poll health until cancelled."""
+        """Poll the health service until cancelled."""
         async with grpc.aio.insecure_channel(address) as channel:
             check: Any = channel.unary_unary(HEALTH)
             while True:
@@ -108,7 +108,7 @@ class Witness:
                 await asyncio.sleep(0.05)
 
     async def ask(self, address: str) -> None:
-        """Ask for positions whose answer is known, until cancelled."""
+        """Request positions whose values are known, until cancelled."""
         segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
         wanted = place(segments).dense()
         async with AsyncClient(address, timeout=10) as client:
@@ -125,20 +125,20 @@ class Witness:
 
 
 class Server(Program):
-    """A server of this tree, in a separate process."""
+    """A server run from this tree in a separate process."""
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the server's process is running."""
         return self.process.poll() is None
 
     def resources(self) -> dict[str, float]:
-        """Return MiB of memory, and the number of descriptors, threads and processes, children included."""
+        """Return the memory in MiB, and the number of descriptors, threads and processes, including children."""
         totals = {"MiB": 0.0, "descriptors": 0, "threads": 0, "processes": 0}
         processes = [self.process.pid]
         for process in processes:
             folder = Path(f"/proc/{process}")
-            with suppress(OSError, KeyError):  # the process has ended meanwhile
+            with suppress(OSError, KeyError):  # the process has exited in the meantime
                 status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
                 totals["MiB"] += int(status["VmRSS"].split()[0]) / 1024
                 totals["descriptors"] += len(os.listdir(folder / "fd"))
@@ -149,7 +149,7 @@ class Server(Program):
         return {**totals, "MiB": round(totals["MiB"], 1)}
 
     async def settled(self, seconds: float, exceeds: Callable[[dict[str, float]], object] = bool) -> dict[str, float]:
-        """Return the least of each resource within this time, early once ``exceeds`` finds nothing."""
+        """Return the lowest value of each resource within this time, or earlier once ``exceeds`` finds nothing."""
         least, end = self.resources(), time.monotonic() + seconds
         while time.monotonic() < end and exceeds(least):
             await asyncio.sleep(0.5)
@@ -157,7 +157,7 @@ class Server(Program):
         return least
 
     def tracebacks(self) -> list[str]:
-        """Return the lines of its log that contain a traceback."""
+        """Return the lines of the server's log that contain a traceback."""
         with self.log.open(errors="replace") as lines:
             return [line.strip() for line in lines if "Traceback" in line]
 
@@ -179,7 +179,7 @@ def serving(*, defaults: bool = False, environment: dict[str, str] | None = None
 
 
 def exceeding(after: dict[str, float], before: dict[str, float], memory_percent: float = 0.0) -> list[str]:
-    """List the resources that have grown, memory only if by more than this percentage."""
+    """List the resources that have grown, including memory only if it grew by more than this percentage."""
     limits = {
         **before,
         "MiB": round(before["MiB"] * (1 + memory_percent / 100), 1),
@@ -195,12 +195,12 @@ class Verdict:
     """The outcome of a whole run.
 
     Args:
-        tally: requests of the attackers.
+        tally: the attackers' requests.
         witness: observations of the well-behaved clients.
-        before: resources of the server after a first period of attacks.
-        after: resources of the server after its rest.
-        tracebacks: lines of its log that contain a traceback.
-        alive: whether it still answers.
+        before: the server's resources after a first period of attacks.
+        after: the server's resources after it has come to rest.
+        tracebacks: lines of the server's log that contain a traceback.
+        alive: whether the server still answers.
     """
 
     tally: Tally
@@ -211,7 +211,7 @@ class Verdict:
     alive: bool
 
     def faults(self, health_ms: float, memory_percent: float) -> list[str]:
-        """List in words everything that fails the run."""
+        """Describe everything that makes the run fail."""
         faults = [f"{count} {bad}, first {self.tally.samples[bad]}" for bad, count in self.tally.bad.most_common()]
         if self.tracebacks:
             faults.append(f"{len(self.tracebacks)} tracebacks in the log, first {self.tracebacks[0][-2000:]}")
@@ -225,7 +225,7 @@ class Verdict:
         return faults + exceeding(self.after, self.before, memory_percent)
 
     def report(self) -> str:
-        """Return the figures, one per line."""
+        """Return the run's figures, one per line."""
         health = sorted(self.witness.health) or [float("nan")]
         statuses = ", ".join(f"{name} {count:,}" for name, count in self.tally.statuses.most_common())
         polite = ", ".join(f"{name} {count:,}" for name, count in self.witness.polite.most_common())
@@ -253,18 +253,19 @@ async def fuzz(
     number: int = 0,
     log: Callable[[str], object] = str,
 ) -> Verdict:
-    """Attack a server for ``seconds`` and measure it afterwards.
+    """Attack a server for ``seconds``, and measure it afterwards.
 
     Args:
         seconds: duration of the attacks.
-        seed: seed of the attacks.
-        names: names of the attacks.
-        processes: number of attacker processes; 0 attacks from this process, which starts faster and delays witnesses.
-        settle: seconds that the server has afterwards to come to rest.
+        seed: seed for the attacks.
+        names: names of the attacks to run.
+        processes: number of attacker processes; 0 attacks from this process, which starts faster but delays the
+            witnesses.
+        settle: seconds that the server is given to come to rest afterwards.
         defaults: whether the server runs with its default settings.
-        environment: environment of the server; None for that of this process.
+        environment: the server's environment; None for this process's environment.
         number: number of the first round.
-        log: callback that gets a progress line every minute.
+        log: callback that receives a progress line every minute.
     """
     loop, witness, tally = asyncio.get_running_loop(), Witness(), Tally()
     with (
@@ -318,8 +319,8 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=2, help="number of attacker processes")
     parser.add_argument("--settle", type=float, default=60.0, help="seconds of rest at the end")
-    parser.add_argument("--health-ms", type=float, default=100.0, help="limit of an answer to health")
-    parser.add_argument("--memory-percent", type=float, default=2.0, help="limit of the growth of memory")
+    parser.add_argument("--health-ms", type=float, default=100.0, help="limit on the latency of a health check")
+    parser.add_argument("--memory-percent", type=float, default=2.0, help="limit on memory growth")
     parser.add_argument("--defaults", action="store_true", help="run the server with its default limits")
     options = parser.parse_args()
     only, _, number = options.only.partition(":")

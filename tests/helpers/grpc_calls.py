@@ -1,4 +1,4 @@
-"""Types of gRPC calls with raw bytes, and their status."""
+"""Types of gRPC calls that use raw bytes, and the status of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
 
 
 def ending(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the status and the details of a call; the details of OK are empty."""
+    """Return the status and details of a call; the details are empty if the status is OK."""
     try:
         call()
     except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""The config classes of the installed Transformers, their rotary modules, and the table of their defaults.
+"""The config classes of the installed Transformers, their rotary modules, and a table of their defaults.
 
 ``python tests/helpers/hf_classes.py`` rewrites the table: mmpos/rotary/hf_defaults.json.
 """
@@ -86,7 +86,7 @@ def config_classes() -> dict[str, Any]:
 
 @cache
 def rotations() -> dict[Any, Any]:
-    """Return every config class by which a model rotates, and the rotary module."""
+    """Return every config class that determines a model's rotation, with its rotary module."""
     pairs: dict[Any, Any] = {}
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         for name, config in _rotary_modules(path):
@@ -95,7 +95,7 @@ def rotations() -> dict[Any, Any]:
                 cls = config_classes().get(class_name)
                 if cls is not None and "text_config" not in cls.sub_configs_defaults:  # its text config rotates
                     pairs.setdefault(cls, getattr(module, name))
-    for model, architecture in MODEL_MAPPING_NAMES.items():  # model types that share a class with another
+    for model, architecture in MODEL_MAPPING_NAMES.items():  # model types that share a class with another type
         for twin, other in MODEL_MAPPING_NAMES.items():
             if other == architecture and CONFIG_MAPPING[twin] in pairs:
                 pairs.setdefault(CONFIG_MAPPING[model], pairs[CONFIG_MAPPING[twin]])
@@ -103,7 +103,7 @@ def rotations() -> dict[Any, Any]:
 
 
 def _rotary_modules(path: Path) -> list[tuple[str, str]]:
-    """Find the rotary modules that the classes of a file build from their own config, with the config class."""
+    """Find the rotary modules that a file's classes build from their own config, each with its config class."""
     code = path.read_text(encoding="utf-8")
     if not re.search(rf"class {ROTARY}", code):
         return []
@@ -128,7 +128,7 @@ def table() -> dict[str, dict[str, Any]]:
     }
     wholes = [config for config in CONFIG_MAPPING.values() if config.sub_configs_defaults]
     known = {*rows, *OTHER_ROTATIONS}
-    for config in wholes * 3:  # nested configs may contain further ones
+    for config in wholes * 3:  # nested configs may contain further nested configs
         if (
             any(spec.model_type in known for spec in config.sub_configs_defaults.values())
             or config.model_type in MODEL_TYPES
@@ -152,7 +152,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def _corrected(config: Any, name: str, spec: Any) -> bool:
-    """Return whether a class sets the model type of a nested config even if the config names the whole model's."""
+    """Return whether a class sets a nested config's model type even if the config names the whole model's type."""
     try:
         inside = getattr(config(**{name: {"model_type": config.model_type}}), name)
     except (AttributeError, KeyError, StrictDataclassError, TypeError, ValueError):
@@ -176,7 +176,7 @@ def _fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _optional(config: Any, row: dict[str, Any]) -> list[str]:
-    """List the parts that are None by default."""
+    """List the parts whose default is None."""
     default = config()
     return sorted(
         name for kind in ("parts", "auto_parts") for name in row.get(kind, ()) if getattr(default, name) is None
@@ -184,10 +184,10 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """Collect the defaults that a class fills into a nested config."""
+    """Collect the defaults that a class fills into its nested configs."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
-    if not defaults or config.model_type == "fun_asr_nano":  # it refuses a part that does not fit the others
+    if not defaults or config.model_type == "fun_asr_nano":  # its class refuses a part that does not fit the others
         return {}
     inside = getattr(config(**{name: {"model_type": spec.model_type}}), name)
     merges = all(getattr(inside, name, None) == value for name, value in defaults.items() if name != "rope_theta")
@@ -203,7 +203,7 @@ def _rotation(config: Any) -> dict[str, Any]:
         return row | {"rope_theta": None, "rope_parameters": default}
     try:
         parameters = config(rope_parameters={"rope_type": "default"}).rope_parameters
-    except KeyError:  # its class requires more parameters
+    except KeyError:  # the class requires more parameters
         parameters = default
     row["rope_theta"] = parameters.get("rope_theta", default.get("rope_theta"))
     if parameters.get("partial_rotary_factor") is not None:
@@ -219,7 +219,7 @@ def _rotation(config: Any) -> dict[str, Any]:
 
 
 def to_json(rows: dict[str, dict[str, Any]]) -> str:
-    """Format the table as in the file: one line for each model type."""
+    """Format the table as in the file, with one line for each model type."""
     lines = [f"{json.dumps(model)}: {json.dumps(row, sort_keys=True)}" for model, row in rows.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -1,4 +1,4 @@
-"""Tiny random models of Transformers, prompts for them, and the expected rotation, computed by hand."""
+"""Tiny Transformers models with random weights, prompts for them, and the expected rotation, computed by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # large, so that the logits depend on each token
+    "initializer_range": 0.3,  # large, so that the logits depend on every token
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -46,14 +46,14 @@ SIZES = {
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """Build a config of two layers; Gemma 3 gets one layer of each type."""
+    """Build a config with two layers; Gemma 3 gets one layer of each type."""
     changes = {**({"sliding_window_pattern": 2} if name == "gemma3" else {}), **changes}
     kind: Any = CONFIG_MAPPING["gemma3_text" if name == "gemma3" else name]
     return kind(**{**SIZES, **({} if name in CONFIGS else EXPERTS), **changes})
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Build a model with random weights, the same for the same name."""
+    """Build a model with random weights that are the same for the same name."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=dtype).eval()
 
@@ -69,7 +69,7 @@ def rotary_of(model: Any, **changes: Any) -> Any:
 def patched(model: Any, way: str = "reference") -> Any:
     """Patch the model with its own rotation.
 
-    "fused" takes the path of the kernel but runs the extension, which returns the same bits and is much faster than
+    "fused" follows the kernel's code path but runs the extension, which returns the same bits and is much faster than
     Triton's interpreter.
     """
     patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
@@ -80,7 +80,7 @@ def patched(model: Any, way: str = "reference") -> Any:
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Draw random token ids, never the padding token."""
+    """Draw random token ids other than the padding token."""
     return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -90,18 +90,18 @@ def two_rows(scheme: str = "rope-tie") -> PositionTable:
 
 
 def as_ids(table: PositionTable) -> Tensor:
-    """Return dense ids, (axes, batch, seq), of documents of one length."""
+    """Return the dense ids, (axes, batch, seq), of documents of equal length."""
     return torch.from_numpy(table.dense().reshape(table.axes, table.num_documents, -1))
 
 
 def text(*lengths: int) -> PositionTable:
-    """Place documents of text alone."""
+    """Place text-only documents of these lengths."""
     return place(SegmentTable.from_documents([[Text(n)] for n in lengths]))
 
 
 @contextmanager
 def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
-    """Replace rotary_emb of the original model by cos and sin of exact angles, computed one token at a time."""
+    """Replace the original model's rotary_emb with cos and sin of exact angles, computed one token at a time."""
     rotary_emb = model.model.rotary_emb
     exact = ids_of(ids) if isinstance(ids, PositionTable) else ids
 

@@ -1,4 +1,4 @@
-"""An HTTP/2 client for traffic that gRPC clients never send: partial messages, closed windows, broken metadata."""
+"""An HTTP/2 client for traffic that gRPC clients never send: partial messages, closed windows and broken metadata."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GOAWAY = 7
 
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
-    """Frame a message as gRPC does; ``length`` replaces its true length."""
+    """Frame a message as gRPC does; ``length`` replaces the true length."""
     return struct.pack(">BI", compressed, len(raw) if length is None else length) + raw
 
 
@@ -37,15 +37,15 @@ class Connection:
 
     Args:
         address: HOST:PORT.
-        window: bytes of each stream that the server may send before an update of the window.
-        source: local address to call from; "" for the default.
+        window: bytes that the server may send on each stream before a window update.
+        source: local address to connect from; "" for the default.
     """
 
     def __init__(self, address: str, *, window: int = 65_535, source: str = "") -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._received: dict[int, bytes] = {}  # data and status messages by stream
+        self._received: dict[int, bytes] = {}  # received data and status messages, by stream
         self._ends: dict[int, str] = {}
         self._pending = b""
         self.h2 = H2Connection(
@@ -71,7 +71,7 @@ class Connection:
         self.socket.close()
 
     def flush(self, more: bytes = b"") -> None:
-        """Send the pending frames, and these bytes after them."""
+        """Send the pending frames, followed by these bytes."""
         self.socket.sendall(self.h2.data_to_send() + more)
 
     def call(self, path: bytes | str, *metadata: tuple[bytes, bytes], left_out: str = "") -> int:
@@ -91,7 +91,7 @@ class Connection:
         return stream
 
     def send(self, stream: int, raw: bytes, *, end: bool = True, wait: bool = True) -> None:
-        """Send bytes of a call until the server has ended it; without ``wait``, stop when the window is full."""
+        """Send a call's bytes unless the server ends the call; without ``wait``, stop when the window is full."""
         while raw and stream not in self._ends:
             room = min(self.h2.local_flow_control_window(stream), self.h2.max_outbound_frame_size)
             if room > 0:
@@ -107,12 +107,12 @@ class Connection:
             self.flush()
 
     def open(self, stream: int, size: int) -> None:
-        """Allow the server to send ``size`` more bytes of a stream."""
+        """Allow the server to send ``size`` more bytes on a stream."""
         self.h2.increment_flow_control_window(size, stream)
         self.flush()
 
     def ended(self, stream: int) -> tuple[str, bytes]:
-        """Wait for the end of a call and return its status name and all data received, the status message included.
+        """Wait for the end of a call, and return its status name and all received data, including the status message.
 
         Raises:
             ConnectionError: the connection ended first.
@@ -123,7 +123,7 @@ class Connection:
         return self._ends[stream], self._received.get(stream, b"")
 
     def statuses(self, calls: int, seconds: float = 1.0) -> list[tuple[str, bytes]]:
-        """Wait at most ``seconds`` for the ends of ``calls`` calls, and return them as ``ended`` does."""
+        """Wait at most ``seconds`` for ``calls`` calls to end, and return for each what ``ended`` returns."""
         deadline, alive = time.monotonic() + seconds, True
         with suppress(TimeoutError):
             while alive and len(self._ends) < calls:
@@ -140,19 +140,19 @@ class Connection:
         return True
 
     def _receive(self) -> bool:
-        """Process the next bytes; return False at the end of the connection."""
+        """Process the next bytes; return False when the connection has ended."""
         data = self.socket.recv(65_536)
         if not data:
             return False
         with suppress(H2Error):  # the server may answer broken frames with broken frames
             for event in self.h2.receive_data(self._without_goaway(data)):
                 self._take(event)
-        with suppress(ConnectionError):  # the next read reports the end of the connection
+        with suppress(ConnectionError):  # the next read reports that the connection has ended
             self.flush()
         return True
 
     def _without_goaway(self, data: bytes) -> bytes:
-        """Return complete frames without GOAWAY, after which h2 would ignore the open calls."""
+        """Return the complete frames except GOAWAY, after which h2 would ignore the open calls."""
         self._pending += data
         frames = b""
         while len(self._pending) >= 9 and len(self._pending) >= (size := 9 + int.from_bytes(self._pending[:3], "big")):

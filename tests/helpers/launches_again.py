@@ -1,6 +1,6 @@
-"""Repeat calls of many forms three times and print the kernel launches as JSON; bound kernels serve the last calls.
+"""Repeat calls of many forms three times, and print as JSON how the kernels launch; bound kernels serve the last calls.
 
-Run by tests/rotary/test_rotary_launches.py in a process without Triton's interpreter: Triton binds and specialises
+tests/rotary/test_rotary_launches.py runs it in a process without Triton's interpreter: Triton binds and specialises
 kernels for an absent GPU, but does not compile them.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from triton.runtime import JITFunction, driver
 
-import mmpos.rotary.kernel  # noqa: F401  # before the environment selects the interpreter
+import mmpos.rotary.kernel  # noqa: F401  # imported before the environment selects the interpreter
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, launches, rotate_and_store
 
@@ -44,7 +44,7 @@ class Uncompiled:
         """Return no metadata."""
 
     def run(self, x: int, y: int, z: int, stream: int, function: str, *arguments: Any) -> None:
-        """Record a launch by Triton; the first arguments are metadata and hooks."""
+        """Record a launch by Triton, whose first arguments are metadata and hooks."""
         LAUNCHES.append((x, y, z, function, *map(form, arguments[4:])))
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
@@ -52,7 +52,7 @@ class Uncompiled:
 
 
 def form(x: Any) -> Any:
-    """Return everything of an argument except its address, which differs for every new tensor."""
+    """Return every property of an argument except its address, which differs for every new tensor."""
     if isinstance(x, Tensor):
         return x.dtype, x.numel(), x.data_ptr() % 16, x.dim() == 1 and x.stride()
     return tuple(map(form, x)) if isinstance(x, tuple) else x
@@ -64,7 +64,7 @@ def often(draw: random.Random, usual: Any, *others: Any) -> Any:
 
 
 def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
-    """Return a call of one of many forms, and the tensors that it writes."""
+    """Return the tensors written by a call of one of many forms, and the call."""
     batch, seq, dim, dtype = often(draw, 1, 2), often(draw, 16, 2, 17), often(draw, 16, 32), often(draw, *DTYPES)
     layout = often(draw, "thd", "bshd", "bhsd")
 
@@ -102,7 +102,7 @@ def call(draw: random.Random) -> tuple[Any, Callable[[], Any]]:
 
 
 def launched(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
-    """Return the launch, the form of the results, which versions autograd saw change, and whether Triton bound it."""
+    """Return the launch, the form of the results, which version counters changed, and whether Triton bound a kernel."""
     LAUNCHES.clear()
     before, versions = BOUND.total(), [x._version for x in written]
     q_out, k_out = rotate()
@@ -113,13 +113,13 @@ def launched(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
 
 
 def launched_anew(rotate: Callable[[], Any], *written: Tensor) -> tuple[Any, ...]:
-    """Return the launch when no form is known."""
+    """Return the launch made when no form is known."""
     with patch.dict(launches._KNOWN, clear=True):
         return launched(rotate, *written)[0]
 
 
 def main() -> dict[str, Any]:
-    """Compare launches of known forms with launches of unknown forms."""
+    """Compare the launches of known forms with those of unknown forms."""
     draw = random.Random(32)
     different, straight = [], 0
     for _ in range(400):
@@ -140,7 +140,7 @@ def main() -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """Return the error messages of wrong calls whose forms are otherwise known."""
+    """Return the error messages of invalid calls whose forms are otherwise known."""
     positions, rotary = DevicePositions.from_table(place(SegmentTable.from_documents([[Text(4)]]))), Rotary(16)
     fused, pages = torch.zeros(4, 8, 16), torch.zeros(8, 2, 16)
     options: dict[str, Any] = {"inplace": True, "implementation": "triton"}
@@ -180,5 +180,5 @@ if __name__ == "__main__":
     usual = JITFunction.run
     JITFunction.run = lambda self, *args, **options: BOUND.update([self.__name__]) or usual(self, *args, **options)
     driver.set_active(StandIn("sm_90"))
-    os.environ["TRITON_INTERPRET"] = "1"  # only checked on entry to the kernels, which are no longer interpreted
+    os.environ["TRITON_INTERPRET"] = "1"  # checked only on entry to the kernels, which are no longer interpreted
     print(json.dumps(main()))

@@ -1,4 +1,4 @@
-"""Random batches as processors of Transformers return them, and the answer of Transformers' get_rope_index."""
+"""Random batches like those from Transformers' processors, and the answers of Transformers' get_rope_index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Layout:
         merge: the model's spatial_merge_size.
         rate: tokens_per_second of Qwen2.5-VL.
         seconds: one per video, or None.
-        apart: whether every frame of a video is a separate grid (Qwen3-VL).
+        apart: whether every frame of a video is its own grid (Qwen3-VL).
     """
 
     input_ids: Array
@@ -60,7 +60,7 @@ class Layout:
         return mask == 1
 
     def segments(self) -> SegmentTable:
-        """Build the segment table of the batch."""
+        """Build the batch's segment table."""
         return SegmentTable.from_input_ids(
             self.input_ids,
             Placeholders(image=IMAGE, video=VIDEO),
@@ -84,7 +84,7 @@ CLASSES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
-    """Call the model's method with a configuration and no weights.
+    """Call the model's method with a config but without weights.
 
     ``listed`` passes the seconds as a list of floats instead of a tensor.
     """
@@ -110,7 +110,7 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
 
 @cache
 def random_answers(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
-    """Draw ``count`` random layouts of a model with Transformers' answer to each; the same in every run."""
+    """Draw ``count`` random layouts for a model, the same in every run, with Transformers' answer for each."""
     random = Random(f"{model}, videos={videos}")
     layouts = (random_layout(random, model, videos) for _ in range(count))
     return tuple((layout, rope_index(model, layout)) for layout in layouts)
@@ -125,7 +125,7 @@ class Row(NamedTuple):
 
 
 def random_layout(random: Random, model: str, videos: bool) -> Layout:
-    """Draw a batch of one to four rows of text, images and videos, padded on one side with text or placeholders.
+    """Draw a batch of one to four rows of text, images and videos, padded on one side with text or placeholder tokens.
 
     No two images and no two videos are adjacent, since Transformers refuses them.
     """

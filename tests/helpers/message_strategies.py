@@ -50,12 +50,12 @@ _NAMES = st.sampled_from(
 )
 _EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
-# Without these fields all other fields have no effect; other tests leave them out.
+# Without these fields, no other field has an effect; other tests leave them out.
 _NEEDED = {"query", "q", "positions", "input_ids"}
 
 
 def messages(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Draw any message of this type that can be encoded, mostly nonsense."""
+    """Draw any encodable message of this type; most of them are nonsense."""
     return _fields(kind.DESCRIPTOR).map(lambda fields: kind(**fields))
 
 
@@ -104,7 +104,7 @@ _small = st.integers(1, 6)
 
 
 def _one_of(*numbers: int) -> st.SearchStrategy[Any]:
-    """Draw one of these numbers of an enum; the result is Any because each enum has its own type."""
+    """Draw one of these enum numbers; the result is Any because each enum has its own type."""
     return st.sampled_from(numbers)
 
 
@@ -115,7 +115,7 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (30, 20)) -> bytes:
 
 
 def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
-    """Write numbers as a message."""
+    """Encode numbers as a tensor message."""
     array = np.asarray(values, dtype)
     number = tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}")
     return tensor_pb2.Tensor(dtype=number, shape=array.shape, data=array.tobytes())
@@ -123,7 +123,7 @@ def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
 
 @st.composite
 def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
-    """Draw documents of text with grids in between."""
+    """Draw documents of text with grids between the texts."""
     table = table_pb2.SegmentTable()
     for _ in range(draw(st.integers(0, 3))):
         grids = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2]), _small, _small), max_size=3))
@@ -142,7 +142,7 @@ def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
 
 @st.composite
 def views(draw: st.DrawFn) -> positions_pb2.View:
-    """Draw a view with small numbers, many of which do not fit the documents."""
+    """Draw a view from small numbers, many of which do not fit the documents."""
     kind = draw(st.sampled_from(["take", "window", "decode", "shard", "pad"]))
     few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
     if kind == "take":
@@ -202,7 +202,7 @@ _parts = st.one_of(
 
 @st.composite
 def builds(draw: st.DrawFn) -> sequences_pb2.BuildRequest:
-    """Draw a few documents with a few parts of every type."""
+    """Draw a few documents, each with a few parts of any type."""
     documents = draw(st.lists(st.lists(_parts, max_size=4), max_size=3))
     query = sequences_pb2.SequencesQuery(start=draw(st.integers(0, 9)), patches=draw(st.booleans()))
     query.documents.extend(sequences_pb2.Document(parts=parts) for parts in documents)
@@ -211,7 +211,7 @@ def builds(draw: st.DrawFn) -> sequences_pb2.BuildRequest:
 
 @st.composite
 def rotations(draw: st.DrawFn) -> rotary_pb2.RotateRequest:
-    """Draw queries of four tokens and two heads, with matching ids."""
+    """Draw queries with four tokens and two heads, and matching ids."""
     dtype = draw(st.sampled_from(["float32", "float16"]))
     ids = draw(st.lists(st.lists(st.integers(-5, 10**6), min_size=4, max_size=4), min_size=2, max_size=2))
     request = rotary_pb2.RotateRequest(layout=draw(_one_of(0, 1)), conjugate=draw(st.booleans()))
@@ -236,7 +236,7 @@ _parts_of_objects = st.builds(
 
 
 def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
-    """Yield all tensors of a message."""
+    """Yield all tensors in a message."""
     if isinstance(message, tensor_pb2.Tensor):
         yield message
         return
@@ -248,7 +248,7 @@ def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
 
 @st.composite
 def sharing(draw: st.DrawFn, requests: st.SearchStrategy[M]) -> M:
-    """Draw one of these requests, some with input or output tensors in shared memory."""
+    """Draw one of these requests, sometimes with input or output tensors in shared memory."""
     request = draw(requests)
     for message in _tensors(request):
         if message.data and draw(st.booleans()):
@@ -271,11 +271,11 @@ LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
 """Mostly valid requests, by call."""
 
 
-# Examples of the strategies.
+# Examples drawn from the strategies.
 
 
 def for_each(strategy: st.SearchStrategy[T], number: int, function: Callable[[T], object]) -> None:
-    """Call the function with ``number`` examples, the same ones in every run."""
+    """Call the function with ``number`` examples, which are the same in every run."""
     health = list(HealthCheck)
     chosen = settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=health)
 

@@ -1,4 +1,4 @@
-"""Random headers of a corpus of interleaved documents, captioned images, plain text and chats."""
+"""Random headers for a corpus of interleaved documents, captioned images, plain text and chats."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from mmpos.data import Headers
 
 
 def mixed_corpus(count: int, seed: int = 0, max_tokens: int = 8192) -> Headers:
-    """Draw the headers of examples of at most ``max_tokens``.
+    """Draw the headers of examples with at most ``max_tokens`` tokens each.
 
     35% are interleaved documents (lognormal text around 490 tokens, 2.5 images on average, as OBELICS reports), 35%
-    captions with one image, 20% text and 10% chats. Images have a median side of 448 pixels, at most 1,000, in patches
-    of 14 pixels that are merged by four, as in Qwen2-VL.
+    captions with one image, 20% text and 10% chats. Images have a median side of 448 pixels and sides of at most 1,000,
+    in patches of 14 pixels that are merged in groups of four, as in Qwen2-VL.
     """
     random = np.random.default_rng(seed)
     kind = random.choice(4, count, p=[0.35, 0.35, 0.2, 0.1])

@@ -1,6 +1,6 @@
-"""Configs of every known model type, and the settings that must be read from them.
+"""Configs for every known model type, and the settings that must be read from them.
 
-``python tests/helpers/model_configs.py`` rewrites the settings for review: tests/golden/model_settings.json.
+``python tests/helpers/model_configs.py`` rewrites the settings in tests/golden/model_settings.json for review.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def describe(value: Any) -> Any:
 
 
 def encoder_settings(encoder: str, config: object) -> Any:
-    """Return the position scheme and the rotation of an encoder."""
+    """Return an encoder's position scheme and rotation."""
     return [vision_scheme(Fields("vision_config", config, encoder)), Rotary.from_hf_config(config)]
 
 
 def golden() -> dict[str, dict[str, Any]]:
-    """Return the settings read from the defaults of every class."""
+    """Return the settings that are read from each class's defaults."""
     return {
         "encoders": {encoder: describe(encoder_settings(encoder, CONFIGS[encoder]())) for encoder in ENCODERS},
         "models": {model: describe(settings_of(model)) for model in MODEL_TYPES},

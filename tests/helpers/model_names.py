@@ -1,9 +1,9 @@
-"""Names under which people know a model type: the class of Transformers without "Config", and an example checkpoint.
+"""The names by which people know a model type: the Transformers class without "Config", and an example checkpoint.
 
 ``python tests/helpers/model_names.py`` writes tests/golden/model_names.json, which docs/models-names.md shows.
 
-Transformers copies the documentation of one model to the next, and with it the name of its checkpoint. This
-program assigns a checkpoint to the type with the most similar name among the types that mention it.
+Transformers copies documentation from one model to the next, along with the name of the checkpoint. Among the types
+that mention a checkpoint, this program assigns it to the type with the most similar name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def names() -> dict[str, list[str]]:
 
 
 def _similarity(model: str, checkpoint: str) -> tuple[float, int]:
-    """Return the part of a model type that its checkpoint repeats in order, and minus the difference in length."""
+    """Return the share of a model type that the checkpoint repeats in order, and minus the difference in length."""
     model, name = (re.sub(r"[\W_]", "", text.lower()) for text in (model, checkpoint.partition("/")[2]))
     blocks = SequenceMatcher(None, model, name, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / len(model), -abs(len(name) - len(model))

@@ -1,4 +1,4 @@
-"""Valid bytes with a few changes: messages, and image files in every format that is read."""
+"""Valid bytes with a few changes: messages, and image files in every supported format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mutate(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> b
     Args:
         raw: bytes to change.
         chance: random source.
-        others: byte strings from which pieces are inserted; empty for ``raw`` itself.
+        others: byte strings from which to insert pieces; empty for ``raw`` itself.
     """
     data = bytearray(raw)
     for _ in range(chance.randint(1, 4)):
@@ -43,7 +43,7 @@ def mutate(raw: bytes, chance: random.Random, others: Sequence[bytes] = ()) -> b
 
 
 def image_files() -> list[bytes]:
-    """Encode small image files in every format, with the features whose decoders have the most code."""
+    """Encode small image files in every format, using the features whose decoders contain the most code."""
     noise = np.random.default_rng(0).integers(0, 256, (24, 40, 4), np.uint8)
     color = Image.fromarray(noise).convert("RGB")
     upright = Image.Exif()

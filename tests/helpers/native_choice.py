@@ -1,6 +1,6 @@
 """Pytest plugin that runs tests with another extension, or without one.
 
-The environment variable NATIVE is the path of the extension; an empty value runs without one.
+The environment variable NATIVE contains the path of the extension; if it is empty, tests run without an extension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/ and save their outputs: python tests/helpers/notebooks.py."""
+"""Run the notebooks in docs/ and save their outputs: python tests/helpers/notebooks.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook from its first cell in a new kernel, and return it with the outputs of this run."""
+    """Run a notebook from the first cell in a new kernel, and return the notebook with the outputs of this run."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}

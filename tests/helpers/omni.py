@@ -1,4 +1,4 @@
-"""A builder of text, audio and clips whose token order and ids are short enough to write by hand."""
+"""A builder for text, audio and clips whose token order and ids are short enough to write by hand."""
 
 from __future__ import annotations
 

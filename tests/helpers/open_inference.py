@@ -1,4 +1,4 @@
-"""Shared parts of the tests of the Open Inference Protocol: settings, and requests by tritonclient."""
+"""Shared parts of the Open Inference Protocol tests: settings, and requests through tritonclient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def input_tensor(name: str, values: object, datatype: str | None = None) -> Any:
 
 
 def requested_outputs(names: Iterable[str] | None) -> list[Any] | None:
-    """Build requested outputs of these names."""
+    """Build requested outputs with these names."""
     return None if names is None else [triton.InferRequestedOutput(name) for name in names]
 
 
@@ -57,13 +57,13 @@ def ask(
 
 
 def stub(channel: grpc.Channel) -> Infer:
-    """Return ModelInfer as a callable for messages that no client writes."""
+    """Return ModelInfer as a callable, for messages that no client would write."""
     kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
     return channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the status and the message of a call that fails."""
+    """Return the status and message of a failing call."""
     with pytest.raises((triton.InferenceServerException, grpc.RpcError)) as raised:
         call()
     error = raised.value

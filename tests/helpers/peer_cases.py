@@ -1,4 +1,4 @@
-"""Shared parts of the tests of peers: pairwise test designs, the rotation of peers, and bounds."""
+"""Shared parts of the peer tests: pairwise test designs, the peers' rotation, and bounds."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ SIDE = sqrt(2) * LIBRARY * unit(torch.float32) + gamma(3)
 
 
 class Tolerance(NamedTuple):
-    """A difference that a peer accepts: atol + rtol · |reference|."""
+    """The difference that a peer accepts: atol + rtol · |reference|."""
 
     rtol: float
     atol: float
 
 
 def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return few cases that contain every pair of values of every two factors, as pytest.param with an id.
+    """Return a few cases that together contain every pair of values of any two factors, as pytest.param with an id.
 
-    Each case begins with a pair that no case contains yet, and takes of every other factor the value that adds most new
-    pairs. Such a design finds bugs that depend on one setting or on two together. It is the same in every run.
+    Each case begins with a pair that no case contains yet, and uses for every other factor the value that adds the most
+    new pairs. Such a design finds bugs that depend on one setting or on a combination of two. It is the same in every
+    run.
 
     >>> [case.values for case in pairwise_cases({"a": "xy", "b": (1, 2), "c": (True, False)})]
     [('x', 1, True), ('x', 2, False), ('y', 1, False), ('y', 2, True)]
 
     Args:
-        factors: name of a parameter to its values.
+        factors: maps the name of each parameter to its values.
     """
     values = list(factors.values())
     return [
@@ -46,7 +47,7 @@ def pairwise_cases(factors: Mapping[str, Sequence[Any]]) -> list[Any]:
 
 
 def _covering(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield cases as indices of values, one index per factor."""
+    """Yield cases as value indices, one per factor."""
     left = {
         (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
     }
@@ -69,18 +70,18 @@ def _pair(a: int, i: int, b: int, j: int) -> tuple[int, int, int, int]:
 
 
 def float32_angles(ids: Tensor, dim: int, theta: float) -> Tensor:
-    """Return (…, dim/2) angles as all peers compute them: float32 frequencies, float32 products."""
+    """Return (…, dim/2) angles as all peers compute them, with float32 frequencies and float32 products."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return ids.float()[..., None] * (1.0 / torch.pow(theta, exponents)).to(ids.device)
 
 
 def channels(width: int, adjacent: bool) -> tuple[slice, slice]:
-    """Return the slices of the first and the second channel of each pair."""
+    """Return the slices that select the first and second channels of the pairs."""
     return (slice(0, width, 2), slice(1, width, 2)) if adjacent else (slice(width // 2), slice(width // 2, width))
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-    """Rotate by the peers' formula: (a, b) becomes (a·cos − b·sin, b·cos + a·sin); channels behind the pairs are kept.
+    """Rotate by the peers' formula: (a, b) becomes (a·cos − b·sin, b·cos + a·sin); channels after the pairs are kept.
 
     Args:
         x: (…, head_dim), rounded to its dtype after each operation.
@@ -104,9 +105,10 @@ def assert_rotations_agree(
     *,
     peer: Tolerance | None = None,
 ) -> None:
-    """Assert that two rotations of x agree within the rounding error, and within the tolerance of the peer.
+    """Assert that two rotations of x agree within the rounding error, and within the peer's tolerance.
 
-    Each may be off by SIDE of the length of each pair, and is rounded to its dtype; unrotated channels must be equal.
+    Each rotation may be off by SIDE times the length of each pair, and is rounded to its dtype; unrotated channels must
+    be equal.
 
     Args:
         ours: the result of this library.
@@ -114,7 +116,7 @@ def assert_rotations_agree(
         x: the rotated heads, in the same layout.
         pairs: number of rotated pairs, which come first.
         adjacent: as for ``rotate_pairs``.
-        peer: tolerance of the peer.
+        peer: the peer's tolerance.
     """
     assert ours is not None
     assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
@@ -133,6 +135,6 @@ def assert_rotations_agree(
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Draw normal numbers, the same in every run."""
+    """Draw normally distributed numbers, the same in every run."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)

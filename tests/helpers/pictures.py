@@ -1,4 +1,4 @@
-"""Read the texts of an SVG and the pixels of a PNG, and place tables to draw."""
+"""Read the text of an SVG and the pixels of a PNG, and place tables to draw."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mmpos.segments.table import SegmentTable
 
 
 def table(*specs: str, scheme: str = "rope-tie") -> PositionTable:
-    """Place the documents of these specs under a scheme."""
+    """Place the documents described by these specs with a scheme."""
     return place(SegmentTable.from_documents(read_specs(specs).documents), scheme)
 
 
 def texts(path: Path) -> list[str]:
-    """Return the texts of an SVG, in document order."""
+    """Return the text elements of an SVG in document order."""
     root = ElementTree.parse(path).getroot()
     return ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
 

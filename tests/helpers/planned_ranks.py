@@ -1,4 +1,4 @@
-"""The work of each of four ranks with a plan, in a module that spawned processes can import."""
+"""The work of each of four ranks that follow a plan, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def model() -> nn.Sequential:
 
 
 def losses(model: nn.Sequential, batch: Batch) -> torch.Tensor:
-    """Return the loss of each label of a batch."""
+    """Return the loss for each label in a batch."""
     labels = batch.shift_labels().labels
     kept = labels != IGNORE_INDEX
     return cross_entropy(model(batch.input_ids)[kept], labels[kept], reduction="none")
 
 
 def run(rank: int, folder: Path) -> None:
-    """Sum weighted losses over the steps of a plan; rank 0 writes their mean and its gradient."""
+    """Sum the weighted losses over the steps of a plan; rank 0 writes their mean and the gradient of the mean."""
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=4, timeout=limit)
-    parallel = nn.parallel.DistributedDataParallel(model())  # averages gradients over ranks
+    parallel = nn.parallel.DistributedDataParallel(model())  # averages gradients across ranks
     packs, total = PlannedPacks(folder / "index.parquet", rank), torch.zeros(())
     for microbatches in packs:
         means = []

@@ -1,4 +1,4 @@
-"""Run the tests as on other machines: with other vector instructions, thread counts, and on a busy machine.
+"""Run the tests as on other machines: with other vector instructions, with other thread counts, and on a busy machine.
 
 python tests/helpers/portable.py               every setting
 python tests/helpers/portable.py avx2 busy     these only
@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "torch-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "mkl-sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    # Processors without AVX512 and without AVX, for torch, MKL, oneDNN, numpy and its OpenBLAS at once.
+    # Like processors without AVX512 or without AVX: for torch, MKL, oneDNN, numpy and its OpenBLAS at once.
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -65,10 +65,10 @@ def busy(count: int) -> Iterator[None]:
 
 
 def run(setting: str, suite: str) -> tuple[bool, str]:
-    """Run a suite; return whether it passed, and the counts of pytest. Print the output of a failed run."""
+    """Run a suite, and return whether it passed and pytest's counts. Print the output of a failed run."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES[suite]]
     begun = time.monotonic()
-    # A separate cache: kernels that torch.compile built for other vector instructions have the same key.
+    # Use a separate cache: kernels that torch.compile built for other vector instructions have the same key.
     with TemporaryDirectory() as cache, busy((os.cpu_count() or 1) if setting == "busy" else 0):
         environment = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": cache}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Token ids and small images of the configs from which the probe tests write checkpoints, by family."""
+"""Token ids and small image sizes for the configs from which the probe tests write checkpoints, by model family."""
 
 from __future__ import annotations
 

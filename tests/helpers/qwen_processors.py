@@ -1,4 +1,4 @@
-"""Processors of tiny Qwen-VL models, ours and Transformers', and chats for both."""
+"""Processors for tiny Qwen-VL models, ours and Transformers', and chats for both."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def both(model: str, tokenizer: Any = None) -> tuple[MMPosProcessor, Any]:
 
 
 def drawn_chats(random: np.random.Generator) -> list[list[dict[str, Any]]]:
-    """Draw one to three chats of texts, images and videos."""
+    """Draw one to three chats that contain texts, images and videos."""
 
     def block() -> dict[str, Any]:
         height, width = random.integers(30, 130, 2)

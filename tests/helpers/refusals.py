@@ -1,4 +1,4 @@
-"""The form of error messages, and the errors of refused calls."""
+"""The form of error messages, and the errors that refused calls raise."""
 
 from __future__ import annotations
 

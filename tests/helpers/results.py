@@ -1,4 +1,4 @@
-"""Equality of the results of calls."""
+"""Equality of call results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmpos import MmposError
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    """Assert that two results are equal: types, values, dtypes, shapes and error messages."""
+    """Assert that two results are equal in types, values, dtypes, shapes and error messages."""
     assert type(one) is type(other), (one, other)
     if isinstance(one, MmposError):
         assert str(one) == str(other)

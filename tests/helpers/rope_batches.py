@@ -1,4 +1,4 @@
-"""Random calls to get_rope_index for every model type that has it, the method itself, and our function."""
+"""Random calls to get_rope_index for every model type that has this method, the method itself, and our function."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One call, and the functions of both sides.
+    """One call, and the functions on both sides.
 
     Args:
-        ours: our function of the call's config.
-        theirs: the model's method, with the same config and no weights.
-        arguments: arguments of both functions.
+        ours: our function for the call's config.
+        theirs: the model's method, with the same config but without weights.
+        arguments: arguments for both functions.
         settings: arguments of ``ModelSettings.segments`` for the same batch, if a processor can produce it.
         model: the model settings.
-        needed: arguments that only the method needs.
+        needed: arguments that only the model's method requires.
     """
 
     ours: Callable[..., Any]
@@ -67,7 +67,7 @@ class Request:
 
 
 def classes(module: Any) -> list[Any]:
-    """Return the values that a module defines itself."""
+    """Return the values defined in a module itself."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
@@ -78,7 +78,7 @@ def modeling(model: str) -> Any:
 
 @cache
 def kind_of(model: str) -> Any:
-    """Return the class of a model type with the method; for Qwen Omni the base class of thinker and talker."""
+    """Return the class of a model type that defines the method; for Qwen Omni, the base class of thinker and talker."""
     kinds = [cls for cls in classes(modeling(model)) if "get_rope_index" in vars(cls)]
     if model in OMNI:
         kinds = [cls for cls in kinds if "PreTrained" in cls.__name__]
@@ -87,7 +87,7 @@ def kind_of(model: str) -> Any:
 
 
 def unbound(model: str, config: Any) -> tuple[Any, Any]:
-    """Return the class of a model with get_rope_index, and an object with its helper methods and no weights."""
+    """Return a model's class with get_rope_index, and an object that has the class's helper methods but no weights."""
     kind, model_object = kind_of(model), SimpleNamespace(config=config, spatial_merge_size=2)
     helpers = ("get_vision_position_ids", "_group_visual_frames", "_frame_end_idx", "get_chunked_index")
     for name in (*helpers, "get_llm_pos_ids_for_vision"):
@@ -98,21 +98,21 @@ def unbound(model: str, config: Any) -> tuple[Any, Any]:
 
 
 def method_of(model: str, config: Any) -> Callable[..., Any]:
-    """Return get_rope_index of a model, with a config and no weights."""
+    """Return a model's get_rope_index with a config but without weights."""
     kind, model_object = unbound(model, config)
     bound: Callable[..., Any] = kind.get_rope_index.__get__(model_object)
     return bound
 
 
 def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:
-    """Pad rows with text or one of their tokens; return the ids and a (batch, seq) mask of the tokens."""
+    """Pad rows with text or with one of their tokens; return the ids and a (batch, seq) mask of the real tokens."""
     width, side = max(map(len, rows)) + random.randint(0, 2), random.choice(["left", "right"])
     fill = random.choice([0, random.choice(rows[0])])
     return padded(rows, side, fill, width), padded([[1] * len(row) for row in rows], side, 0, width).bool().numpy()
 
 
 def mask_of(random: Random, real: Array, kinds: Array) -> tuple[Tensor, bool]:
-    """Draw a mask of any dtype, and whether it has holes; a hole only follows a text token that stays."""
+    """Draw a mask of any dtype, and return whether it has holes; a hole only follows a text token that is kept."""
     mask, kept = torch.from_numpy(real.astype(np.int64)), (real != 0) & (kinds == 0)
     rows, tokens = np.nonzero(kept[:, 2::2] & kept[:, 1:-1:2])
     holes = list(zip(rows.tolist(), (2 + 2 * tokens).tolist(), strict=True))
@@ -135,7 +135,7 @@ def any_integers(random: Random, values: Array) -> Tensor:
 
 
 def _grids(random: Random, grids: list[list[int]] | None, merge: int, frames: int) -> Tensor | None:
-    """Return grids before merging, whose sides and frames need not be divisible by the merge sizes."""
+    """Return unmerged grids, whose sides and frames need not be divisible by the merge sizes."""
     if grids is None:
         return None
     more = [[random.randrange(frames), random.randrange(merge), random.randrange(merge)] for _ in grids]
@@ -143,7 +143,7 @@ def _grids(random: Random, grids: list[list[int]] | None, merge: int, frames: in
 
 
 def _seconds(random: Random, videos: int) -> Tensor | list[float] | None:
-    """Draw seconds per frame in the types and dtypes of processors and of trainers' casts."""
+    """Draw seconds per frame in the types and dtypes that processors return and that trainers cast to."""
     rates = [
         2 / random.choice(FRAME_RATES) if random.random() < 0.7 else random.uniform(0.01, 3) for _ in range(videos)
     ]
@@ -165,10 +165,10 @@ def like_qwen(random: Random, model: str) -> Request:
         arguments["attention_mask"], _ = mask_of(random, layout.real, layout.kinds)
     elif random.random() < 0.3:  # the method accepts int32 only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
-    if random.random() < 0.2:  # an image without tokens, of a grid with or without area
+    if random.random() < 0.2:  # an image without tokens, whose grid may or may not have an area
         more = torch.tensor([random.choice([[1, 6, 6], [1, 0, 6]])])
         images = more if images is None else torch.cat([images, more])
-    if videos is not None and random.random() < 0.2:  # a video whose last frames, or all frames, are cut off
+    if videos is not None and random.random() < 0.2:  # a video whose last frames, or all of whose frames, are cut off
         if layout.apart:
             videos[-1, 0] += random.randint(1, 3)
         videos = torch.cat([videos, torch.tensor([random.choice([[2, 6, 12], [2, 6, 0], [0, 6, 12]])])])
@@ -187,7 +187,7 @@ def like_qwen(random: Random, model: str) -> Request:
 
 @cache
 def hunyuan(axes: int) -> tuple[Any, ModelSettings]:
-    """Return a config with this number of axes, of 16 pairs each and the rest on the first, and its settings."""
+    """Return a config with this number of axes, 16 pairs on each and the rest on the first, and its settings."""
     rope = {**XDROPE["rope_parameters"], "xdrope_section": [64 - 16 * (axes - 1), *[16] * (axes - 1)]}
     text = ARGUMENTS["hunyuan_vl"]["text_config"] | {"rope_parameters": rope}
     config = CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
@@ -195,7 +195,7 @@ def hunyuan(axes: int) -> tuple[Any, ModelSettings]:
 
 
 def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
-    """Draw text and images between markers, each row with an end token, and mostly one more token on both sides."""
+    """Draw text and marked images whose rows end with a token, mostly with one more token before and after them."""
     (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     for _ in range(random.choice([0, 1, 1, 2, 3])):
@@ -206,7 +206,7 @@ def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]
 
 
 def like_hunyuan(random: Random, model: str) -> Request:
-    """Draw rows with images of any size, padded and masked with holes, of any dtype."""
+    """Draw rows with images of any size, padded and masked with holes, in any dtype."""
     config, settings = hunyuan(random.choice([3, 4, 4, 5]))
     images: list[list[int]] = []
     ids, real = batch_of(random, [_hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
@@ -237,7 +237,7 @@ def like_hunyuan(random: Random, model: str) -> Request:
 
 
 def _glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]]) -> tuple[list[int], int]:
-    """Draw a prompt with images between markers and a marker that begins the image to generate; count its grids."""
+    """Draw a prompt with marked images and a marker that begins the image to generate, and count the prompt's grids."""
     (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     row = [TEXT, *text_of(random, 5)]
     sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
@@ -251,7 +251,7 @@ def _glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int
 
 @cache
 def with_settings(model: str) -> tuple[Any, ModelSettings]:
-    """Return a config and its settings; Qwen Omni gets the marker for which its class has no default."""
+    """Return a config and its settings; Qwen Omni receives the marker for which its class has no default."""
     config = config_of(model)
     if model in OMNI:
         config.thinker_config.vision_start_token_id = VISION
@@ -261,7 +261,7 @@ def with_settings(model: str) -> tuple[Any, ModelSettings]:
 
 
 def like_glm_image(random: Random, model: str) -> Request:
-    """Draw rows with images, complete or to generate, padded and masked with holes; sometimes grids are shared."""
+    """Draw rows with images, complete or to generate, padded and masked with holes; sometimes rows share grids."""
     config, settings = with_settings(model)
     grids: list[list[int]] = []
     alike = random.random() < 0.2
@@ -275,7 +275,7 @@ def like_glm_image(random: Random, model: str) -> Request:
     }
     arguments: dict[str, Any] = {"input_ids": ids}
     patch = settings.placeholders.image or 0
-    if random.random() < 0.5:  # the model replaces placeholders by image codes before the call
+    if random.random() < 0.5:  # the model replaces placeholders with image codes before the call
         arguments["input_ids"] = ids.masked_fill(ids == patch, TEXT)
     if not real.all() or random.random() < 0.3:
         around = np.isin(ids.numpy(), (patch, *(settings.image_markers or ())))
@@ -305,7 +305,7 @@ def like_glm_image(random: Random, model: str) -> Request:
 
 
 def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
-    """Draw a thumbnail, mostly with rows of slices, which mostly have one size and the same number in each row."""
+    """Draw a thumbnail, mostly followed by rows of slices, which mostly have one size and the same number per row."""
     markers, side = settings.placeholders.crops, settings.spatial_merge_size
     assert markers is not None
 
@@ -326,7 +326,7 @@ def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids:
 
 
 def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[list[int]]]) -> list[int]:
-    """Draw text, images and frames of videos, adjacent or with markers or text between them."""
+    """Draw text, images and video frames, adjacent or with markers or text between them."""
     assert settings.placeholders.crops is not None
     newline = settings.placeholders.crops.newline
     row = text_of(random, 3)
@@ -339,7 +339,7 @@ def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[
 
 
 def like_minicpm(random: Random, model: str) -> Request:
-    """Draw images and frames of videos, padded and masked with holes, merged as the config or the call says."""
+    """Draw images and video frames, padded and masked with holes, merged as the config or the call says."""
     config, settings = with_settings(model)
     image, video = settings.placeholders.image or 0, settings.placeholders.video or 0
     grids: dict[int, list[list[int]]] = {image: [], video: []}
@@ -386,7 +386,7 @@ def audio_tokens(model: str, features: int) -> int:
 
 @dataclass
 class _Prompts:
-    """Rows of token ids and their images, videos and audio."""
+    """Rows of token ids, and their images, videos and audio."""
 
     rows: list[list[int]] = field(default_factory=list)
     images: list[tuple[int, int, int]] = field(default_factory=list)
@@ -416,7 +416,7 @@ class _Prompts:
         if kind == "video":
             return [VISION, *patches, VISION_END]
         mixed = patches[1:] + self.sound(model, random)
-        random.shuffle(mixed)  # neither side reads the order
+        random.shuffle(mixed)  # neither side depends on the order
         return [VISION, SOUND, VIDEO, *mixed, SOUND_END, VISION_END]
 
 
@@ -435,13 +435,13 @@ def _prompts(model: str, random: Random, clips: bool) -> _Prompts:
 
 
 def _seconds_of_frames(random: Random, video: Fraction) -> float:
-    """Draw seconds per frame: of the video, random, or near whole ids, where rounding merges two ids."""
+    """Draw seconds per frame: the video's, random ones, or ones near whole ids, where rounding merges two ids."""
     about = random.randint(1, 20) / 13 * (1 + random.choice([0, 1e-7, -1e-7, 3e-7]))
     return random.choice([float(video), random.uniform(0.01, 9), about])
 
 
 def like_omni(random: Random, model: str) -> Request:
-    """Draw rows of text, images, audio and videos, silent or with sound, padded and masked with holes."""
+    """Draw rows of text, images, audio and videos with or without sound, padded and masked with holes."""
     config, settings = with_settings(model)
     clips, side = random.random() < 0.6, random.choice(["left", "right"])
     prompts = _prompts(model, random, clips)

@@ -1,4 +1,4 @@
-"""Pytest plugin that installs rope_index in every model of a run, for Transformers' own tests.
+"""Pytest plugin that installs rope_index in every model that a run creates, for Transformers' own tests.
 
 Those tests are in a checkout of Transformers, not in its package:
     PYTHONPATH=tests/helpers pytest -p rope_index_installed CHECKOUT/tests/models/qwen2_vl/test_modeling_qwen2_vl.py
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def counting(call: Any) -> Any:
-    """Wrap a method so that its calls are counted."""
+    """Wrap a method to count its calls."""
 
     @wraps(call)
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,13 +56,13 @@ def counting(call: Any) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run in which no function was called."""
+    """Fail a run in which no rope_index was called."""
     if not CALLS and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the number of calls, and the models without rope_index."""
+    """Print the number of calls, and the number of models without rope_index."""
     terminalreporter.write_line(f"rope_index was called {counted(CALLS.total(), 'time')}: {dict(CALLS)}")
     for message, times in REFUSED.items():
         terminalreporter.write_line(f"{counted(times, 'model')} without it: {message}")

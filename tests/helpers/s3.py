@@ -19,7 +19,7 @@ ENVIRONMENT = {
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Run a server while the context is open; yield its address as host:port."""
+    """Run a server while the context is open, and yield its address as host:port."""
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""The rotation of inference engines with contiguous M-RoPE sections, written after vLLM 0.33 and SGLang 0.5.23."""
+"""The rotation of inference engines with contiguous M-RoPE sections, modelled on vLLM 0.33 and SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class EngineRotary(nn.Module):
-    """An M-RoPE module of both engines: its cache keeps the natural order of frequencies, with float32 angles."""
+    """The M-RoPE module of both engines: its cache keeps frequencies in their natural order, with float32 angles."""
 
     cos_sin_cache: Tensor
     _ensure_cos_sin_cache_length: Callable[[int], None]  # SGLang's method, which install_cache replaces
@@ -40,7 +40,7 @@ class EngineRotary(nn.Module):
         return tuple(self.rotate(x, cos.to(x.dtype), sin.to(x.dtype)) for x in tensors)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the first rotary_dim channels of every head; the pairs are halves or neighbours."""
+        """Rotate the first rotary_dim channels of every head, with halves or adjacent channels as pairs."""
         x, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         if self.is_neox_style:
             a, b = x.chunk(2, dim=-1)
@@ -50,7 +50,7 @@ class EngineRotary(nn.Module):
 
 
 def step_ids(prompt: Tensor, delta: int, computed: int, scheduled: int) -> Tensor:
-    """Return the ids that vLLM uses in one step of one request: the prompt's ids, then index + delta on all axes."""
+    """Return the ids that vLLM uses in one step of a request: the prompt's ids, then index + delta on all axes."""
     inside = prompt[:, computed : computed + scheduled]
     beyond = torch.arange(max(computed, prompt.shape[1]), max(computed + scheduled, prompt.shape[1])) + delta
     return torch.cat([inside, beyond.expand(3, -1)], dim=1)

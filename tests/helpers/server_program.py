@@ -1,4 +1,4 @@
-"""A server in a separate process: its log, its metrics and its exit."""
+"""A server in a separate process, with its log, its metrics and its exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Program:
         return cls(process, line.split()[-1], log)
 
     def kill(self) -> None:
-        """Kill the server if it still runs, and close its output."""
+        """Kill the server if it is still running, and close its output."""
         self.process.kill()
         self.process.communicate()
 
@@ -51,11 +51,11 @@ class Program:
         return sorted(worker for child in _children(self.process.pid) for worker in _children(child))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the records of the log so far."""
+        """Return the log records so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def end(self) -> tuple[int, list[dict[str, Any]]]:
-        """Wait for a server that was asked to stop; return its exit code and its log."""
+        """Wait for a server that was asked to stop, and return its exit code and its log."""
         out, _ = self.process.communicate(timeout=60)
         assert out == ""
         return self.process.returncode, self.lines()
@@ -69,7 +69,7 @@ Refused = Callable[..., str]
 
 
 def metrics_of(port: int) -> dict[str, float]:
-    """Read the metrics page, without histogram buckets."""
+    """Read the metrics page, omitting histogram buckets."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]

@@ -1,4 +1,4 @@
-"""A server in this process whose one method, Place with its stream, does what the profile name of a query says."""
+"""A server in this process whose only method, Place with its stream, does what the query's profile name says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = 2 * 2**20
 
 
 class Fake:
-    """The method of the server; its events report progress."""
+    """The server's method, whose events report its progress."""
 
     def __init__(self) -> None:
         self.begun, self.stopped, self.go = threading.Event(), threading.Event(), threading.Event()
@@ -39,7 +39,7 @@ class Fake:
         self.over = 0
 
     def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Run the action that is the first word of the profile."""
+        """Run the action named by the first word of the profile."""
         name, _, rest = query.profile.partition(" ")
         self.names.append(query.profile)
         try:
@@ -53,7 +53,7 @@ class Fake:
         call.count(documents=1, tokens=2, images=3)
 
     def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer without any field."""
+        """Answer without setting any field."""
 
     def large(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer with two megabytes."""
@@ -69,7 +69,7 @@ class Fake:
         raise {"limit": LimitExceededError, "unsupported": UnsupportedError, "bug": KeyError}[rest]("why " + "é" * 3000)
 
     def wait(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer when the test sets ``go``: in this thread, or in a thread of a pool."""
+        """Answer once the test sets ``go``, waiting in this thread or in a thread of a pool."""
         pool: Any = rest
         call.run(pool, self._wait, call) if pool else self._wait(call)
         answer.cu_seqlens.append(1)
@@ -94,7 +94,7 @@ class Serving:
 
     @property
     def place(self) -> Any:
-        """Place over gRPC, which takes bytes."""
+        """Place over gRPC, called with bytes."""
         return self.channel.unary_unary(PLACE, response_deserializer=pb.PlaceResponse.FromString)
 
     @property
@@ -104,14 +104,14 @@ class Serving:
         return self.channel.stream_stream(STREAM, *kinds)
 
     def taken(self) -> dict[str, int]:
-        """Return the resources that calls hold, by limit."""
+        """Return the amount of resources that calls hold, by limit."""
         admission = self.server._admission
         gates = [admission.calls, admission.streams, admission.bytes, admission.watches, admission.checks]
         gates += [pool.gate for pool in admission.pools.values()]
         return {gate.name: gate.taken for gate in gates if gate.taken}
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """Return a metric of the server."""
+        """Return the value of a server metric."""
         return self.server.metrics.registry.get_sample_value(f"mmpos_{name}", labels)
 
     def total(self, name: str) -> float:
@@ -121,14 +121,14 @@ class Serving:
 
 
 class KeptLogs(Logs):
-    """A log in memory, which can be read once."""
+    """A log in memory that can be read once."""
 
     def __init__(self, level: str = "info") -> None:
         self._kept = io.StringIO()
         super().__init__(level, file=self._kept)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Close the log and return all its records."""
+        """Close the log and return all of its records."""
         self.close(60.0)
         return [json.loads(line) for line in self._kept.getvalue().splitlines()]
 
@@ -143,10 +143,10 @@ def serving(
     """Serve while the context is open.
 
     Args:
-        side_by_side: whether items of a stream run concurrently.
-        grace: seconds that running calls may take at the end.
-        options: further arguments of the server.
-        tables: tables of its settings.
+        side_by_side: whether the items of a stream run concurrently.
+        grace: seconds that calls in progress may still take when the server stops.
+        options: further arguments for the server.
+        tables: tables that replace those in the server's default settings.
     """
     fake = Fake()
     method = place_method(fake.run)
@@ -166,17 +166,17 @@ def serving(
 
 
 def query(name: str) -> bytes:
-    """Encode a request of Place that runs an action."""
+    """Encode a Place request that runs an action."""
     return pb.PlaceRequest(query=pb.PositionsQuery(profile=name)).SerializeToString()
 
 
 def items(*names: str) -> Iterator[pb.StreamPlaceRequest]:
-    """Yield items of a stream that run these actions."""
+    """Yield stream items that run these actions."""
     return (pb.StreamPlaceRequest(id=i, query=pb.PositionsQuery(profile=name)) for i, name in enumerate(names))
 
 
 def status_of(connection: Connection, path: bytes | str, raw: bytes, *metadata: tuple[bytes, bytes]) -> str:
-    """Make a call over HTTP/2 frames and return its status name."""
+    """Make a call with HTTP/2 frames and return its status name."""
     stream = connection.call(path, *metadata)
     connection.send(stream, raw)
     return connection.ended(stream)[0]

@@ -1,4 +1,4 @@
-"""Shared memory objects as clients in any language create them, for tests of the server."""
+"""Shared memory objects as clients in any language create them, for server tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = f"mmpos-test-{os.getpid()}-"
 
 @contextmanager
 def shared(data: bytes, name: str = "object") -> Iterator[str]:
-    """Create an object that holds these bytes, and yield its key; nothing else may remove the object meanwhile."""
+    """Create an object that holds these bytes, and yield its key; only this function may remove the object."""
     key = f"/{PREFIX}{name}"
     descriptor = os.open(f"{FOLDER}{key}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -39,7 +39,7 @@ SHRINK = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @contextmanager
 def sealed(data: bytes, name: str = "memfd", seals: int = SHRINK) -> Iterator[tuple[str, int]]:
-    """Create a sealed memfd that holds these bytes and a link to it; yield the key and the descriptor."""
+    """Create a sealed memfd that holds these bytes, and a link to it; yield the key and the descriptor."""
     key = f"/{PREFIX}{name}"
     descriptor = os.memfd_create(key[1:], os.MFD_ALLOW_SEALING)
     os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", f"{FOLDER}{key}")
@@ -53,15 +53,15 @@ def sealed(data: bytes, name: str = "memfd", seals: int = SHRINK) -> Iterator[tu
 
 
 def content(key: str) -> bytes:
-    """Read all bytes of an object."""
+    """Read an object's bytes."""
     return (FOLDER / key[1:]).read_bytes()
 
 
 class Objects(Beside):
-    """Reader of all objects, which a client needs to decode an answer."""
+    """Reader of any object, as a client needs to decode an answer."""
 
     def get(self, name: str, shared: tensor_pb2.SharedMemory) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a tensor."""
+        """Return a tensor's bytes."""
         part = content(shared.key)[shared.offset :][: shared.byte_size]
         assert len(part) == shared.byte_size, name
         return np.frombuffer(bytearray(part), np.uint8)

@@ -1,4 +1,4 @@
-"""Tiny random models of every model type of Transformers, from reduced defaults of its config class."""
+"""Tiny models with random weights for every Transformers model type, from reduced defaults of its config class."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ INPUTS: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 
 def tiny_config(model: str) -> Any:
-    """Build a config of two layers, or one layer of each type, with token ids below 512."""
+    """Build a config with two layers, or with one layer of each type, and token ids below 512."""
     full = CONFIGS[model](**ARGUMENTS.get(model, {})).to_dict()
     small = _merged(_small(full), SPECIAL.get(model, {}))
     return CONFIGS[model](**{name: value for name, value in small.items() if name != "model_type"})
 
 
 def tiny_model(model: str) -> Any:
-    """Build a model with random weights, the same for the same name."""
+    """Build a model with random weights that are the same for the same name."""
     with quiet():
         config = tiny_config(model)
         auto = next(cls for cls in AUTOS if type(config) in cls._model_mapping)
@@ -160,7 +160,7 @@ def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings of Transformers about the reduced sizes."""
+    """Silence Transformers' warnings about the reduced sizes."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -169,7 +169,7 @@ def quiet() -> Iterator[None]:
 
 
 def _small(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce every size of a config and of its nested configs."""
+    """Reduce every size in a config and in its nested configs."""
     layers, types = full.get("num_hidden_layers"), full.get("layer_types")
     kept = sorted({kind: types.index(kind) for kind in types}.values()) if types else []
     kept += [kept[-1] + 1 if kept else at for at in range(2)][: max(0, 2 - len(kept))]
@@ -178,7 +178,7 @@ def _small(full: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _small(value)
         elif name == "initializer_range":
-            small[name] = 0.2  # large, so that the logits depend on each token
+            small[name] = 0.2  # large, so that the logits depend on every token
         elif name == "per_layer_config":
             own = {int(at): fields for at, fields in (value or {}).items()}
             small[name] = {new: _doubled(own[old]) for new, old in enumerate(kept) if old in own}
@@ -202,7 +202,7 @@ def _number(name: str, value: Any, kept: list[int]) -> Any:
 
 
 def _doubled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the heads of some layers twice as large as those of the others."""
+    """Keep the heads of some layers twice as large as the heads of the others."""
     return {name: 2 * SIZES[name] if name == "head_dim" else _number(name, fields[name], []) for name in fields}
 
 

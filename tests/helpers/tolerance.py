@@ -1,9 +1,10 @@
-"""Bounds on the difference between two correct results, from dtypes, sizes and magnitudes; all tolerances are here.
+"""Bounds on the difference between two correct results, from dtypes, sizes and magnitudes, and all other tolerances.
 
-Bits are compared where one code path computes both sides. Elsewhere each side has rounding errors: one operation by a
-factor 1 + δ with |δ| ≤ u, the unit roundoff, and n in a row by a factor 1 + θ with |θ| ≤ γₙ = n·u / (1 − n·u). A sum of
-n products is off by at most γₙ·Σ|a||b|, in any order, with vectors of any width and with fused operations [1, 3.1].
-Bounds here are between two computed sides, and so twice the bound of one.
+Where one code path computes both sides, tests compare bits. Elsewhere, each side has rounding errors: one operation
+changes a result by a factor 1 + δ with |δ| ≤ u, the unit roundoff, and n in a row change it by a factor 1 + θ with |θ|
+≤ γₙ = n·u / (1 − n·u). A sum of n products is off by at most γₙ·Σ|a||b|, in any order, with vectors of any width and
+with fused operations [1, 3.1]. The bounds here apply to the difference between two computed sides, so they are twice
+the bound of one side.
 
 [1] Higham, Accuracy and Stability of Numerical Algorithms, second edition, 2002.
 [2] Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41, 2019.
@@ -47,25 +48,26 @@ ARITHMETIC = sqrt(2) * EXACT + gamma(3)
 
 
 def cos_sin(angles: Any = 0.0, roundings: float = 0, dtype: Any = torch.float32) -> Any:
-    """Bound cos and sin against those of another library: below 1, a unit in the last place is at most u.
+    """Bound the difference from another library's cos and sin: below 1, a unit in the last place is at most u.
 
     Args:
         angles: in radians.
-        roundings: number of roundings of an angle on each side; 0 if both sides use the same angles.
+        roundings: how often each side rounds an angle; 0 if both sides use the same angles.
         dtype: dtype of the angles.
     """
     return 2 * (LIBRARY * unit(dtype) + gamma(roundings, dtype) * abs(angles))
 
 
 def rotations(x: Any, off: float = 0.0) -> Any:
-    """Bound rotated heads against another formula.
+    """Bound the difference from heads rotated by another formula.
 
-    A channel is a·cos ∓ b·sin, times an attention factor: three roundings of each term. By Cauchy–Schwarz,
-    |a·cos| + |b·sin| ≤ √(a² + b²), the length of the pair, which rotations keep and which is at most √2·max|x|.
+    A channel is a·cos ∓ b·sin, times an attention factor, so each term is rounded three times. By Cauchy–Schwarz,
+    |a·cos| + |b·sin| ≤ √(a² + b²). This is the length of the pair, which rotations preserve and which is at most
+    √2·max|x|.
 
     Args:
         x: (…, head_dim), rotated.
-        off: bound between cos and sin of the two sides; 0 if both sides use the same numbers.
+        off: bound on the difference between the two sides' cos and sin; 0 if both sides use the same numbers.
 
     Returns:
         (…, 1).
@@ -76,31 +78,31 @@ def rotations(x: Any, off: float = 0.0) -> Any:
 
 
 def rounded(x: Tensor, bound: Any) -> Any:
-    """Bound the difference of two results within ``bound`` after rounding to the dtype of x, which is one of them."""
+    """Bound how far x and another result differ, given that they differed by ``bound`` before rounding to x's dtype."""
     return bound + 2 * unit(x.dtype) * (x.detach().double().abs() + bound)
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Bound (byte / 255 − mean) / std in float32 against the same with folded constants: four roundings."""
+    """Bound the difference that folded constants make to (byte / 255 − mean) / std in float32: four roundings."""
     return max(2 * gamma(4) * (1 + m) / s for m, s in zip(mean, std, strict=True))
 
 
 def rounding(
     run: Callable[[], Tensor | Iterable[Tensor]], tensors: Iterable[Tensor], length: int = 0, dtype: Any = None
 ) -> list[float]:
-    """Bound the results of some kernels against kernels that sum in another order or fuse operations.
+    """Bound how far results differ from those of kernels that sum in another order or fuse operations.
 
-    A rounded sum of n products is the exact sum of perturbed numbers: each by a relative error of at most γₙ [1, 3.1],
-    and of about √n·u, since errors of both signs cancel [2]. So each input number is perturbed by √n·u, up or down at
-    random, eight times, where n is the length of the longest sum. The change in the result estimates the effect of
-    rounding; the result itself is a sum and is perturbed by √n·u. Everything else (norms, softmax, rotations) rounds a
-    number a few times, not √n times.
+    A rounded sum of n products is the exact sum of perturbed numbers, each with a relative error of at most γₙ [1,
+    3.1], and of about √n·u in practice, since errors of both signs cancel [2]. This function therefore perturbs each
+    input number eight times by √n·u, up or down at random, where n is the length of the longest sum. The change in the
+    result estimates the effect of rounding; the result itself is a sum, and is also perturbed by √n·u. Everything else
+    (norms, softmax, rotations) rounds a number only a few times, not √n times.
 
     Args:
         run: returns a tensor, or a sequence of tensors.
-        tensors: inputs, such as the weights of a model; they are restored at the end.
-        length: the longest sum, if it is longer than every side of the tensors.
-        dtype: dtype in which ``run`` rounds most, if it is not the dtype of the tensors.
+        tensors: inputs, such as a model's weights, which are restored at the end.
+        length: number of terms in the longest sum, if it exceeds every side of the tensors.
+        dtype: dtype in which ``run`` rounds most often, if it is not the tensors' dtype.
 
     Returns:
         One bound for each tensor that ``run`` returns.
@@ -127,14 +129,14 @@ def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def printed(text: str) -> object:
-    """Compare with a number as a source prints it, within half a unit of its last digit."""
+    """Compare with a number printed in a source, within half a unit of its last digit."""
     exponent = Decimal(text).as_tuple().exponent
     assert isinstance(exponent, int)
     return pytest.approx(float(text), rel=0, abs=(0.5 + 1e-9) * 10.0**exponent)
 
 
 def assert_within(actual: Any, expected: Any, bound: Any) -> None:
-    """Assert that every number is within a bound of the expected one, in arrays or sequences of arrays."""
+    """Assert that every number in arrays or sequences of arrays is within a bound of the expected number."""
     if isinstance(actual, list | tuple) and not isinstance(actual[0], float):
         bounds = bound if isinstance(bound, list) else [bound] * len(actual)
         for triple in zip(actual, expected, bounds, strict=True):
@@ -153,7 +155,7 @@ def assert_within(actual: Any, expected: Any, bound: Any) -> None:
 
 
 def doubles(x: Any) -> Any:
-    """Convert numbers to a numpy array of double precision."""
+    """Convert numbers to a double-precision numpy array."""
     if isinstance(x, Tensor):
         x = x.detach().cpu()
         return (x.to(torch.complex128) if x.is_complex() else x.double()).numpy()

@@ -1,4 +1,4 @@
-"""Random models of Transformers of any type, small enough to train on a CPU, and documents for them."""
+"""Transformers models of any type with random weights, small enough to train on a CPU, and documents for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attention_dropout": 0.0,
-    "initializer_range": 0.3,  # large, so that the logits depend on each token
+    "initializer_range": 0.3,  # large, so that the logits depend on every token
 }
 
 ENCODER = {
@@ -70,7 +70,7 @@ TOKENS = {
 
 
 def tiny_config(model_type: str, **text: Any) -> Any:
-    """Build a config of this type; its text is bytes, and its images are token 300 between 302 and 303."""
+    """Build a config of this type, for text tokenized as bytes and images written as token 300 between 302 and 303."""
     default = CONFIGS[model_type]()
     if not hasattr(default, "text_config"):
         return CONFIGS[model_type](**{**TEXT, **text})
@@ -82,7 +82,7 @@ def tiny_config(model_type: str, **text: Any) -> Any:
         by_type = {"sliding_attention": rope, "full_attention": None}
         arguments["text_config"]["rope_parameters"] = by_type if model_type == "cohere_compass" else rope
         arguments |= TOKENS
-    if model_type == "cohere_compass":  # one layer has a rotation, the other has none
+    if model_type == "cohere_compass":  # one layer has a rotation, the other does not
         arguments["text_config"]["layer_types"] = list(by_type)
     if model_type == "ernie4_5_vl_moe":  # text and images have separate experts of two sizes
         arguments["text_config"] |= {"moe_intermediate_size": [32, 16], "mlp_layer_types": ["dense", "sparse"]}
@@ -95,14 +95,14 @@ def tiny_config(model_type: str, **text: Any) -> Any:
 
 
 def tiny_model(config: Any) -> Any:
-    """Build a model with random weights in training mode, the same for the same config."""
+    """Build a model in training mode with random weights that are the same for the same config."""
     torch.manual_seed(0)
     kind: Any = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
     return kind.from_config(config).train()
 
 
 def tiny_images(settings: mmpos.ModelSettings) -> mmpos.ImageProcessor:
-    """Build the image processor of a tiny model."""
+    """Build a tiny model's image processor."""
     options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.6, 0.7), "min_pixels": 64, "max_pixels": 4096}
     return settings.image_processor(backend="pillow", **options)
 
@@ -113,7 +113,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np
 
 
 def examples_of(builder: mmpos.SequenceBuilder, *documents: list[Any]) -> list[Example]:
-    """Build an example of each document, with labels on all of its text."""
+    """Build an example from each document, with labels on all of its text."""
     sequences = [builder.build(parts) for parts in documents]
     labels = [np.where(sequence.token_type_ids, IGNORE_INDEX, sequence.input_ids) for sequence in sequences]
     return [Example(str(i), *pair) for i, pair in enumerate(zip(sequences, labels, strict=True))]

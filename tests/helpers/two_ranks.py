@@ -32,7 +32,7 @@ def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
 
 
 class Shards(NumberedShard):
-    """A shard whose even records are long, so that the second of two ranks packs fewer."""
+    """A shard whose even records are long, so that the second of two ranks fills fewer packs."""
 
     @staticmethod
     def example(raw: Any, location: Location) -> Example:
@@ -45,7 +45,7 @@ def as_keys(group: Any) -> Any:
 
 
 def run(rank: int, folder: Path) -> None:
-    """Run every case that the tests check, and write the results."""
+    """Run every case checked by the tests, and write the results."""
     early = RankLoader([1], "drop")
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
@@ -60,7 +60,7 @@ def run(rank: int, folder: Path) -> None:
 
 
 def _epochs(rank: int) -> dict[str, Any]:
-    """Run two epochs with each value of ``even``, of 5 batches on one rank and 2 on the other."""
+    """Run two epochs with each value of ``even``, with 5 batches on one rank and 2 on the other."""
     batches = [10 * rank + i for i in range((5, 2)[rank])]
     result: dict[str, Any] = {}
     kinds: tuple[Even, ...] = ("drop", "repeat")
@@ -77,7 +77,7 @@ def _epochs(rank: int) -> dict[str, Any]:
 
 
 def _resumed(rank: int) -> dict[str, Any]:
-    """Run an epoch with each value of ``even``, and its rest after the state of every step."""
+    """Run an epoch with each value of ``even``, and resume it from the state after every step."""
 
     def make(even: Even) -> RankLoader[Any]:
         dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
@@ -99,14 +99,14 @@ def _resumed(rank: int) -> dict[str, Any]:
 
 
 def _trained(rank: int) -> dict[str, Any]:
-    """Count the packs of a corpus that ranks share unevenly, and train two epochs on it by DDP with each ``even``."""
+    """Count the packs of a corpus that ranks share unevenly, and train two epochs on it with DDP and each ``even``."""
     numbers = Shards("a", 40)
     dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
     return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
 
 
 def _train(dataset: BatchDataset, even: Even) -> list[Any]:
-    """Return the number of steps, and the sum of the weights at the end."""
+    """Train for two epochs, and return the number of steps and the sum of the final weights."""
     model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = 0

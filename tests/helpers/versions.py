@@ -1,11 +1,11 @@
-"""Run the tests with the oldest and the newest versions that pyproject.toml allows, and with other Pythons.
+"""Run the tests with the oldest and the newest versions that pyproject.toml allows, and with other Python versions.
 
 python tests/helpers/versions.py                 everything
 python tests/helpers/versions.py oldest 3.13     only these
 
-oldest           all tests, torch included, with the lower bound of every requirement
+oldest           all tests, including those with torch, with the lower bound of every requirement
 newest           all tests with the newest version of everything in the index
-grpc             the tests of the service and its clients with the oldest and the newest grpcio and protobuf
+grpc             the service and client tests with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
 3.12 and so on   all tests with the newest versions in that Python, if it is installed
 
@@ -31,9 +31,8 @@ UV = Path(sys.executable).with_name("uv")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
-FLAGS = {
-    "oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]
-}  # raised by triton 3.6 in its interpreter
+# Triton 3.6 raises this warning in its interpreter.
+FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}
 PYTHONS = ("3.12", "3.13", "3.14")
 
 PLACE = """
@@ -72,7 +71,7 @@ EXTRAS = {
 
 
 def parse_parts(description: str | None, known: list[str]) -> list[str]:
-    """Parse the parts that a command line selects; no parts select all."""
+    """Parse the parts selected on the command line; without any, all parts are selected."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}")
     chosen = parser.parse_args().parts or known
@@ -92,7 +91,7 @@ def uv(*words: str | Path) -> None:
 
 
 def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> Path:
-    """Write the oldest or the newest versions that these extras need to a requirements file."""
+    """Write a requirements file with the oldest or the newest versions that these extras need."""
     path = BUILD / f"{name}.txt"
     resolution = ["--upgrade", "--resolution", RESOLUTIONS[age], "--python", python]
     uv("pip", "compile", *resolution, *extras, "--no-header", "--output-file", path, "pyproject.toml")
@@ -100,13 +99,13 @@ def resolve(name: str, age: str, *extras: str, python: str = sys.executable) -> 
 
 
 def install(python: str, *packages: str | Path) -> None:
-    """Rebuild the environment with these packages."""
+    """Rebuild the environment, and install these packages in it."""
     uv("venv", "--clear", "--python", python, ENVIRONMENT)
     uv("pip", "install", "--python", PYTHON, *packages)
 
 
 def run(*words: str | Path) -> bool:
-    """Run the environment's Python; return whether it succeeded."""
+    """Run the environment's Python, and return whether it succeeded."""
     return subprocess.run([PYTHON, *words], cwd=ROOT, check=False).returncode == 0
 
 
@@ -123,7 +122,7 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
 
 
 def run_grpc() -> bool:
-    """Run the tests of the service and its clients with other versions of gRPC and protobuf in this environment."""
+    """Run the service and client tests with other versions of gRPC and protobuf in this environment."""
     green = True
     for age in RESOLUTIONS:
         text = resolve(f"{age} grpc", age, "--extra=server").read_text(encoding="utf-8")
@@ -138,7 +137,7 @@ def run_grpc() -> bool:
 
 
 def untrue_bounds(versions: Path) -> list[str]:
-    """List the bounds of pyproject.toml that the resolver cannot choose, so that no test has seen them."""
+    """List the bounds in pyproject.toml that the resolver cannot choose, so that no test has used them."""
     resolved = dict(re.findall(r"^([\w.-]+)==([\w.]+)", versions.read_text(encoding="utf-8"), re.MULTILINE))
     wanted = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
     bounds = {
@@ -150,7 +149,7 @@ def untrue_bounds(versions: Path) -> list[str]:
 
 
 def plain(version: str) -> str:
-    """Remove trailing zeros of a version."""
+    """Remove trailing zeros from a version."""
     return re.sub(r"(\.0)+$", "", version)
 
 
@@ -174,7 +173,7 @@ def run_extras() -> bool:
 
 
 def interpreter(version: str) -> str | None:
-    """Find a Python version on the path or in pyenv."""
+    """Find an interpreter of this Python version on the path or in pyenv."""
     known = [shutil.which(f"python{version}"), *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
     works = (path for path in known if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0)
     return next(works, None)

@@ -42,7 +42,7 @@ class Answer:
     Args:
         status: name of the gRPC status.
         message: status message.
-        data: bytes of the response; empty after an error.
+        data: the serialized response; empty after an error.
     """
 
     status: str
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a call: processor seconds of all server threads, and peak MiB above the memory before it."""
+    """The cost of a call: CPU seconds of all server threads, and the MiB by which the call raised peak memory."""
 
     seconds: float
     memory: float
@@ -62,8 +62,8 @@ class Victim:
     """A server under test.
 
     Args:
-        pid: its process id; None for this process.
-        address: where it listens.
+        pid: the server's process id; None for this process.
+        address: address at which the server listens.
     """
 
     def __init__(self, pid: int | None, address: str) -> None:
@@ -91,7 +91,7 @@ class Victim:
         return wait
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
-        """Send these items and return all answers, and how the stream ended."""
+        """Send these items, and return all answers and how the stream ended."""
         answers: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
@@ -102,25 +102,25 @@ class Victim:
         return answers, Answer("OK")
 
     def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
-        """Send a message and return its answer and the cost."""
+        """Send a message, and return the answer and the cost of the call."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # resets the peak
         memory, seconds = self.memory("VmRSS"), self.seconds()
         answer = self.call(method, request)
         return answer, Cost(self.seconds() - seconds, self.memory("VmHWM") - memory)
 
     def memory(self, which: str = "VmRSS") -> float:
-        """Return the MiB that the server holds (VmRSS), or held at its peak (VmHWM)."""
+        """Return the memory in MiB that the server uses (VmRSS), or used at its peak (VmHWM)."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
     def seconds(self) -> float:
-        """Return the processor time of the server so far."""
+        """Return the CPU seconds that the server has used so far."""
         values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _failed(error: grpc.RpcError) -> Answer:
-    call: Any = error  # the type stubs lack its methods
+    call: Any = error  # the type stubs lack the error's methods
     return Answer(call.code().name, call.details() or "")
 
 
@@ -129,8 +129,8 @@ def victim(shared_memory: str | None = None, **tables: dict[str, int]) -> Iterat
     """Run a server while the context is open.
 
     Args:
-        shared_memory: prefix of the shared memory objects that it accepts; None accepts none.
-        tables: tables of its settings, such as limits.
+        shared_memory: prefix of the shared memory objects that the server accepts; None accepts no objects.
+        tables: tables of the server's settings, such as limits.
     """
     profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
     settings = json.dumps({"profiles": {"default": profile}, **tables})

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM, where it is not installed, with exactly what mmpos.integrations.vllm uses."""
+"""A stand-in for vLLM where it is not installed, with exactly what mmpos.integrations.vllm uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Registry:
-    """ModelRegistry, as far as plugins use it."""
+    """The part of ModelRegistry that plugins use."""
 
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
@@ -23,7 +23,7 @@ class Registry:
 
 
 class MRotaryEmbedding(nn.Module):
-    """The cache and the sizes of vLLM's class."""
+    """The cache and sizes of vLLM's class."""
 
     cos_sin_cache: Tensor
 
@@ -46,7 +46,7 @@ class MRotaryEmbedding(nn.Module):
 
 
 class Model(nn.Module):
-    """A model whose layers share a rotation, and which returns the weights it loads."""
+    """A model whose layers share one rotation, and which returns the weights it loads."""
 
     shared = MRotaryEmbedding(16, 16, 64, 1e4, True, torch.float32, [0, 4, 4])
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class Info:
-    """Processing info that knows only its config."""
+    """Processing info that contains only a config."""
 
     def __init__(self, config: object = None) -> None:
         self.config = config
@@ -93,7 +93,7 @@ def register_processor(processor: type, *, info: type, dummy_inputs: type) -> Ca
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """Put vLLM's names into sys.modules, so that mmpos.integrations.vllm.models is imported anew."""
+    """Put vLLM's names into sys.modules, and make sure that mmpos.integrations.vllm.models is imported again."""
     registry, rooms = Registry(), {}
     for room, name in {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}.items():
         classes = {

@@ -1,4 +1,4 @@
-"""Wait for conditions, read /proc, and find ports and environments for servers."""
+"""Wait for conditions, read /proc, and provide ports and environments for servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def without_torch(folder: Path) -> dict[str, str]:
-    """Return an environment in which programs run without torch, whose import takes seconds."""
+    """Return an environment in which programs run without torch, since importing it takes seconds."""
     lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -28,16 +28,16 @@ def without_torch(folder: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Find an unused port below the range that Linux assigns by itself until a socket is bound."""
+    """Find an unused port below the range from which Linux assigns ports itself, so that the port stays free."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)  # not random: pytest plugins seed it alike in all workers
+        port = 20_000 + secrets.randbelow(12_000)  # not ``random``, which pytest plugins seed alike in all workers
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
 
 
 def read_proc(pid: int, name: str) -> bytes:
-    """Read a file of /proc; return b"" if the process has ended, which may happen at any moment."""
+    """Read a file in /proc; return b"" if the process has ended, which may happen at any moment."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):  # ended before the file was opened, or after
@@ -45,12 +45,12 @@ def read_proc(pid: int, name: str) -> bytes:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of the children of a process, and of their children."""
+    """Return the pids of all descendants of a process."""
     children = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
     return children + [descendant for child in children for descendant in descendants(child)]
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process still runs; a zombie does not."""
+    """Return whether a process is still running; a zombie does not count."""
     _, _, state = read_proc(pid, "stat").rpartition(b") ")
     return state[:1] not in (b"", b"Z")

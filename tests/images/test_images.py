@@ -1,4 +1,4 @@
-"""Images: exact sizes, correct decoding of every source and format, and early refusal of bad files."""
+"""Images: exact sizes, correct decoding of every source and format, and early rejection of bad files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def exact(backend: str = "pillow", **options: Any) -> ImageProcessor:
 
 
 def pixels(image: object, backend: str = "pillow", **options: Any) -> Pixels:
-    """Process an image, and reassemble it from its 4 x 4 patches."""
+    """Process an image, and reassemble its pixels from 4 x 4 patches."""
     processed = exact(backend, **options).process(image)
     assert processed.patches is not None
     rows = processed.patches.reshape(processed.grid.height, processed.grid.width, 4, 4, 3)
@@ -61,7 +61,7 @@ def exif(orientation: int) -> bytes:
 
 
 def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after: bytes = b"") -> bytes:
-    """Write a PNG from rows of bytes: Pillow writes neither 16-bit colour nor damaged files."""
+    """Encode samples as a PNG, since Pillow writes neither 16-bit colour nor damaged files."""
     height, width = samples.shape[:2]
     big = samples.astype(">u2") if depth == 16 else samples
     bits = np.unpackbits(big.view(np.uint8).reshape(height, -1, 1), axis=2)
@@ -88,7 +88,7 @@ GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
         ((4000, 3000), (1148, 840)),
         ((14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
         ((10, 2000), (28, 812)),
-        ((19, 76), (56, 140)),  # rounded floats; exact numbers give 28 x 112
+        ((19, 76), (56, 140)),  # floats are rounded; exact numbers give 28 x 112
         ((39, 7477), (28, 7476)),
     ],
 )
@@ -96,15 +96,15 @@ def test_fit_returns_known_sizes(size: tuple[int, int], want: tuple[int, int]) -
     assert ImageProcessor().fit(*size) == want
 
 
-def test_a_thin_image_keeps_the_budget_with_a_short_side_of_one_token() -> None:
+def test_the_short_side_of_a_thin_image_shrinks_to_one_token_to_keep_the_budget() -> None:
     assert ImageProcessor(max_tokens=16).fit(10, 1900) == (28, 16 * 28)
     assert ImageProcessor(max_tokens=16).fit(1900, 10) == (16 * 28, 28)
     assert ImageProcessor(max_tokens=1).fit(3000, 4000) == (28, 28)
 
 
-def test_the_maximum_wins_when_rounding_cannot_keep_both_limits() -> None:
+def test_the_maximum_takes_precedence_if_rounding_cannot_satisfy_both_limits() -> None:
     processor = exact(min_pixels=16 * 97, max_pixels=16 * 97)  # 97 tokens: a prime
-    assert processor.fit(300, 400) == (32, 44)  # 8 x 11; rounded up, 9 x 12
+    assert processor.fit(300, 400) == (32, 44)  # 8 x 11 tokens; rounded up, 9 x 12
     assert exact(min_pixels=16 * 100, max_pixels=16 * 100).fit(300, 300) == (40, 40)
 
 
@@ -130,7 +130,7 @@ def processors_and_sizes(draw: st.DrawFn) -> tuple[ImageProcessor, int, int]:
 
 
 @given(processors_and_sizes())
-def test_fit_keeps_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProcessor, int, int]) -> None:
+def test_fit_respects_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProcessor, int, int]) -> None:
     processor, height, width = case
     fitted = processor.fit(height, width)
     factor = processor.patch_size * processor.spatial_merge_size
@@ -143,7 +143,7 @@ def test_fit_keeps_multiples_and_maxima_and_is_symmetric(case: tuple[ImageProces
 
 
 def fitted_by_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
-    """Return the size from Transformers' smart_resize; None if it refuses."""
+    """Return the size from Transformers' smart_resize, or None if smart_resize refuses the image."""
     modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     factor = processor.patch_size * processor.spatial_merge_size
     try:
@@ -170,9 +170,9 @@ QWENS = {
 
 @pytest.mark.parametrize("model", QWENS)
 @pytest.mark.parametrize("step", [97, pytest.param(3, marks=pytest.mark.slow)])
-def test_sizes_of_every_shape_equal_those_of_transformers(model: str, step: int) -> None:
+def test_sizes_of_all_shapes_equal_those_of_transformers(model: str, step: int) -> None:
     processor = QWENS[model]
-    # Every side up to 120, where rounding matters most, and a dense series of longer ones.
+    # Every side up to 120, where rounding matters most, and a dense series of longer sides.
     sides = [*range(1, 121, max(step // 20, 1)), *range(121, 2000, 4 * step), *range(2000, 30_000, 47 * step)]
     for height in sides:
         for width in sides:
@@ -244,14 +244,14 @@ def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gray_sources_are_repeated_over_the_colours(backend: str) -> None:
+def test_gray_sources_are_repeated_in_all_colour_channels(backend: str) -> None:
     gray = GRADIENT[..., 0]
     want = np.dstack([gray] * 3)
     for image in (gray, gray[..., None], torch.tensor(gray), torch.tensor(gray)[None], Image.fromarray(gray)):
         np.testing.assert_array_equal(pixels(image, backend), want)
 
 
-def test_a_path_gives_the_pixels_and_the_hash_of_its_bytes(tmp_path: Path) -> None:
+def test_a_path_gives_the_same_pixels_and_hash_as_the_bytes_of_its_file(tmp_path: Path) -> None:
     data = encoded(photo(), "JPEG")
     path = tmp_path / "photo.bin"
     path.write_bytes(data)
@@ -261,7 +261,7 @@ def test_a_path_gives_the_pixels_and_the_hash_of_its_bytes(tmp_path: Path) -> No
     assert exact().inspect(path) == ImageSize(48, 64)
 
 
-def test_hashes_of_pixels_depend_on_type_shape_and_content() -> None:
+def test_pixel_hashes_depend_on_type_shape_and_content() -> None:
     def digest(image: object) -> str | None:
         return exact().process(image).content_hash
 
@@ -279,7 +279,7 @@ def test_hashes_of_pixels_depend_on_type_shape_and_content() -> None:
     assert digest(zeros) == header.hexdigest()
 
 
-def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
+def test_an_image_given_only_by_its_size_has_a_grid_but_no_patches() -> None:
     processed = ImageProcessor().process(ImageSize(768, 1024))
     assert processed.patches is None
     assert processed.content_hash is None
@@ -299,7 +299,7 @@ def test_an_image_known_by_its_size_has_a_grid_but_no_patches() -> None:
         (np.zeros((4, 4), bool), "got dtype bool"),
         (np.zeros((0, 4), np.uint8), r"image\.height: got 0, want >= 1"),
         (Image.new("RGB", (0, 4)), r"image\.width: got 0, want >= 1"),
-        (Image.new("F", (4, 4)), "mode 'F', want samples of 8 or 16 bits"),
+        (Image.new("F", (4, 4)), "mode 'F', want 8-bit or 16-bit samples"),
         (Image.new("I", (4, 4)), "mode 'I'"),
         (torch.zeros(5, 4, 3, dtype=torch.uint8), r"got shape \(5, 4, 3\), want \(h, w\) or \(1 \| 3 \| 4, h, w\)"),
         (torch.zeros(3, 4, 4), "got a tensor of torch.float32, want torch.uint8"),
@@ -353,7 +353,7 @@ def test_transparent_pixels_show_the_background(backend: str, background: tuple[
         np.testing.assert_array_equal(pixels(source, backend, background=background), want)
 
 
-def test_palette_gray_and_bilevel_images_with_transparency_are_decoded() -> None:
+def test_palette_gray_and_bilevel_images_are_decoded_with_transparency() -> None:
     palette = Image.fromarray(np.tile(np.arange(4, dtype=np.uint8), (4, 1)))
     palette = Image.frombytes("P", (4, 4), palette.tobytes())
     palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
@@ -373,7 +373,7 @@ def test_palette_gray_and_bilevel_images_with_transparency_are_decoded() -> None
 
 
 @pytest.mark.parametrize(("depth", "step"), [(1, 255), (2, 85), (4, 17), (8, 1)])
-def test_gray_of_few_bits_is_stretched_and_one_level_may_be_transparent(depth: int, step: int) -> None:
+def test_low_bit_gray_is_stretched_and_one_level_may_be_transparent(depth: int, step: int) -> None:
     levels = np.arange(16, dtype=np.uint8).reshape(4, 4) & 2**depth - 1
     want = np.dstack([levels * step] * 3)
     np.testing.assert_array_equal(pixels(png(levels, 0, depth)), want)
@@ -382,14 +382,14 @@ def test_gray_of_few_bits_is_stretched_and_one_level_may_be_transparent(depth: i
     np.testing.assert_array_equal(pixels(keyed, background=(0, 0, 0)), want)
 
 
-def test_gray_of_16_bits_is_rounded_at_every_level() -> None:
+def test_16_bit_gray_is_rounded_at_every_level() -> None:
     levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     want = np.dstack([eight(levels)] * 3)
     for source in (levels, png(levels, 0, 16), Image.fromarray(levels)):
         np.testing.assert_array_equal(pixels(source), want)
 
 
-def test_colour_of_16_bits_is_truncated_in_files_and_rounded_in_arrays() -> None:
+def test_16_bit_colour_is_truncated_in_files_and_rounded_in_arrays() -> None:
     rgb, rgba, gray_alpha = NOISE[..., :3], NOISE, NOISE[..., 2:]
     np.testing.assert_array_equal(pixels(rgb), eight(rgb))
     np.testing.assert_array_equal(pixels(png(rgb, 2, 16)), rgb >> 8)
@@ -410,7 +410,7 @@ def test_16_bit_images_may_have_a_transparent_colour() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
-def test_jpegs_decode_as_in_pillow(backend: str, options: dict[str, Any]) -> None:
+def test_jpegs_are_decoded_as_by_pillow(backend: str, options: dict[str, Any]) -> None:
     data = encoded(photo(), "JPEG", **options)
     want = np.asarray(Image.open(io.BytesIO(data))).astype(int)
     assert np.abs(pixels(data, backend) - want).max() <= 3
@@ -420,13 +420,13 @@ def test_jpegs_decode_as_in_pillow(backend: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_cmyk_jpegs_are_inverted_by_the_adobe_convention(backend: str) -> None:
+def test_adobe_cmyk_jpegs_are_inverted(backend: str) -> None:
     colour = Image.new("RGB", (8, 8), (200, 100, 50))
     assert np.abs(pixels(encoded(colour.convert("CMYK"), "JPEG"), backend) - np.array([200, 100, 50])).max() <= 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_webps_and_first_frames_of_gifs_decode_as_in_pillow(backend: str) -> None:
+def test_webps_and_first_frames_of_gifs_are_decoded_as_by_pillow(backend: str) -> None:
     gif = encoded(photo().quantize(64), "GIF", save_all=True, append_images=[Image.new("P", (64, 48))])
     animated = encoded(photo(), "WEBP", save_all=True, append_images=[Image.new("RGB", (64, 48))])
     for data in (gif, animated, encoded(photo(), "WEBP"), encoded(photo(), "WEBP", lossless=True)):
@@ -451,7 +451,7 @@ def test_orientation_rotates_sizes_and_pixels(kind: str, orientation: int, backe
     np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
 
 
-def test_orientation_after_the_pixels_of_a_png_is_ignored() -> None:
+def test_orientation_stored_after_the_pixels_of_a_png_is_ignored() -> None:
     data = png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")))
     assert exact().inspect(data) == ImageSize(4, 8)
     np.testing.assert_array_equal(pixels(data), GRADIENT)
@@ -499,7 +499,7 @@ def test_a_truncated_file_is_always_refused(name: str, backend: str) -> None:
         exact(backend).process(data[: len(data) // 2])
 
 
-def test_decoder_errors_become_mmpos_errors_except_memory_errors() -> None:
+def test_decoder_errors_other_than_memory_errors_become_mmpos_errors() -> None:
     with pytest.raises(LimitExceededError, match="above Pillow's own limit"), decode.guarded("file"):
         raise Image.DecompressionBombError("bomb")
     with pytest.raises(InvalidInputError, match="truncated or corrupt file"), decode.guarded("file"):
@@ -508,7 +508,7 @@ def test_decoder_errors_become_mmpos_errors_except_memory_errors() -> None:
         raise MemoryError
 
 
-def test_pixels_that_contradict_their_header_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_that_contradict_the_header_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "decode_jpeg", lambda _: GRADIENT)
     with pytest.raises(InvalidInputError, match=r"got \(4, 8\) pixels, want \(48, 64\) as in its header"):
         exact("torchvision").process(files()["JPEG"])
@@ -565,7 +565,7 @@ def huge(kind: str, side: int) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "frame of a GIF", "VP8L", "VP8"])
-def test_a_decompression_bomb_is_refused_by_its_header(kind: str) -> None:
+def test_a_decompression_bomb_is_refused_from_its_header_alone(kind: str) -> None:
     for side, message in (
         (9460, "got 9460 x 9460 = 89491600 pixels, want <= 89478485"),
         (16383, "above Pillow's own limit"),
@@ -583,7 +583,7 @@ def test_the_pixel_limit_applies_to_arrays_and_sizes(image: object) -> None:
         exact(max_source_pixels=31).process(image)
 
 
-def test_a_thin_image_is_refused_by_its_header() -> None:
+def test_an_image_that_is_too_thin_is_refused_from_its_header_alone() -> None:
     data = encoded(Image.new("L", (201, 1)), "PNG")
     for call in (exact().process, exact().inspect):
         with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
@@ -611,7 +611,7 @@ def test_backends_agree_on_photos_within_a_few_levels(name: str) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "decoded"), [(None, (1024, 768)), (361, (1024, 768)), (150, (512, 384)), (3, (128, 96))]
 )
-def test_scaled_decoding_reads_fewer_pixels_if_they_cover_the_image(
+def test_scaled_decoding_reads_fewer_pixels_if_they_suffice_for_the_image(
     backend: str, max_tokens: int | None, decoded: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = []
@@ -660,7 +660,7 @@ def test_pixel_values_equal_those_of_transformers(frames: int) -> None:
     assert_within(values, theirs["pixel_values"].numpy(), normalised(processor.mean, processor.std))
 
 
-def test_pixel_values_have_a_plane_per_colour_for_any_library_and_strides() -> None:
+def test_pixel_values_have_one_plane_per_colour_for_any_library_and_strides() -> None:
     processor = ImageProcessor(patch_size=2, spatial_merge_size=1, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 0.5 / 255))
     pattern = np.random.default_rng(0).integers(0, 256, (300, 2, 2, 3), np.uint8)
     want = (pattern.transpose(0, 3, 1, 2) * np.array([1, 1, 2], np.float32)[:, None, None]).reshape(300, 12)
@@ -675,7 +675,7 @@ def test_pixel_values_have_a_plane_per_colour_for_any_library_and_strides() -> N
 
 
 def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor:
-    """Take the path of tensors outside the host, on the host."""
+    """Run the code path for tensors outside the host on a host tensor."""
     return on_device(patches, 2, *processor._factors)
 
 
@@ -689,12 +689,12 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
         (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
     ],
 )
-def test_pixel_values_refuse_other_arrays(patches: Any, message: str) -> None:
+def test_pixel_values_of_other_arrays_are_refused(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
 
 
-def test_each_backend_resizes_by_its_own_library() -> None:
+def test_each_backend_resizes_with_its_own_library() -> None:
     image = np.asarray(photo())
     by_pillow = Image.fromarray(image).resize((28, 20), Image.Resampling.BICUBIC)
     by_torch = resize(torch.tensor(image).permute(2, 0, 1), [20, 28], InterpolationMode.BICUBIC, antialias=True)
@@ -706,7 +706,9 @@ def test_each_backend_resizes_by_its_own_library() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(height=st.integers(1, 60), width=st.integers(1, 60))
-def test_grids_of_pixels_equal_grids_of_sizes(backend: str, height: int, width: int) -> None:
+def test_processed_pixels_have_the_grid_and_size_predicted_from_their_sides(
+    backend: str, height: int, width: int
+) -> None:
     processor = ImageProcessor(backend, patch_size=4, min_pixels=64, max_tokens=9)
     processed = processor.process(np.zeros((height, width), np.uint8))
     assert processed.patches is not None
@@ -764,7 +766,7 @@ def test_a_processor_checks_its_arguments(options: dict[str, Any], message: str)
         ImageProcessor(**options)
 
 
-def test_a_missing_library_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     decode.torchvision.cache_clear()
     decode.pillow.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", None)

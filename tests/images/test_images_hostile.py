@@ -1,4 +1,4 @@
-"""Hostile images: files that cost far more to decode than their bytes are refused or stay cheap."""
+"""Hostile images: files whose decoding would cost far more than their size suggests are refused or stay cheap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CROWDED: dict[str, Callable[[int], bytes]] = {
 
 
 def steps(work: Callable[[], object]) -> int:
-    """Count the function calls, C functions included, that Python makes for this work."""
+    """Count the function calls that Python makes for this work, including C functions."""
     count = 0
 
     def profile(_frame: object, _event: str, _argument: object) -> None:
@@ -49,7 +49,7 @@ def steps(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("kind", CROWDED)
-def test_a_file_of_many_parts_is_refused_early(kind: str, tmp_path: Path) -> None:
+def test_a_file_with_too_many_parts_is_refused_early(kind: str, tmp_path: Path) -> None:
     data = CROWDED[kind](200_000)
     (tmp_path / "file").write_bytes(data)
 
@@ -69,7 +69,7 @@ def test_chunks_of_a_webp_are_read_in_c() -> None:
     assert PROCESSOR.inspect(data) == ImageSize(8, 8)
 
 
-def test_pixels_in_many_chunks_of_the_usual_size_are_read() -> None:
+def test_pixels_in_many_chunks_of_ordinary_size_are_read() -> None:
     side = 2800
     body = zlib.compress(bytes(side * (1 + 3 * side)), 0)
     cut = b"".join(hostile.chunk(b"IDAT", body[i : i + 4096]) for i in range(0, len(body), 4096))
@@ -82,22 +82,22 @@ def test_pixels_in_many_chunks_of_the_usual_size_are_read() -> None:
 def test_scans_are_counted_before_decoding(backend: str) -> None:
     processor = ImageProcessor(backend)
     assert processor.process(hostile.jpeg_of_scans(MOST_SCANS)).source_size == ImageSize(8, 8)
-    with pytest.raises(LimitExceededError, match=r"image: got a JPEG of 5000 scans, want <= 100$"):
+    with pytest.raises(LimitExceededError, match=r"image: got a JPEG with 5000 scans, want <= 100$"):
         processor.process(hostile.jpeg_of_scans(5000))
     sequential = bytearray(hostile.jpeg_of_scans(MOST_SCANS + 1))
-    sequential[sequential.index(b"\xff\xc2") + 1] = 0xC0  # may have a scan for each component
+    sequential[sequential.index(b"\xff\xc2") + 1] = 0xC0  # a sequential JPEG may have one scan per component
     at = sequential.index(b"\xff\xda")
     sequential[at + 2 : at + 5] = b"\0\x08\1"
-    with pytest.raises(LimitExceededError, match="got a JPEG of 101 scans"):
+    with pytest.raises(LimitExceededError, match="got a JPEG with 101 scans"):
         processor.process(sequential)
 
 
-def test_a_jpeg_of_one_scan_may_have_any_bytes_after_it() -> None:
+def test_a_single_scan_jpeg_may_be_followed_by_any_bytes() -> None:
     data = hostile.encoded(Image.new("RGB", (8, 8), "red"), "JPEG")
     trailer = b"\xff\xda" * 1000
     np.testing.assert_array_equal(PROCESSOR.pixels(data + trailer), PROCESSOR.pixels(data))
     album = hostile.encoded(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    with pytest.raises(LimitExceededError, match=r"got a JPEG of 100\d scans"):  # the scans of all its images count
+    with pytest.raises(LimitExceededError, match=r"got a JPEG with 100\d scans"):  # the scans of all its images count
         PROCESSOR.pixels(album + trailer)
 
 
@@ -140,7 +140,7 @@ print(json.dumps(peaks))
 """
 
 
-def test_an_image_takes_at_most_twenty_bytes_of_memory_per_pixel() -> None:
+def test_an_image_requires_at_most_twenty_bytes_of_memory_per_pixel() -> None:
     command = [sys.executable, "-c", PEAKS, str(Path(__file__).parents[1] / "helpers")]
     peaks = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert len(peaks) == 9
@@ -150,7 +150,7 @@ def test_an_image_takes_at_most_twenty_bytes_of_memory_per_pixel() -> None:
 
 @pytest.mark.parametrize("count", [400, pytest.param(40_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["pillow", "torchvision"])
-def test_a_damaged_image_gives_pixels_or_an_mmpos_error(backend: str, count: int) -> None:
+def test_a_damaged_image_yields_pixels_or_an_mmpos_error(backend: str, count: int) -> None:
     processor = ImageProcessor(backend, patch_size=4, spatial_merge_size=1, min_pixels=0, max_source_pixels=10**6)
     chance, images = random.Random(1), [*image_files(), hostile.jpeg_of_scans(20), hostile.deep_png(8)]
     decoded = 0

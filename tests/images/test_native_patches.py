@@ -1,4 +1,4 @@
-"""Patches in C and in numpy equal a plain loop for any strides, and C writes nothing when it declines."""
+"""Patches cut in C and in numpy equal those of a plain loop for any strides; if C declines, it writes nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ compiled = pytest.mark.skipif(native.core is None, reason="the extension was not
 
 
 def random(*shape: int) -> npt.NDArray[np.uint8]:
-    """Draw random levels."""
+    """Draw random pixel levels."""
     return np.random.default_rng(0).integers(0, 256, shape, np.uint8)
 
 
 def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
-    """Cut patches one after another; in merged order, each block of merge x merge comes first."""
+    """Cut patches one after another; in merged order, blocks of merge x merge patches follow one another."""
     block = merge if order == "merged" else 1
     rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
     places = [
@@ -57,7 +57,7 @@ STRIDES: dict[str, npt.NDArray[np.uint8]] = {
 
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (6, 1), (32, 1), (33, 1)])
-def test_patches_equal_a_loop(way: str, patch: int, merge: int, order: str) -> None:
+def test_patches_equal_those_of_a_loop(way: str, patch: int, merge: int, order: str) -> None:
     pixels = random(2 * patch * merge, 3 * patch * merge, 3)
     want = by_loops(pixels, patch, merge, order)
     got = patchify(pixels, patch, merge, order, None)
@@ -80,8 +80,8 @@ def test_pixels_may_have_any_strides(way: str, name: str) -> None:
     np.testing.assert_array_equal(values_of_pixels(pixels, 14, 2, "merged", 2, (SCALE, SHIFT)), in_planes(want, 2))
 
 
-@pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats are not aligned for vectors
-def test_large_outputs_equal_a_loop(way: str, side: int) -> None:
+@pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats are not vector-aligned
+def test_large_outputs_equal_those_of_a_loop(way: str, side: int) -> None:
     pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, larger than the caches
     want = by_loops(pixels, side, 1, "raster")
     np.testing.assert_array_equal(patchify(pixels, side, 1, "raster", (SCALE, SHIFT)), want * SCALE + SHIFT)

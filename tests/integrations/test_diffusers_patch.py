@@ -1,4 +1,4 @@
-"""Patched diffusers transformers: images of mixed sizes, padded or packed, have the outputs of each image alone."""
+"""Patched diffusers transformers: in padded or packed batches of mixed sizes, images have the same outputs as alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def perturbed_rotations(transformer: Any, error: float) -> Iterator[None]:
 
 
 def bounds(model: Model, transformer: Any) -> list[float]:
-    """Bound the error of each image alone by roundings, including those of the class's own angles."""
+    """Bound the rounding error of each image alone, including that of the class's own angles."""
 
     def run() -> list[Tensor]:
         return [model.alone(transformer, i) for i in THREE]
@@ -75,7 +75,7 @@ def bounds(model: Model, transformer: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_outputs_of_mixed_sizes_equal_those_of_each_image_alone(name: str) -> None:
+def test_outputs_for_mixed_sizes_equal_those_of_each_image_alone(name: str) -> None:
     model, transformer = build(name)
     alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
     patch(transformer)
@@ -121,14 +121,14 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
         for module in one.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
-        with pytest.raises(InvalidInputError, match=r"transformer: got \w+ that is not patched"):
+        with pytest.raises(InvalidInputError, match=r"transformer: got an unpatched \w+"):
             unpatch(one)
         with pytest.raises(TypeError, match="positions"):
             model.call(one, THREE, False, model.positions(THREE))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_the_same_through_checkpoints(name: str) -> None:
+def test_gradient_checkpointing_does_not_change_the_gradients(name: str) -> None:
     model, transformer = build(name)
     patch(transformer)
     transformer.train()
@@ -161,7 +161,7 @@ def test_compiled_transformers_have_the_same_output(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_context_parallel_ranks_have_the_output_of_one_process(tmp_path: Path) -> None:
+def test_context_parallel_ranks_have_the_same_output_as_one_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=run, args=(rank, tmp_path)) for rank in (0, 1)]
     try:
@@ -220,7 +220,7 @@ def test_a_rank_that_splits_inputs_itself_rotates_its_own_tokens(monkeypatch: py
 
 
 @torch.no_grad()
-def test_cross_attention_to_images_stays_in_the_document() -> None:
+def test_cross_attention_to_images_stays_within_the_document() -> None:
     model = WanFromImages()
     transformer = model.transformer()
     alone, bound = [model.alone(transformer, i) for i in THREE], bounds(model, transformer)
@@ -232,7 +232,7 @@ def test_cross_attention_to_images_stays_in_the_document() -> None:
 
 @pytest.mark.parametrize("name", ["LTXVideoTransformer3DModel", "WanTransformer3DModel"])
 @torch.no_grad()
-def test_documents_of_a_packed_row_may_have_separate_timesteps(name: str) -> None:
+def test_documents_in_a_packed_row_may_have_separate_timesteps(name: str) -> None:
     model, transformer = build(name)
     times = torch.tensor([0.2, 0.5, 0.9])
 
@@ -271,7 +271,7 @@ def test_z_image_rotates_mixed_sizes_without_a_patch() -> None:
 
 
 def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]:
-    """Return a call of Flux2 with changed arguments."""
+    """Return a call to Flux2 with changed arguments."""
 
     def call() -> None:
         model = Flux2()
@@ -295,7 +295,7 @@ def wrong(change: Callable[[Flux2, dict[str, Any]], None]) -> Callable[[], None]
         ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
         (
             {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 98)}},
-            "joint_attention_kwargs must not have an attention_mask if positions are passed, which define the mask",
+            "joint_attention_kwargs must not have an attention_mask if positions are passed: positions define the mask",
         ),
         (
             {"img_ids": torch.zeros(9, 4)},
@@ -334,11 +334,11 @@ def test_arguments_that_contradict_positions_are_refused(change: dict[str, Any],
     assert str(error.value) == message
 
 
-def test_text_in_positions_is_refused_if_it_is_used_in_cross_attention() -> None:
+def test_text_in_positions_is_refused_if_the_model_uses_it_in_cross_attention() -> None:
     model = Wan()
     transformer = patch(model.transformer())
     table = place(SegmentTable.from_documents([[Text(2), Grid(4, 6, frames=2)]]), "mrope")
-    with pytest.raises(InvalidInputError, match="positions: got text, want none: encoder_hidden_states is used"):
+    with pytest.raises(InvalidInputError, match="positions: got text, want none, because encoder_hidden_states"):
         model.call(transformer, [0], False, table)
     with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one per document"):
         transformer(
@@ -349,7 +349,7 @@ def test_text_in_positions_is_refused_if_it_is_used_in_cross_attention() -> None
         )
 
 
-def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() -> None:
+def test_another_rotary_must_match_the_transformers_heads_axes_and_pairs() -> None:
     model = Flux2()
     transformer, own = model.transformer(), model.settings().rotary
     for changed, message in (
@@ -361,7 +361,7 @@ def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() 
             patch(transformer, replace(own, **changed))
     with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
         patch(transformer, "flux2")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="rotary: got one, want None: the two channels of a pair"):
+    with pytest.raises(InvalidInputError, match="rotary: got a Rotary, want None: the two channels of a pair"):
         patch(MODELS["ErnieImageTransformer2DModel"]().transformer(), own)
     patch(transformer)
     with torch.no_grad():
@@ -372,7 +372,7 @@ def test_another_rotary_must_have_the_heads_axes_and_pairs_of_the_transformer() 
         assert not torch.equal(model.call(transformer, THREE, False, model.positions(THREE))[0], want[0])
 
 
-def test_a_forward_on_the_instance_is_not_overwritten() -> None:
+def test_a_forward_method_set_on_the_instance_is_not_overwritten() -> None:
     model = Wan()
     transformer = model.transformer()
     transformer.rope.forward = transformer.rope.forward
@@ -406,7 +406,7 @@ def test_rows_can_be_moved_to_another_device() -> None:
     assert moved.reached is rows.reached
 
 
-def test_a_processor_set_after_patch_raises_in_the_next_call() -> None:
+def test_setting_a_processor_after_patch_makes_the_next_call_raise() -> None:
     model = Flux2()
     transformer = patch(model.transformer())
     transformer.transformer_blocks[0].attn.set_processor(transformer_flux2.Flux2AttnProcessor())
@@ -420,7 +420,8 @@ def test_a_processor_of_another_patched_transformer_is_refused() -> None:
     patch(first)
     for _ in range(2):
         with pytest.raises(
-            UnsupportedError, match=r"^processor: got one of another patched transformer, want one that is not shared$"
+            UnsupportedError,
+            match=r"^processor: got one shared with another patched transformer, want one that is not shared$",
         ):
             patch(second)
     unpatch(first)
@@ -428,7 +429,7 @@ def test_a_processor_of_another_patched_transformer_is_refused() -> None:
 
 
 class Other:
-    """A class to assign to an object."""
+    """A class that is assigned to an object."""
 
 
 @pytest.mark.parametrize("fails", ["class", "hook"])
@@ -457,7 +458,7 @@ def test_unknown_transformers_are_refused_by_name() -> None:
     ):
         patch(transformer, rotary)
     transformer = patch(model.transformer())
-    with pytest.raises(InvalidInputError, match="transformer: got one that is already patched; call unpatch"):
+    with pytest.raises(InvalidInputError, match="transformer: got a patched transformer; call unpatch"):
         patch(transformer, rotary)
     qwen = MODELS["QwenImageTransformer2DModel"]
     assert {*ANATOMIES, *NOT_PATCHED} <= {*TRANSFORMERS}

@@ -1,4 +1,4 @@
-"""Settings of diffusers transformers: every class is supported or refused, and rotations equal those of the class."""
+"""Settings of diffusers transformers: every class is supported or refused, and rotations equal those of their class."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mmpos.schemes import get_scheme
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTERPOLATED = 8
-"""Number of float32 roundings in the ids of a class, relative to the largest id of the axis."""
+"""The number of float32 roundings in the ids of a class, relative to the largest id on the axis."""
 
 
 def documents(peer: Peer, name: str, count: int) -> list[Document]:
@@ -50,7 +50,7 @@ def documents(peer: Peer, name: str, count: int) -> list[Document]:
 
 
 def check(name: str, count: int) -> None:
-    """Compare cos and sin of ``count`` documents of random sizes."""
+    """Compare cos and sin for ``count`` documents of random sizes."""
     peer = PEERS[name]
     transformer = transformer_of(name)
     settings = from_diffusers(transformer)
@@ -71,7 +71,7 @@ def check(name: str, count: int) -> None:
 
 
 def allowed(rotary: Rotary, positions: mmpos.PositionTable, peer: Peer) -> Any:
-    """Return the bound of the class's error in cos and sin, (tokens, …, pairs), for the dtype of its angles."""
+    """Return the (tokens, …, pairs) error bound of the class's cos and sin, for the dtype of its angles."""
     ids = positions.dense(dtype="float64")
     # The error of a difference, such as 2x − 1, or of an interpolation is relative to its operands.
     reach = np.abs(rotary.pair_ids(ids)) + rotary.pair_ids(
@@ -90,11 +90,11 @@ def test_rotations_equal_those_of_the_class(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PEERS))
-def test_rotations_of_many_sizes_equal_those_of_the_class(name: str) -> None:
+def test_rotations_for_many_sizes_equal_those_of_the_class(name: str) -> None:
     check(name, 200)
 
 
-def test_every_transformer_of_diffusers_is_supported_or_refused() -> None:
+def test_every_diffusers_transformer_is_supported_or_refused() -> None:
     classes = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -189,7 +189,7 @@ def test_an_unsupported_config_is_refused_with_the_reason(config: object, messag
     assert str(error.value).startswith(message)
 
 
-def test_sizes_must_be_whole_patches_and_ids_must_be_in_the_models_tables() -> None:
+def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables() -> None:
     flux, qwen, wan, qwen_21 = (
         from_diffusers({"_class_name": f"{name}Model"})
         for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D", "QwenImage21Transformer2D")
@@ -221,7 +221,7 @@ def test_sizes_must_be_whole_patches_and_ids_must_be_in_the_models_tables() -> N
             r"documents\[1\]: got ids from 4 to 4096 on axis 0, want -4096 to 4095, the tables of QwenImage",
         ),
         (
-            lambda: qwen.place([[Text(5), Grid(8, 8), Grid(8194, 8)]]),  # the size of a reference moves text
+            lambda: qwen.place([[Text(5), Grid(8, 8), Grid(8194, 8)]]),  # the size of a reference shifts the text
             LimitExceededError,
             r"documents\[0\]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095, the tables of QwenImage",
         ),

@@ -1,4 +1,4 @@
-"""The example of disaggregated serving: all workers agree, and a worker with a wrong delta is reported."""
+"""The example of disaggregated serving: all workers agree, and a worker that ignores its delta is reported."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> tuple[int, list[str]]:
-    """Run the example as a user does; return its exit status and the lines of its output."""
+    """Run the example as a user would, and return its exit status and its lines of output."""
     command = [sys.executable, "examples/disaggregated.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.stderr == ""
@@ -38,7 +38,7 @@ def test_every_window_agrees_with_the_complete_sequence() -> None:
     ("worker", "faults"),
     [
         ("prefill 1", {"delta"}),  # it never decodes
-        # The retracted tokens are wrong, and so are the tokens that decode computes from them.
+        # The retracted tokens are wrong, and so are the tokens that the decode worker computes from them.
         ("prefill 2", {"delta, positions, q and k", "tokens, k"}),
         ("decode", {"positions, delta, q and k", "tokens, k, block keys"}),
     ],
@@ -50,7 +50,7 @@ def test_a_worker_that_ignores_the_delta_is_detected(worker: str, faults: set[st
     assert all(line.startswith((worker, "decode")) for line in lines if "DISAGREE" in line)
 
 
-def test_the_rotation_of_the_example_equals_apply_rotary() -> None:
+def test_the_examples_rotation_equals_apply_rotary() -> None:
     positions = BUILDER.build(REQUESTS[0]).positions
     x = np.random.default_rng(0).standard_normal((positions.num_tokens, 2, HEADS, HEAD_DIM), np.float32)
     q, k = (torch.from_numpy(part.copy()) for part in (x[:, 0], x[:, 1]))
@@ -67,7 +67,7 @@ def test_the_rotation_of_a_window_equals_that_of_the_complete_sequence() -> None
         assert np.array_equal(rotate(x[start : start + 7], window.dense()), rotated[start : start + 7])
 
 
-def test_chunks_cut_both_photographs_and_shared_blocks_contain_one() -> None:
+def test_chunks_split_both_photographs_and_shared_blocks_contain_one() -> None:
     first, second = (BUILDER.build(parts) for parts in REQUESTS)
     for begin, end in first.image_spans.tolist():
         assert any(begin < edge < end for edge in range(0, end, CHUNK))

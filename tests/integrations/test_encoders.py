@@ -1,4 +1,4 @@
-"""Vision encoders of Transformers: their positions, and the rotation of q and k in small encoders."""
+"""Vision encoders of Transformers: their positions, and how small encoders rotate q and k."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FRAMES_APART = ("glm4v_moe_vision", "glm4v_vision")
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Disable the warnings of Transformers about small configs."""
+    """Silence the warnings that Transformers logs about small configs."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -79,25 +79,25 @@ def small(encoder: str) -> tuple[Any, Any]:
 
 
 def grids_of(encoder: str) -> list[tuple[int, int, int]]:
-    """Return frames, rows and columns of grids before merging."""
+    """Return the (frames, rows, columns) of each grid before merging."""
     if encoder in IMAGES:
         return [(1, *sides) for sides in IMAGES[encoder]]
     return [(1, 4, 6), (1 if encoder in FRAMES_APART else 2, 2, 8)]
 
 
 def run(encoder: str, model: Any) -> None:
-    """Run the model on patches of ``grids_of``, or on images."""
+    """Run the model on patches of ``grids_of(encoder)``, or on images."""
     grid = torch.tensor(grids_of(encoder))
     patches = int(grid.prod(dim=1).sum())
     channels = 3 * 4 * 4 * getattr(model.config, "temporal_patch_size", getattr(model.config, "patch_temporal", 1))
     if encoder == "pixtral":
         model(torch.randn(2, 3, 32, 32), image_sizes=4 * grid[:, 1:])
-    elif encoder == "gemma4_vision":  # takes patches with their columns and rows
+    elif encoder == "gemma4_vision":  # its inputs are patches with their columns and rows
         places = [[[x, y] for y in range(height) for x in range(width)] for _, height, width in grid.tolist()]
         model(torch.randn(2, patches // 2, 48), torch.tensor(places))
     elif encoder in IMAGES:
         model(torch.randn(2, 3, *(4 * grid[0, 1:]).tolist()))
-    elif encoder == "inkling2_vision":  # takes blocks of 2×2 patches
+    elif encoder == "inkling2_vision":  # its inputs are blocks of 2×2 patches
         model(torch.randn(patches // 4, 8, 8, 3), grid // torch.tensor([1, 2, 2]))
     elif encoder == "kimi_k25_vision":
         model(torch.randn(patches, 3, 4, 4), grid)
@@ -118,14 +118,14 @@ class RotatedError(Exception):
 
 
 def by_token(values: Tensor) -> Tensor:
-    """Convert q or k of any encoder to (tokens, heads, channels)."""
+    """Reshape q or k of any encoder to (tokens, heads, channels)."""
     if values.ndim == 4 and values.shape[1] == 2:  # two heads come before the tokens
         values = values.transpose(1, 2)
     return values.reshape(-1, *values.shape[-2:])
 
 
 def documents_of(encoder: str) -> list[list[Text | Grid]]:
-    """Return documents of the grids, with class tokens where the encoder inserts them."""
+    """Return one document per grid, with a class token where the encoder inserts one."""
     grids = [Grid.from_thw(grid) for grid in grids_of(encoder)]
     if encoder == "inkling2_vision":
         return [[Text(1), grid] for grid in grids]
@@ -140,7 +140,7 @@ def test_positions_and_rotation_equal_those_of_the_encoder(encoder: str, monkeyp
     function = getattr(code, name)
 
     def rotate(q: Tensor, k: Tensor, *tables: Tensor, **options: Any) -> NoReturn:
-        if encoder == "gemma4_vision":  # k is cos, and each half of a head is rotated like a head
+        if encoder == "gemma4_vision":  # k holds cos, and each half of a head is rotated like a whole head
             q, theirs = (values.reshape(-1, 4, 32) for values in (q, function(q, k, *tables)))
             raise RotatedError(q, q, theirs, theirs)
         raise RotatedError(*(by_token(values) for values in (q, k, *function(q, k, *tables, **options))))
@@ -173,7 +173,7 @@ def test_a_mapping_gives_the_positions_and_rotation_of_its_config_object(encoder
         ({"model_type": "llama4_vision_model", "rope_parameters": {"rope_type": "linear"}}, Grid2D(first=1), 48),
     ],
 )
-def test_old_field_names_are_read_and_fields_that_the_code_ignores_are_not(
+def test_old_field_names_are_read_and_fields_that_the_model_ignores_are_not(
     config: dict[str, Any], scheme: Grid2D, head_dim: int
 ) -> None:
     fields = Fields("vision_config", config, config["model_type"])
@@ -183,7 +183,7 @@ def test_old_field_names_are_read_and_fields_that_the_code_ignores_are_not(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hf_classes")  # every model of Transformers is imported
+@pytest.mark.xdist_group("hf_classes")  # imports every model of Transformers
 def test_every_vision_encoder_that_rotates_is_supported_or_refused_by_name() -> None:
     parts = {
         spec.model_type
@@ -206,4 +206,4 @@ def test_every_vision_encoder_that_rotates_is_supported_or_refused_by_name() -> 
             for model in models_of(kind, sys.modules[module.__module__])
         )
     }
-    assert {*ENCODERS, *UNSUPPORTED_ENCODERS} - {"vjepa2"} == rotating  # it rotates with a function, without a module
+    assert {*ENCODERS, *UNSUPPORTED_ENCODERS} - {"vjepa2"} == rotating  # it rotates in a function, without a module

@@ -1,4 +1,4 @@
-"""Configs of every class of the installed Transformers, compared with the class and its rotation module."""
+"""Compare the configs of every class in the installed Transformers with the class and its rotation module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # every model of Transformers is imported
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every model of Transformers
 
 ROTATING = sorted(
     model for model, row in class_defaults().items() if "rope_theta" in row and model not in OTHER_ROTATIONS
@@ -121,7 +121,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Disable the warnings of Transformers about these configs."""
+    """Silence the warnings that Transformers logs about these configs."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -129,12 +129,12 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def one_in(pytestconfig: pytest.Config) -> int:
-    """Return the option ``--one-in``; a value of n tests one in n variants of a config."""
+    """Return the value n of the option ``--one-in``: one in n variants of a config is tested."""
     return int(pytestconfig.getoption("--one-in"))
 
 
 def sampled(variants: Iterable[Any], one_in: int, seed: str) -> list[Any]:
-    """Sample one in ``one_in`` variants, the same ones in every run but others for another seed."""
+    """Sample one in ``one_in`` variants; the sample depends only on the seed."""
     population = list(variants)
     return Random(seed).sample(population, -(-len(population) // one_in))
 
@@ -148,19 +148,19 @@ def module_of(config: object) -> Any:
 
 
 def layer_types(module: object) -> list[Any]:
-    """Return the layer types that a module distinguishes, or [None] if it has one rotation."""
+    """Return the layer types that a module distinguishes, or [None] if it has a single rotation."""
     types = getattr(module, "rope_type", None)
     return sorted(types) if isinstance(types, dict) and types else [None]
 
 
 def buffer(module: Any, name: str, layer_type: str | None) -> Any:
-    if hasattr(module, "freqs_ci"):  # Llama 4, whose first patch has the ids 1
+    if hasattr(module, "freqs_ci"):  # Llama 4: the ids of its first patch are 1
         return module.freqs_ci[0].flatten().angle().chunk(2)[0] if name == "inv_freq" else 1.0
     return getattr(module, name if layer_type is None else f"{layer_type}_{name}")
 
 
 def result_or_error(reader: Any, config: object, layer_type: str | None) -> Any:
-    """Return the result of a reader, or its error message."""
+    """Return the result of a reader, or its error message if it raises."""
     try:
         return reader(config, layer_type=layer_type)
     except MmposError as error:
@@ -168,7 +168,7 @@ def result_or_error(reader: Any, config: object, layer_type: str | None) -> Any:
 
 
 def ours(config: object, layer_type: str | None = None) -> Rotary | str:
-    """Return our rotation of a config, or the error message."""
+    """Return the rotation that mmpos reads from a config, or the error message."""
     reading: Rotary | str = result_or_error(Rotary.from_hf_config, config, layer_type)
     return reading
 
@@ -182,7 +182,7 @@ def test_the_table_of_class_defaults_is_up_to_date() -> None:
     assert TABLE.read_text(encoding="utf-8") == to_json(table())
 
 
-def test_every_config_class_of_a_rotation_is_supported_or_refused_by_name() -> None:
+def test_every_config_class_with_a_rotation_is_supported_or_refused_by_name() -> None:
     models = {config.model_type or config.__name__ for config in rotations()}
     assert {*ROTATING, *OTHER_ROTATIONS, *NAMELESS} - {*WITHOUT_MODULE} == models
 
@@ -201,7 +201,7 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     for axes in (3, 2):
         try:
             tables = module(torch.zeros(1), IDS[:axes, None], **kind)
-        except RuntimeError:  # the module has another number of axes
+        except RuntimeError:  # the module has a different number of axes
             continue
         if (tables[0] if isinstance(tables, tuple) else tables).ndim == 3:  # the module has reduced the axes
             return tables, axes
@@ -239,15 +239,15 @@ def rotated(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, T
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    """Return the scores of all pairs of tokens, which do not depend on the order of channels."""
+    """Return the scores of all pairs of tokens; they do not depend on the order of channels."""
     return q.double() @ k.double().mT
 
 
 def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
-    """Bound the difference of scores between two float32 implementations.
+    """Bound the difference between the scores of two float32 implementations.
 
-    An angle is an id times a frequency, which takes about eight operations; cos, sin and products round as often
-    again. This bounds the error of each rotated channel, and a score is a sum over channels of q and k.
+    An angle is an id times a frequency, which takes about eight operations; cos, sin and products add about as many
+    roundings. This bounds the error of each rotated channel, and a score is a sum over channels of q and k.
     """
     channel = 2 * 8 * (1 + int(IDS.max())) * EPSILON * attention_factor**2
     return channel * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
@@ -300,7 +300,7 @@ def test_scores_equal_those_of_models_without_a_rotation_module() -> None:
 
 
 def without_fields(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the complete config without one field, of the config itself or of rope_parameters."""
+    """Yield the complete config without one field of the config itself or of its rope_parameters."""
     for name in sorted(full.keys() - {"model_type"}):
         yield {key: value for key, value in full.items() if key != name}
     rope = full.get("rope_parameters") or {}
@@ -312,7 +312,7 @@ def without_fields(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def with_other_values(full: dict[str, object], least: dict[str, object], declared: Any) -> Iterator[dict[str, Any]]:
-    """Yield the config with one number changed or null, and with fields that its class may not read."""
+    """Yield the config with one number changed or null, and the config with fields that its class may not read."""
     words = ("base", "dim", "embd", "head", "hidden_size", "position", "rope", "rotary", "theta", "width")
     for name, value in full.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and any(word in name for word in words):
@@ -346,7 +346,7 @@ def with_other_scaling(full: dict[str, Any], least: dict[str, Any], pairs: int) 
 
 
 def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> bool:
-    """Return whether a rotation has a module's frequencies in any order, its sections and its attention factor."""
+    """Return whether a rotation has a module's frequencies, in any order, and its sections and attention factor."""
     sections = getattr(module, "mrope_section", None)
     if isinstance(sections, list) and rotary.mrope_section is not None:
         compared = slice(1 if rotary.allocation == "mrope-interleaved" else 0, None)  # frames get the remaining pairs
@@ -362,7 +362,7 @@ def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> 
 
 
 def difference(mapping: dict[str, Any], layer_type: str | None) -> str | None:
-    """Compare the rotations read from a config object and its mapping with its module; describe a difference."""
+    """Compare the rotations read from a config object and from its mapping with its module; describe any difference."""
     model = mapping["model_type"]
     try:
         config = config_class(model)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
@@ -430,7 +430,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
         setattr(text, name, value)
     mapping = as_json(config.to_dict())
     part = "thinker_config" if "thinker_config" in mapping else "text_config"
-    if text.model_type not in ROTATING:  # all give the same error message
+    if text.model_type not in ROTATING:  # all readers give the same error message
         assert ours(config) == ours(text) == ours(mapping)
         return
     released = RELEASED.get(text.model_type, {})
@@ -442,7 +442,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
         assert isinstance(rotary, Rotary)
         for source in (config, mapping, as_json(config.to_diff_dict())):
             assert ours(source, layer_type) == rotary
-        if model != "fun_asr_nano":  # its class requires consistent parts
+        if model != "fun_asr_nano":  # its class requires the parts to be consistent
             bare = language_model(CONFIGS[model](**copy.deepcopy(least)))
             assert ours({"model_type": model} | least, layer_type) == ours(bare, layer_type)
         want = f"config.{part}: got none, want the config of the language model"
@@ -450,7 +450,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
 
 
 def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:
-    """Return the config with no fields except its parts, reduced in the same way, and their model types."""
+    """Reduce a config to its parts, which are reduced in the same way, and their model types if ``typed``."""
     parts = {name: bare(full[name], typed) for name in full if name.endswith("_config") and full[name]}
     return {"model_type": full["model_type"], **parts} if typed and "model_type" in full else parts
 
@@ -462,7 +462,7 @@ def parts_of(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", [model for model in [*ROTATING, *WHOLE] if model in CONFIGS])
-def test_a_mapping_without_defaults_gives_the_result_of_its_object_or_is_refused(model: str, one_in: int) -> None:
+def test_a_mapping_without_defaults_gives_the_same_result_as_its_object_or_is_refused(model: str, one_in: int) -> None:
     full = as_json(CONFIGS[model]().to_dict())
     readers = (Rotary.from_hf_config, mmpos.from_hf_config) if model in MODEL_TYPES else (Rotary.from_hf_config,)
     for typed in (True, False):
@@ -485,7 +485,7 @@ def test_a_mapping_without_defaults_gives_the_result_of_its_object_or_is_refused
 
 
 def without_fields_of_parts(full: dict[str, object]) -> Iterator[dict[str, Any]]:
-    """Yield the complete config without one field, of the config itself or of a part."""
+    """Yield the complete config without one field of the config itself or of one of its parts."""
     for name, value in full.items():
         if name != "model_type":
             yield {key: full[key] for key in full if key != name}
@@ -495,7 +495,7 @@ def without_fields_of_parts(full: dict[str, object]) -> Iterator[dict[str, Any]]
 
 
 @pytest.mark.parametrize("model", [model for model in MODEL_TYPES if model in class_defaults()])
-def test_a_mapping_without_a_field_gives_the_settings_of_its_object_or_is_refused(model: str, one_in: int) -> None:
+def test_a_mapping_without_a_field_gives_the_same_settings_as_its_object_or_is_refused(model: str, one_in: int) -> None:
     config, layer_type = config_of(model), LAYER_TYPES.get(model)
     assert mmpos.from_hf_config(as_json(config.to_diff_dict()), layer_type=layer_type) == settings_of(model)
     for mapping in sampled(without_fields_of_parts(as_json(config.to_dict())), one_in, model):

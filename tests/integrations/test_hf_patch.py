@@ -1,4 +1,4 @@
-"""Logits and gradients of patched models: equal to the unpatched model's, or to those with cos and sin by hand."""
+"""Logits and gradients of patched models equal those of the unpatched model, or those with manual cos and sin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.bfloat16) for name in NAMES), ("gemma3", torch.float32)], ids=str
 )
-def test_text_has_the_logits_of_the_unpatched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+def test_text_has_the_same_logits_as_in_the_unpatched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     model, input_ids = model_of(name, dtype), tokens(2, 120)
     with torch.no_grad():
         want = model(input_ids).logits
@@ -44,7 +44,7 @@ def test_text_has_the_logits_of_the_unpatched_model_bit_for_bit(name: str, dtype
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_have_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
+def test_images_have_the_same_logits_as_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids = model_of(name), tokens(2, 24)
     table, rotary = two_rows("rope-tie-v2"), rotary_of(model)  # half-integers
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_images_have_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize(("embedding", "states"), [DTYPES, DTYPES[::-1]], ids=str)
-def test_cos_and_sin_have_the_dtype_of_the_hidden_states_not_of_the_weights(
+def test_cos_and_sin_have_the_dtype_of_the_hidden_states_rather_than_the_weights(
     embedding: torch.dtype, states: torch.dtype
 ) -> None:
     model, input_ids = model_of("llama", states), tokens(1, 24)
@@ -71,7 +71,7 @@ def test_cos_and_sin_have_the_dtype_of_the_hidden_states_not_of_the_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_built_like_llama_have_the_logits_of_cos_and_sin_by_hand(name: str) -> None:
+def test_other_models_built_like_llama_have_the_same_logits_as_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     with torch.no_grad():
         untouched = model(input_ids).logits
@@ -84,7 +84,7 @@ def test_other_models_built_like_llama_have_the_logits_of_cos_and_sin_by_hand(na
         got = model(input_ids, mm_position_ids=table).logits
         assert_within(got, want, bound)
         unpatch(model)
-        if name != "phi":  # it rotates only half of its channels
+        if name != "phi":  # Phi rotates only half of its channels
             fused = patched(model, "fused")(input_ids, mm_position_ids=table).logits
             assert_within(fused, want, bound)
     assert (got - untouched).abs().max() > 1e-3 * untouched.abs().max()
@@ -121,7 +121,7 @@ def test_heads_with_separate_axes_rotate_by_positions(implementation: Any) -> No
     assert (logits(allocation="heads", head_axes=[0, 1] * (heads // 2)) - columns).abs().max() > 0.01
 
 
-def test_axes_and_allocations_have_the_logits_of_cos_and_sin_by_hand() -> None:
+def test_axes_and_allocations_give_the_same_logits_as_manual_cos_and_sin() -> None:
     model, input_ids = model_of("qwen3"), tokens(2, 24)
     for scheme, changes in (
         ("flatten", {"axes": 1}),
@@ -165,7 +165,9 @@ def test_axes_and_allocations_have_the_logits_of_cos_and_sin_by_hand() -> None:
     ],
     ids=["linear", "yarn", "llama3", "dynamic", "longrope"],
 )
-def test_text_of_scaled_models_has_the_logits_of_the_unpatched_model(rope: dict[str, object], scaling: type) -> None:
+def test_text_has_the_same_logits_as_in_the_unpatched_model_with_rope_scaling(
+    rope: dict[str, object], scaling: type
+) -> None:
     model = model_of("llama", rope_parameters={"rope_theta": 5e5, **rope})
     input_ids, rotary = tokens(1, 300), rotary_of(model, precision="hf")
     assert isinstance(rotary.scaling, scaling)
@@ -177,7 +179,7 @@ def test_text_of_scaled_models_has_the_logits_of_the_unpatched_model(rope: dict[
 def test_a_next_position_beyond_the_length_of_a_scaled_rotary_is_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model, input_ids = model_of("llama", rope_parameters=rope, max_position_embeddings=64), tokens(1, 60)
-    table = place(SegmentTable.from_documents([[Text(3), Grid(6, 9), Text(3)]]))  # 60 tokens, next position 75
+    table = place(SegmentTable.from_documents([[Text(3), Grid(6, 9), Text(3)]]))  # 60 tokens; the next position is 75
     rotary = rotary_of(model)
     patch(model, rotary)
     for call in (model, model.generate):
@@ -203,7 +205,7 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_loss_and_gradients_equal_those_of_cos_and_sin_by_hand(name: str) -> None:
+def test_loss_and_gradients_equal_those_with_manual_cos_and_sin(name: str) -> None:
     model, input_ids, table = model_of(name), tokens(2, 24), two_rows()
     rotary = rotary_of(model)
     with rotated_by_hand(model, table, rotary, 2):
@@ -213,7 +215,7 @@ def test_loss_and_gradients_equal_those_of_cos_and_sin_by_hand(name: str) -> Non
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_layers_use_the_positions_of_their_call(reentrant: bool, way: str) -> None:
+def test_recomputed_layers_use_the_positions_of_their_own_call(reentrant: bool, way: str) -> None:
     model, input_ids, table = patched(model_of("qwen3"), way), tokens(2, 24), two_rows()
     loss, *want = gradients(model, input_ids, mm_position_ids=table)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -221,7 +223,7 @@ def test_recomputed_layers_use_the_positions_of_their_call(reentrant: bool, way:
     model.zero_grad()
     checkpointed = model(input_ids, labels=input_ids, mm_position_ids=table, use_cache=False).loss
     model.eval()
-    with torch.no_grad():  # a call with other positions before the backward pass
+    with torch.no_grad():  # call with other positions before the backward pass
         model(input_ids, mm_position_ids=text(24, 24), use_cache=False)
     model.train()
     checkpointed.backward()

@@ -1,4 +1,4 @@
-"""Packed, padded and cached batches of patched models: every document has the logits of a separate run."""
+"""Packed, padded and cached batches of patched models: every document has the same logits as in a separate run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = sorted(CONFIGS)
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("way", WAYS)
-def test_packed_documents_have_the_logits_of_separate_runs(attention: str, way: str) -> None:
+def test_packed_documents_have_the_same_logits_as_in_separate_runs(attention: str, way: str) -> None:
     model = model_of("llama", attn_implementation=attention)
     documents: list[list[Text | Grid]] = [[Text(4), Grid(2, 3), Text(3)], [Text(1)], [Grid(2, 2), Text(6)]]
     table = place(SegmentTable.from_documents(documents))
@@ -84,14 +84,14 @@ def test_device_positions_of_packed_documents_require_position_ids(lengths: tupl
         got = model(input_ids, mm_position_ids=packed, position_ids=restart, use_cache=False).logits
     assert torch.equal(got, want)
     for mask in (None, torch.ones(1, sum(lengths))):
-        with pytest.raises(InvalidInputError, match=r"DevicePositions of several documents, .* want also position_ids"):
+        with pytest.raises(InvalidInputError, match=r"DevicePositions of several documents, .* want position_ids"):
             model(input_ids, mm_position_ids=packed, attention_mask=mask)
 
 
 MIXERS: dict[str, dict[str, Any]] = {
     "afmoe": {},  # its masks ignore position_ids
-    "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # the same
-    "falcon_h1": {  # it has a convolution and a state next to each attention
+    "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # so do its masks
+    "falcon_h1": {  # a convolution and a state run beside each attention
         "mamba_d_ssm": 64,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
@@ -115,7 +115,7 @@ def test_models_that_mix_documents_refuse_packed_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_have_the_logits_of_separate_runs(side: Any) -> None:
+def test_padded_rows_have_the_same_logits_as_in_separate_runs(side: Any) -> None:
     model = model_of("mistral")
     documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]]
     padded = place(SegmentTable.from_documents(documents)).pad(side=side)
@@ -137,10 +137,10 @@ def test_padded_rows_have_the_logits_of_separate_runs(side: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "way"), [*((name, "reference") for name in NAMES), ("llama", "fused")])
-def test_decoding_with_a_cache_has_the_logits_of_a_full_forward(name: str, way: str) -> None:
+def test_decoding_with_a_cache_gives_the_same_logits_as_a_full_forward_pass(name: str, way: str) -> None:
     model, table = model_of(name), two_rows()
     patched(model, way)
-    longer = table.window([0, 1], [0, 0], [27, 27])  # the prompts and three tokens after each
+    longer = table.window([0, 1], [0, 0], [27, 27])  # each prompt and three tokens after it
     input_ids = tokens(2, 27)
     with torch.no_grad():
         want = model(input_ids, mm_position_ids=longer).logits

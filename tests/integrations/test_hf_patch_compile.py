@@ -1,4 +1,4 @@
-"""Patched models with torch.compile and with the kernel: full graphs, logits as in eager mode, a launch per layer."""
+"""Patched models with torch.compile and with the kernel: full graphs, logits as in eager mode, one launch per layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[PositionTable], Any]] = {"dense": as_ids, "device": D
 
 
 @pytest.mark.parametrize("form", ["dense", pytest.param("device", marks=pytest.mark.slow)])
-def test_a_forward_compiles_to_one_graph_with_the_logits_of_eager_mode(form: str) -> None:
+def test_a_forward_pass_compiles_to_one_graph_with_the_logits_of_eager_mode(form: str) -> None:
     model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -59,14 +59,14 @@ def test_different_lengths_share_graphs(form: str, implementation: str, monkeypa
         out: Tensor = call(input_ids, mm_position_ids=ids, use_cache=False).logits
         return out
 
-    for height in (3, 5, 8, 150):  # the last one has several blocks of cos and sin
+    for height in (3, 5, 8, 150):  # the last height requires several blocks of cos and sin
         bound = rounding(partial(logits, model, height), model.parameters(), 5 + 4 * height)
         assert_within(logits(compiled, height), logits(model, height), bound)
     assert counter.frame_count <= 3
 
 
 def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Any, *_: Any) -> None:
-    """Compute the kernel's result without its interpreter."""
+    """Compute the kernel's result without Triton's interpreter."""
     from mmpos.rotary import reference
 
     turn = reference.head_rotation_of(rotation, q.shape[0], q.shape[1])
@@ -75,7 +75,7 @@ def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotatio
 
 
 @pytest.mark.slow
-def test_separately_compiled_layers_have_the_logits_of_eager_mode() -> None:
+def test_separately_compiled_layers_give_the_logits_of_eager_mode() -> None:
     model, input_ids, table = patched("reference"), tokens(2, 24), two_rows()
     with torch.no_grad():
         runs = [partial(model, input_ids, mm_position_ids=ids, use_cache=False) for ids in (table, None)]
@@ -87,7 +87,7 @@ def test_separately_compiled_layers_have_the_logits_of_eager_mode() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_training_has_the_gradients_of_eager_mode(monkeypatch: Any) -> None:
+def test_compiled_training_gives_the_gradients_of_eager_mode(monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
     monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to bind
     model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)

@@ -1,4 +1,4 @@
-"""generate with images: every decoding method continues at the next positions of the table, row by row."""
+"""generate with images: every decoding method continues each row at its next position in the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW = 6
 
 
 def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
-    """Return the ids, mask and table of two prompts of 24 and 9 tokens, padded on the left."""
+    """Return the ids, mask and table of two left-padded prompts with 24 and 9 tokens."""
     table = place(SEGMENTS, scheme)
     mask = torch.from_numpy(table.padded(side="left")[1])
     return tokens(2, 24) * mask, mask, table.pad(side="left")
@@ -33,14 +33,14 @@ def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
 
 @cache
 def reference_tokens(scheme: str = "rope-tie", name: str = "llama") -> list[list[int]]:
-    """Generate after each prompt separately, with a full forward per token, without cache and padding."""
+    """Continue each prompt separately with a full forward pass per token, without a cache or padding."""
     (input_ids, mask, _), table = prompts(scheme), place(SEGMENTS, scheme)
     return [greedy_tokens(patched(name), input_ids[row, mask[row].bool()], table, row) for row in range(2)]
 
 
 @torch.no_grad()
 def greedy_tokens(model: Any, prompt: Tensor, table: PositionTable, row: int) -> list[int]:
-    """Return the most likely tokens after a prompt; check that rounding cannot change the choice."""
+    """Return the most likely tokens after a prompt, and check that rounding cannot change the choice."""
     sequence = prompt[None]
 
     def logits() -> Tensor:
@@ -75,7 +75,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_every_decoding_method_gives_the_tokens_of_full_forwards(name: str, method: str) -> None:
+def test_every_decoding_method_generates_the_same_tokens_as_full_forward_passes(name: str, method: str) -> None:
     input_ids, mask, table = prompts()
     output = generated(patched(name), input_ids, attention_mask=mask, mm_position_ids=table, **METHODS[method])
     assert output[:, 24:].tolist() == reference_tokens("rope-tie", name)
@@ -91,7 +91,7 @@ def test_prompts_can_be_passed_as_embeddings() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_dense_ids_and_device_positions_give_the_tokens_of_the_table(scheme: str) -> None:
+def test_dense_ids_and_device_positions_generate_the_same_tokens_as_the_table(scheme: str) -> None:
     model, (input_ids, mask, table) = patched(), prompts(scheme)
     dense = as_ids(table)
     next_positions = torch.from_numpy(table.next_positions.copy())
@@ -114,7 +114,7 @@ def test_beams_keep_the_positions_of_their_row() -> None:
         output_scores=True,
     )
     real = place(SEGMENTS)
-    for beam, score in enumerate(output.sequences_scores):  # equals the sum of log-probabilities of a full forward
+    for beam, score in enumerate(output.sequences_scores):  # equals the summed log-probabilities of a full forward pass
         row = beam // 3
         sequence = torch.cat((input_ids[row, mask[row].bool()], output.sequences[beam, 24:]))[None]
         ids = real.window([row], [0], [sequence.shape[1]])
@@ -150,7 +150,7 @@ def test_generation_continues_from_a_cache(prompt: str) -> None:
     assert output[:, -NEW:].tolist() == [want]
 
 
-def test_generate_without_positions_gives_the_tokens_of_the_unpatched_model() -> None:
+def test_generate_without_positions_gives_the_same_tokens_as_the_unpatched_model() -> None:
     model, (input_ids, mask, table) = patched(), prompts()
     without = generated(model, input_ids, attention_mask=mask)
     with_positions = generated(model, input_ids, attention_mask=mask, mm_position_ids=table)
@@ -171,7 +171,7 @@ def test_columns_equal_the_dense_ids_of_a_longer_window() -> None:
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_ids_of_a_step_start_at_the_end_of_its_cache(name: str) -> None:
+def test_the_ids_of_a_step_start_at_the_end_of_its_cache(name: str) -> None:
     class Model:
         def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
             return {"input_ids": input_ids[:, -1:]}
@@ -183,7 +183,7 @@ def test_ids_of_a_step_start_at_the_end_of_its_cache(name: str) -> None:
     assert prepared["mm_position_ids"].tolist() == [[[52], [62]]] * 2
 
 
-def test_a_slice_of_packed_prompts_with_one_prompt_can_be_continued() -> None:
+def test_generation_continues_a_slice_that_contains_one_of_several_packed_prompts() -> None:
     model, (input_ids, _, _), packed = patched(), prompts(), place(SEGMENTS)
     output = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
     assert output[:, 9:].tolist() == reference_tokens()[1:]

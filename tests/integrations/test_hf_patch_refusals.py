@@ -1,4 +1,4 @@
-"""Error messages of patch and of patched models."""
+"""Errors raised by patch and by patched models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 
 def refused(message: str, model: Any, rotary: Any, **arguments: Any) -> None:
-    """Check that patch raises an error with this message."""
+    """Check that patch raises an error whose message begins with this text."""
     assert_refused(message, lambda: patch(model, rotary, **arguments), (InvalidInputError, UnsupportedError))
 
 
@@ -42,7 +42,7 @@ def test_unsupported_models_and_rotaries_are_refused() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rotation_of_another_shape_is_refused(way: str) -> None:
+def test_cos_and_sin_of_an_unexpected_shape_are_refused(way: str) -> None:
     model = patched(model_of("gpt_oss", num_local_experts=2), way)
     with pytest.raises(UnsupportedError, match=r"got cos of shape \(1, 24, 8\) in GptOssAttention, want \(batch"):
         model(tokens(2, 24), mm_position_ids=two_rows())
@@ -56,7 +56,7 @@ NO_KERNEL: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2},
         "implementation: got 'triton' for Gemma3nTextAttention, which does not rotate q and k in one call",
     ),
-    (  # the indexer also takes cos and sin
+    (  # the indexer receives cos and sin as well
         "minimax_m3_vl_text",
         {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16},
         "implementation: got 'triton' for MiniMaxM3VLAttention, which does not rotate q and k in one call",
@@ -65,7 +65,7 @@ NO_KERNEL: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), NO_KERNEL)
-def test_the_kernel_is_refused_for_models_that_do_not_rotate_whole_q_and_k_in_one_call(
+def test_the_kernel_is_refused_for_models_that_do_not_rotate_all_of_q_and_k_in_one_call(
     name: str, changes: Any, message: str
 ) -> None:
     model = model_of(name, **changes)
@@ -86,13 +86,13 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(UNLIKE))
-def test_models_unlike_llama_are_refused(name: str) -> None:
+def test_models_built_differently_from_llama_are_refused(name: str) -> None:
     changes, message = UNLIKE[name]
     model = model_of(name, **changes)
     refused(f"model: got {type(model).__name__}, which {message}", model, Rotary(16))
 
 
-def test_each_layer_type_requires_a_rotary() -> None:
+def test_every_layer_type_requires_a_rotary() -> None:
     model = model_of("gemma3")
     kinds = "want a mapping from each layer type of ['full_attention', 'sliding_attention'] to a Rotary"
     refused(f"rotary: got Rotary, {kinds}", model, Rotary(16))
@@ -112,13 +112,13 @@ def test_each_layer_type_requires_a_rotary() -> None:
         (torch.zeros(2, 2, 24, dtype=torch.int64, device="meta"), "got a tensor on meta, want cpu"),
         ([[0] * 24] * 2, "got list, want a PositionTable, DevicePositions or a tensor of ids"),
         (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
-        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row: pad the table"),
+        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row; pad the table"),
         (text(16, 16, 16), "got documents of 16 tokens, want 24"),
         (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axis, want 2"),
     ],
     ids=range(9),
 )
-def test_invalid_positions_of_a_call_are_refused(ids: object, message: str) -> None:
+def test_invalid_positions_in_a_call_are_refused(ids: object, message: str) -> None:
     model = patched(model_of("llama"))
     with pytest.raises(InvalidInputError, match=f"mm_position_ids: {message}"):
         model(tokens(2, 24), mm_position_ids=ids)
@@ -127,7 +127,7 @@ def test_invalid_positions_of_a_call_are_refused(ids: object, message: str) -> N
 def test_a_table_passed_as_position_ids_is_refused() -> None:
     model = patched(model_of("llama"))
     for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
-        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it as mm_position_ids"):
+        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it in mm_position_ids"):
             model(tokens(2, 24), position_ids=table)
 
 

@@ -19,7 +19,7 @@ from mmpos.integrations.hf import patch, unpatch
 
 
 def state(model: torch.nn.Module) -> list[Any]:
-    """Return the name, the attributes and the numbers of hooks of every module."""
+    """Return the name, the attributes and the hook counts of every module."""
     return [
         (
             name,
@@ -52,7 +52,7 @@ def test_a_forward_set_by_other_code_is_not_replaced() -> None:
     want = patched(model)(input_ids, mm_position_ids=table).logits
     unpatch(model)
     attention = model.model.layers[1].self_attn
-    attention.forward = attention.forward  # like hooks that offload weights
+    attention.forward = attention.forward  # as hooks that offload weights do
     before = state(model)
     with pytest.raises(UnsupportedError, match=r"got LlamaAttention\.forward set on the instance"):
         patch(model, rotary_of(model), implementation="triton")
@@ -118,7 +118,7 @@ def test_copies_are_patched_and_independent(copied: Callable[[Any], Any], way: s
     assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
 
 
-def test_models_without_a_head_or_with_another_head_can_be_patched() -> None:
+def test_models_without_a_head_or_with_a_different_head_can_be_patched() -> None:
     model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows()
     want = model.model(input_ids, mm_position_ids=table).last_hidden_state
     unpatch(model)

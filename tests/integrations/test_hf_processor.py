@@ -1,4 +1,4 @@
-"""MMPosProcessor: batches compared with the sequences of SequenceBuilder, chats, saving and loading, and errors."""
+"""MMPosProcessor: batches equal to the sequences of SequenceBuilder, chats, saving and loading, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_processor(tokenizer: Any = None, **options: Any) -> MMPosProcessor:
 
 
 def build(processor: MMPosProcessor, text: str, images: list[Any]) -> mmpos.InterleavedSequence:
-    """Build the row with SequenceBuilder, from pieces of text and images."""
+    """Build one row with SequenceBuilder from pieces of text and images."""
     remaining, parts = iter(images), ["<s>"]
     for n, piece in enumerate(text.split("[PATCH]")):
         parts += ([next(remaining)] if n else []) + ([piece] if piece else [])
@@ -63,7 +63,7 @@ def unpadded(batch: Any, key: str, row: int) -> Any:
     [{}, {"scheme": RopeTieV2(), "start": 7}, {"markers": Markers(row="[ROW]")}, {"scheme": "mrope"}],
     ids=["default", "half-integers", "row-separators", "mrope"],
 )
-def test_every_row_equals_the_sequence_of_the_builder(options: dict[str, Any], side: str) -> None:
+def test_every_row_equals_the_sequence_that_the_builder_builds(options: dict[str, Any], side: str) -> None:
     processor = make_processor(**options)
     photos = [[WIDE], [], [TALL, WIDE]]
     batch = processor(photos, TEXTS, padding=True, padding_side=side, return_tensors="np")
@@ -102,7 +102,7 @@ def test_rows_without_padding_are_lists() -> None:
     assert wide["input_ids"][1][-1] == PAD
 
 
-def test_lists_of_rows_convert_to_the_tensors_of_a_call_even_after_pickling() -> None:
+def test_lists_of_rows_convert_to_the_same_tensors_as_a_call_even_after_pickling() -> None:
     processor = make_processor(scheme="rope-tie-v2")
     images, texts = [[WIDE], [], [TALL]], ["[PATCH]A", "cat", "A [PATCH]"]
     listed = processor(images, texts, padding=True)
@@ -118,12 +118,12 @@ def test_padding_requires_a_padding_token() -> None:
     without = make_processor(chat_tokenizer(pad_token=None))
     (row,) = without(text=["this"])["input_ids"]
     assert without(text=["this", "this"], padding=True, return_tensors="pt")["input_ids"].tolist() == [row, row]
-    message = "tokenizer.pad_token: got None, want a token for padding"
+    message = "tokenizer.pad_token: got None, want a padding token"
     assert_refused(message, lambda: without(text=["A cat", "this"], padding=True))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_never_removes_a_token_of_an_image(side: str) -> None:
+def test_truncation_never_removes_an_image_token(side: str) -> None:
     processor = make_processor(chat_tokenizer(truncation_side=side))
     text = "What is [PATCH] this?"
     untruncated = processor([TALL], text)["input_ids"][0]
@@ -142,7 +142,7 @@ def test_truncation_never_removes_a_token_of_an_image(side: str) -> None:
     spelling = {PATCH: "[PATCH]", BEGIN: "[PATCH]", END: "[PATCH]", BOS: ""}
     decode = processor.tokenizer.decode
     assert [text[a:b] for a, b in offsets] == [spelling.get(token) or decode(token) * (token > 8) for token in expected]
-    assert processor([TALL], text, truncation=True)["input_ids"] == [untruncated]  # this tokenizer has no limit
+    assert processor([TALL], text, truncation=True)["input_ids"] == [untruncated]  # the tokenizer sets no limit
     message = (
         rf"^max_length: got {room - 1}, which removes tokens of image 0 from text\[0\] of {len(untruncated)} tokens"
     )
@@ -151,7 +151,7 @@ def test_truncation_never_removes_a_token_of_an_image(side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncated_rows_have_the_spans_of_their_images(side: str) -> None:
+def test_spans_of_images_follow_truncation(side: str) -> None:
     grids = np.array([[1, 1, 2], [1, 2, 1]])
     rows = expand(
         [[9, 9, PATCH, 9, 9], [9, 9, 9, PATCH, 9, 9, 9]], grids, None, MarkerIds(BEGIN, END, PATCH, None, None)
@@ -179,12 +179,12 @@ def test_truncation_keeps_special_tokens_added_by_the_tokenizer(side: str) -> No
             else untruncated[1:-1][max(len(untruncated) - length, 0) :]
         )
         assert processor(text="What is </s> this?", max_length=length)["input_ids"] == [[BOS, *text, EOS]]
-    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the special tokens of a row$"):
+    with pytest.raises(InvalidInputError, match=r"^max_length: got 1, want >= 2, the number of special tokens"):
         processor(text="What is </s> this?", max_length=1)
     assert processor(text="", max_length=2)["input_ids"] == [[BOS, EOS]]
 
 
-def test_a_call_without_text_returns_only_the_images() -> None:
+def test_a_call_without_text_returns_only_images() -> None:
     batch = make_processor()(WIDE, return_tensors="pt")
     assert sorted(batch) == ["image_grid_thw", "patches"]
     assert batch["patches"].dtype == torch.uint8
@@ -206,7 +206,7 @@ def image_block(image: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["call", "template"])
-def test_chats_equal_the_text_that_their_template_writes(method: str) -> None:
+def test_chats_equal_the_text_that_their_template_renders(method: str) -> None:
     processor = make_processor()
     chats = [
         chat(image_block(WIDE), text_block("What is this?"), answer="A cat"),
@@ -228,7 +228,7 @@ def test_chats_equal_the_text_that_their_template_writes(method: str) -> None:
     assert batch["input_ids"][0, :4].tolist() == [BOS, USER, BEGIN, PATCH]
 
 
-def test_every_source_of_an_image_in_a_chat_is_supported(tmp_path: Path) -> None:
+def test_every_kind_of_image_source_is_supported_in_a_chat(tmp_path: Path) -> None:
     processor = make_processor()
     path = tmp_path / "a photo.jpg"
     path.write_bytes(WIDE)
@@ -248,7 +248,7 @@ def test_every_source_of_an_image_in_a_chat_is_supported(tmp_path: Path) -> None
     assert all((each == separate["patches"]).all() for each in patches)
 
 
-def test_separate_images_fill_the_blocks_of_chats_in_order() -> None:
+def test_separate_images_fill_the_empty_image_blocks_of_chats_in_order() -> None:
     processor = make_processor()
     empty = {"type": "image"}
     chats = [chat(empty, text_block("A"), empty), chat(text_block("cat")), chat(empty)]
@@ -264,7 +264,7 @@ def test_separate_images_fill_the_blocks_of_chats_in_order() -> None:
     pixels = np.zeros((16, 16, 3), np.uint8)
     alone = processor(text=chat(image_block(pixels)))["patches"]
     np.testing.assert_array_equal(processor(pixels, chats[2])["patches"], alone)
-    # Rows of a table have every key in every block, most of them None.
+    # Rows read from a table have every key in every block; most keys are None.
     rows = chat({**text_block("A"), "image": None}, {"type": "image", "image": None, "url": None, "text": None})
     np.testing.assert_array_equal(processor(pixels, rows)["patches"], alone)
     for images, text, message in (
@@ -295,7 +295,7 @@ def test_the_final_message_can_be_continued() -> None:
     assert processor.tokenizer.decode(ids[ids.index(ASSISTANT) :]) == "<|assistant|>A cat"
 
 
-def test_templates_receive_every_key_and_write_all_special_tokens() -> None:
+def test_templates_receive_every_key_and_render_all_special_tokens() -> None:
     template = (
         "{% for m in messages %}{{ m.name }}: {% for c in m.content %}[PATCH] {{ c.detail }}{% endfor %}{% endfor %}"
     )
@@ -306,7 +306,7 @@ def test_templates_receive_every_key_and_write_all_special_tokens() -> None:
     ids = processor(text=messages)["input_ids"][0]
     assert BOS not in ids
     assert processor.tokenizer.decode(ids).startswith("Ann: [IMG][PATCH]")
-    assert "path" in block  # the caller's messages are not changed
+    assert "path" in block  # the caller's messages are unchanged
 
 
 def test_special_tokens_spelled_out_by_users_remain_text() -> None:
@@ -318,13 +318,13 @@ def test_special_tokens_spelled_out_by_users_remain_text() -> None:
     assert ids.count(BEGIN) == ids.count(END) == 1
     assert EOS not in ids
     assert processor.tokenizer.decode(ids[ids.index(END) + 1 :]) == words
-    # They become special tokens on request, and in text, which the caller writes.
+    # They become special tokens on request, and in plain text, which the caller writes.
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "sanitize_control_tokens": False}
     with pytest.raises(InvalidInputError, match=r"^images\[0\]: got 1 image, want 2, the placeholders of text\[0\]$"):
         processor.apply_chat_template(chat(image_block(WIDE), text_block(words)), **options)
 
 
-def test_the_mask_of_the_assistant_covers_the_answer() -> None:
+def test_the_assistant_mask_covers_the_answer() -> None:
     processor = make_processor()
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     chats = [
@@ -481,7 +481,7 @@ CALLS: list[tuple[str, object, object, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "images", "text", "options"), CALLS, ids=range(len(CALLS)))
-def test_invalid_arguments_of_a_call_are_refused(
+def test_invalid_arguments_in_a_call_are_refused(
     message: str, images: object, text: object, options: dict[str, Any]
 ) -> None:
     assert_refused(message, lambda: make_processor()(images, text, **options), MmposError)
@@ -508,12 +508,12 @@ def test_invalid_settings_are_refused(message: str) -> None:
 CONTENT = [{"role": "user", "content": {"type": "image", "image": WIDE}}]
 BLOCK = "conversation[1][0].content[0]"
 CHATS: dict[str, Any] = {
-    "conversation: got str, want a list of messages, or a list of conversations": "A cat",
+    "conversation: got str, want a list of messages or a list of conversations": "A cat",
     "conversation: got none, want a list of messages": [],
     "conversation[1]: got none, want a list of messages": [chat(text_block("A")), []],
     "conversation[1]: got str, want a list of messages": [chat(text_block("A")), "A"],
     "conversation[1]: got str, want a message with role and content": [*chat(text_block("A")), "A"],
-    "conversation[0].content: got dict, want text, a list of blocks, or None": CONTENT,
+    "conversation[0].content: got dict, want text, a list of blocks or None": CONTENT,
     **{
         f"{BLOCK}{message}": [chat(text_block("A")), chat(content)]
         for message, content in (
@@ -526,8 +526,11 @@ CHATS: dict[str, Any] = {
             (".image_url: got None, want the URL of the image", {"type": "image_url", "image_url": {}}),
             (": got dict, want a block with a type", {"text": "A"}),
             (".path: got int, want text or a path", {"type": "image", "path": 5}),
-            (".image: got it in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
-            (".image_url: got it in a block of type 'input_image'", {"type": "input_image", "image_url": "data:,"}),
+            (".image: got this key in a block of type 'text', want type 'image'", {**text_block("A"), "image": b""}),
+            (
+                ".image_url: got this key in a block of type 'input_image'",
+                {"type": "input_image", "image_url": "data:,"},
+            ),
         )
     },
 }

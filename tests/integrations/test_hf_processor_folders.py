@@ -1,4 +1,4 @@
-"""MMPosProcessor created from the folder of a model, as saved by Transformers and as released."""
+"""MMPosProcessor created from a model folder, as saved by Transformers and as released."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def write_release(tmp_path: Path, model: str, template: str) -> None:
 
 @pytest.mark.parametrize("template", ["chat_template.json", "chat_template.jinja"])
 @pytest.mark.parametrize("model", HUB)
-def test_a_folder_as_released_gives_the_batches_of_its_own_processor(tmp_path: Path, model: str, template: str) -> None:
+def test_a_folder_as_released_gives_the_same_batches_as_its_own_processor(
+    tmp_path: Path, model: str, template: str
+) -> None:
     write_release(tmp_path, model, template)
     message = (
         r"^pretrained_model_name_or_path: got '.*', which contains no MMPosProcessor \(markers\.begin: .*\), want a "
@@ -109,7 +111,7 @@ def test_a_folder_as_released_gives_the_batches_of_its_own_processor(tmp_path: P
     assert other.apply_chat_template(chats[0]) == "<s>"
 
 
-def test_the_example_of_the_page_runs_on_a_folder_of_qwen2_5_vl_as_released(
+def test_the_example_on_the_page_runs_on_a_qwen2_5_vl_folder_as_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "Qwen2.5-VL-7B-Instruct"
@@ -135,7 +137,7 @@ def test_the_example_of_the_page_runs_on_a_folder_of_qwen2_5_vl_as_released(
     assert names["answer"].shape == (1, batch["input_ids"].shape[1] + 3)
 
 
-def test_the_video_processor_of_qwen3_vl_falls_back_to_the_file_of_images(tmp_path: Path) -> None:
+def test_the_qwen3_vl_video_processor_falls_back_to_the_file_for_images(tmp_path: Path) -> None:
     config_of("qwen3_vl").save_pretrained(tmp_path)
     tokenizer = chat_tokenizer(QWENS)
     values = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "size": SIZE}

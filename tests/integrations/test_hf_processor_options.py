@@ -1,4 +1,4 @@
-"""Options of images and the image processor of MMPosProcessor: as in Transformers, or refused by name."""
+"""Image options and the image processor of MMPosProcessor: options work as in Transformers, or are refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ BYTES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", BYTES)
-def test_options_of_images_have_the_effects_of_transformers(options: dict[str, Any]) -> None:
+def test_image_options_have_the_same_effects_as_in_transformers(options: dict[str, Any]) -> None:
     ours, theirs = both("qwen2_vl")
     images = ours.images
     factor = 1 if options.get("do_rescale") is False else options.get("rescale_factor", 1 / 255)
@@ -93,7 +93,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_options_of_images_are_refused_by_every_method(name: str) -> None:
+def test_unsupported_image_options_are_refused_by_every_method(name: str) -> None:
     ours, _ = both("qwen2_vl")
     plain = MMPosProcessor(ours.tokenizer, ours.images, ours.scheme, ours.markers, False, temporal_patch_size=2)
     options, size = {name: UNSUPPORTED[name]}, mmpos.ImageSize(56, 56)
@@ -161,7 +161,7 @@ def test_unknown_options_and_invalid_values_are_refused_by_every_method() -> Non
         patches(mmpos.ImageSize(9, 9), QWENS[2], do_normalize=False)
 
 
-def test_limits_of_images_can_be_set_in_a_call() -> None:
+def test_image_limits_can_be_set_in_a_call() -> None:
     ours, _ = both("qwen2_vl")
     text, image = QWENS[2], mmpos.ImageSize(500, 500)
     unlimited = ours(image, text)["image_grid_thw"].tolist()
@@ -190,7 +190,7 @@ def test_limits_of_images_can_be_set_in_a_call() -> None:
 
 LIMITS: list[dict[str, Any]] = [
     {"max_pixels": 28 * 28 * 6},
-    {"min_pixels": 28 * 28 * 30, "max_pixels": 28 * 28 * 40},  # above the old max_pixels until the second assignment
+    {"min_pixels": 28 * 28 * 30, "max_pixels": 28 * 28 * 40},  # min_pixels first exceeds the old max_pixels
     {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}},
     {"image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 0.5, 1.0]},
 ]
@@ -235,7 +235,7 @@ def test_one_edge_of_size_can_be_assigned() -> None:
         ours(mmpos.ImageSize(56, 56), QWENS[2])
 
 
-def test_assigned_limits_of_glm_count_the_pixels_of_all_frames_of_a_patch() -> None:
+def test_limits_assigned_for_glm_count_the_pixels_of_all_frames_in_a_patch() -> None:
     images = mmpos.ImageProcessor(small_images="glm-v", min_pixels=1000, max_pixels=10**6)
     ours: Any = ImagesOfProcessor(images, 2, read_files=False)
     ours.max_pixels = 5000

@@ -1,4 +1,4 @@
-"""MMPosProcessor compared with the processors of Qwen2-VL, GLM-4V and PaddleOCR-VL on random calls."""
+"""Compare MMPosProcessor with the processors of Qwen2-VL, GLM-4V and PaddleOCR-VL on random calls."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ IMAGE = "".join(QWENS[token] for token in (0, 2, 1))
 MARKED = {"extra_special_tokens": {"image_token": QWENS[2], "video_token": QWENS[3]}}
 
 
-def test_initial_options_of_the_tokenizer_are_defaults_of_a_call() -> None:
+def test_initial_options_of_the_tokenizer_are_the_defaults_of_a_call() -> None:
     ours, theirs = both("qwen2_vl", chat_tokenizer(QWENS, **MARKED, padding="max_length", max_length=117))
     got, want = (processor(text=["A cat"], return_tensors="np") for processor in (ours, theirs))
     assert got["input_ids"].shape == want["input_ids"].shape == (1, 117)
     options: dict[str, Any] = {"padding": "longest", "truncation": None, "max_length": 2}
     assert ours(text=["A cat"], **options)["input_ids"] == ours(text=["A cat"], padding=False)["input_ids"]
-    ours.tokenizer.padding_side = "left"  # the current value of the attribute applies
+    ours.tokenizer.padding_side = "left"  # a call uses the attribute's current value
     assert ours(text=["A cat"])["attention_mask"][0][0] == 0
 
 
@@ -61,7 +61,7 @@ WORDS = ["What", "is", "this", "A", "cat", "looks", "at", "you", "and", "a", "cu
 
 
 def drawn(random: np.random.Generator, choices: dict[str, tuple[float, list[object]]]) -> dict[str, Any]:
-    """Draw some of the options, each with one of its values."""
+    """Draw some of the options, and a value for each."""
     return {
         name: values[random.integers(len(values))]
         for name, (share, values) in choices.items()
@@ -70,7 +70,7 @@ def drawn(random: np.random.Generator, choices: dict[str, tuple[float, list[obje
 
 
 def drawn_tokenizer(random: np.random.Generator) -> Any:
-    """Draw a tokenizer with limits from its file or its arguments, and with or without <s> and </s>."""
+    """Draw a tokenizer, with or without limits from its file or its arguments, and with or without <s> and </s>."""
     backend = chat_tokenizer(QWENS).backend_tokenizer
     template = ["$A", "<s> $A", "<s> $A </s>"][random.integers(3)]
     backend.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
@@ -99,7 +99,7 @@ def drawn_rows(random: np.random.Generator) -> tuple[list[npt.NDArray[np.uint8]]
 
 
 def batch_or_error(processor: Any, images: Any, texts: list[str], options: dict[str, Any]) -> Any:
-    """Return the batch of a call, or its error."""
+    """Return the batch of a call, or the error that it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Transformers warns about an unused max_length
@@ -113,7 +113,7 @@ def to_list(value: object) -> Any:
 
 
 def outcome(got: Any, want: Any) -> str:
-    """Compare two batches or errors; return "equal" if all keys are equal and have the same types."""
+    """Compare two batches or errors; return "equal" if all keys have equal values of the same types."""
     if isinstance(got, ValueError):
         if isinstance(want, ValueError):
             return "both refuse"
@@ -157,10 +157,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # by the processor of GLM-4V
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by the processor of GLM-4V
 @pytest.mark.parametrize("model", OTHERS)
-def test_folders_of_glm_and_paddleocr_give_the_batches_of_their_own_processors(tmp_path: Path, model: str) -> None:
-    """The video processor in the folder of GLM-4V is ignored, since videos of GLM-4V are not supported."""
+def test_glm_and_paddleocr_folders_give_the_same_batches_as_their_own_processors(tmp_path: Path, model: str) -> None:
+    """The video processor in the GLM-4V folder is ignored, since GLM-4V videos are not supported."""
     config, kind = config_of(model), {"glm4v": "Glm4v", "paddleocr_vl": "PaddleOCRVL"}[model]
     for name, token in zip(OTHERS[model], range(5, 9), strict=True):
         setattr(config, name, token)

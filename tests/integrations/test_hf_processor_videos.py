@@ -1,4 +1,4 @@
-"""MMPosProcessor compared with the processors of Qwen-VL: chats with videos, counts of tokens, and generation."""
+"""Compare MMPosProcessor with the processors of Qwen-VL: chats with videos, token counts, and generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mmpos.integrations.hf.chat import Frames
 
 
 def video_metadata(chats: Any, random: np.random.Generator) -> dict[str, Any]:
-    """Draw frames per second for each video; return no argument if there are no videos."""
+    """Draw the frames per second of each video; return no arguments if there are no videos."""
     blocks = [block for chat in chats for message in chat for block in message["content"] if isinstance(block, dict)]
     videos = [block["video"] for block in blocks if block["type"] == "video"]
     metadata = [
@@ -40,7 +40,7 @@ def video_metadata(chats: Any, random: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
 @pytest.mark.parametrize("calls", [3, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", KINDS)
-def test_batches_and_positions_of_chats_with_videos_equal_those_of_transformers(model: str, calls: int) -> None:
+def test_batches_and_positions_of_video_chats_equal_those_of_transformers(model: str, calls: int) -> None:
     ours, theirs = both(model)
     method = method_of(model, config_of(model))
     bound = normalised(ours.images.mean, ours.images.std)
@@ -91,7 +91,7 @@ def test_unpatched_models_generate_the_same_tokens_from_both_batches(model: str)
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels`:FutureWarning")
 @pytest.mark.parametrize("model", KINDS)
-def test_counts_of_tokens_equal_those_of_transformers(model: str) -> None:
+def test_token_counts_equal_those_of_transformers(model: str) -> None:
     ours, theirs = both(model)
     random = np.random.default_rng(0)
     images = random.integers(200, 1000, (40, 2)).tolist()
@@ -110,7 +110,7 @@ def test_counts_of_tokens_equal_those_of_transformers(model: str) -> None:
     assert [sum(batch["mm_token_type_ids"][0])] == ours._get_num_multimodal_tokens(images[:1]).num_image_tokens
 
 
-def test_every_form_of_a_video_gives_the_same_batch(tmp_path: Path) -> None:
+def test_all_forms_of_a_video_give_the_same_batch(tmp_path: Path) -> None:
     ours, _ = both("qwen2_vl")
     random = np.random.default_rng(0)
     frames = [random.integers(0, 256, (60, 80, 3), np.uint8) for _ in range(4)]
@@ -142,7 +142,7 @@ def test_invalid_videos_are_refused() -> None:
     two = {"fps": 2, "num_frames": 2, "do_sample_frames": True}
     by_path = [{"role": "user", "content": [{"type": "video", "path": 3}]}]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("videos: got frames of the shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
+        ("videos: got frames of shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
         ("videos[0].frames[0]: image: got ", {"videos": [[b"no"]]}),
         ("videos: got the text 'https://a/b.mp4', a URL, which is never fetched", {"videos": "https://a/b.mp4"}),
         ("videos.frames[0]: image: got int, want", {"videos": [3]}),
@@ -187,14 +187,15 @@ def test_a_row_that_ends_at_a_fractional_id_has_no_next_position() -> None:
     text = f"A{QWENS[3]}A"
     metadata = {"fps": 3, "total_num_frames": 4, "frames_indices": [0, 1, 2, 3]}
     options: dict[str, Any] = {"do_sample_frames": False, "add_special_tokens": False}
-    for count, is_integer in ((4, False), (2, True)):  # the second pair of frames is 2/3 s or 26/3 ids after the first
+    # The second pair of frames is 2/3 s, or 26/3 ids, after the first.
+    for count, is_integer in ((4, False), (2, True)):
         frames = np.zeros((count, 28, 28, 3), np.uint8)
         batch = ours(text=text, videos=frames, video_metadata=metadata, **options)
         assert ("mm_next_positions" in batch, "deltas" in batch) == (is_integer, is_integer)
         assert batch["positions"].resumable.tolist() == [is_integer]
 
 
-def test_tokens_of_a_video_have_the_offsets_of_its_placeholder() -> None:
+def test_the_tokens_of_a_video_have_the_offsets_of_its_placeholder() -> None:
     ours, _ = both("qwen3_vl")
     text = f"A {QWENS[3]} cat {QWENS[2]}"
     options: dict[str, Any] = {"return_offsets_mapping": True, "add_special_tokens": False}
@@ -231,13 +232,13 @@ def test_invalid_video_settings_are_refused() -> None:
         assert_refused(message, call, MmposError)
 
 
-def test_text_names_files_only_if_read_files_allows_it(tmp_path: Path) -> None:
+def test_text_may_name_files_only_if_read_files_allows_it(tmp_path: Path) -> None:
     ours, _ = both("qwen2_vl")
     path = tmp_path / "a photo.jpg"
     path.write_bytes(photo(1))
     closed = MMPosProcessor(ours.tokenizer, ours.images, ours.scheme, ours.markers, False, read_files=False)
     want = ours(path, QWENS[2])["pixel_values"]
-    message = r"content\[0\]: got the text .*: read_files=False allows no paths$"
+    message = r"content\[0\]: got the text .*: read_files=False forbids paths$"
     for text in (str(path), path.as_uri()):
         blocks = [{"type": "image", "image": text}, {"type": "image_url", "image_url": {"url": text}}]
         for block in blocks:

@@ -1,4 +1,4 @@
-"""Megatron: its functions, run on a CPU, rotate by mmpos angles like mmpos."""
+"""Megatron: its functions, run on a CPU with angles from mmpos, rotate as mmpos does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, pl
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
 from mmpos.rotary import DevicePositions, Linear, Llama3, Rotary, YaRN, apply_rotary
 
-OF_ANGLES = cos_sin(np.pi, 1)  # error of angles that are wrapped and rounded to float32
+OF_ANGLES = cos_sin(np.pi, 1)  # error of angles that are reduced to one turn and rounded to float32
 
 ROWS = place(SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)], [Text(1), Grid(3, 3)]])).pad(12)
 """Two rows of equal length for sbhd; as a pack they are a special case of thd."""
@@ -37,7 +37,7 @@ PACKED = PACK.pad([12, 4, 12])
 
 @dataclass(frozen=True)
 class Ranks:
-    """A context-parallel group, seen from one of its ranks."""
+    """A context-parallel group as seen from one of its ranks."""
 
     mine: int
     count: int
@@ -51,7 +51,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def megatron() -> SimpleNamespace:
-    """Import Megatron, which warns that TransformerEngine is missing, and build its configs by pairing."""
+    """Import Megatron, which warns that TransformerEngine is missing, and build a config for each pairing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         embedding = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
@@ -80,7 +80,9 @@ def rotate(q: Tensor, positions: PositionTable, rotary: Rotary) -> Tensor:
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize(("pairing", "rotary_dim"), [("half", 16), ("adjacent", 16), ("half", 12)])
-def test_megatron_rotates_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int) -> None:
+def test_megatron_rotates_the_rows_of_a_rank(
+    megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int
+) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=rotary_dim, pairing=pairing, scaling=YaRN(4.0, 64))
     shard = ROWS.shard(rank, 3)
     q = normal(2, 4, 3, 16)
@@ -98,7 +100,7 @@ def test_megatron_rotates_rows_of_a_rank(megatron: SimpleNamespace, pairing: Any
 
 @pytest.mark.parametrize("positions", [PACKED, ROWS], ids=["packed", "rows of equal length"])
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (0, 2), (1, 2)])
-def test_megatron_cuts_the_angles_of_a_whole_pack(
+def test_megatron_slices_the_angles_of_a_whole_pack(
     megatron: SimpleNamespace, positions: PositionTable, rank: int, count: int
 ) -> None:
     rotary = Rotary(head_dim=16)
@@ -128,8 +130,10 @@ def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: Simpl
         assert_same(rotated.squeeze(1), rotate(q, shard, rotary))
 
 
-def test_passing_the_angles_of_a_shard_with_cu_seqlens_silently_rotates_wrongly(megatron: SimpleNamespace) -> None:
-    """Megatron cuts the angles again: the mistake of which docs/megatron.md warns."""
+def test_passing_the_angles_of_a_shard_with_cu_seqlens_rotates_wrongly_without_an_error(
+    megatron: SimpleNamespace,
+) -> None:
+    """Megatron slices the angles again: docs/megatron.md warns of this mistake."""
     rotary, positions = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(8)], [Text(8)]]), start=[0, 50])
     shard = positions.shard(1, 2)
     q = normal(8, 3, 16)
@@ -172,7 +176,7 @@ def test_the_module_returns_the_angles_of_megatrons_module(megatron: SimpleNames
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_the_module_cuts_rows_but_not_packs(rank: int) -> None:
+def test_the_module_slices_rows_but_not_packs(rank: int) -> None:
     ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
     want = rotary_pos_emb(VIDEO, SECTIONS, "sbhd")[[2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]]
     by_argument = MultimodalRotaryEmbedding(SECTIONS)
@@ -188,7 +192,7 @@ def test_the_module_cuts_rows_but_not_packs(rank: int) -> None:
 
 @pytest.fixture
 def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Build Megatron's GPTModel with M-RoPE on a CPU, in groups of one process."""
+    """Build Megatron's GPTModel with M-RoPE on a CPU, in single-process groups."""
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with warnings.catch_warnings():
@@ -233,7 +237,9 @@ def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None
         assert_within(model(input_ids, positions, mask), want, bound)
 
 
-def test_the_batch_of_a_megatron_rank_is_a_shard(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_of_a_megatron_rank_equals_a_shard(
+    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -244,7 +250,7 @@ def test_the_batch_of_a_megatron_rank_is_a_shard(megatron: SimpleNamespace, monk
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_zigzag_layouts_equal_those_of_torchs_load_balancers(count: int) -> None:
+def test_zigzag_layouts_equal_those_of_torchs_load_balancers(count: int) -> None:
     document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
     sequence = balancers._HeadTailLoadBalancer(PACKED.num_tokens, count, "cpu")
     for balancer, layout in ((document, "zigzag"), (sequence, "zigzag-sequence")):
@@ -260,7 +266,7 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     got = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in range(2)]
     assert got[0].pop("messages").tolist() == [
         "positions: want a PositionTable on rank 1",
-        "group: got one without rank 0, want a group with this rank",
+        "group: got a group without rank 0, want a group with this rank",
         "src: got 2, want one of the group's ranks, [0, 1]",
         "src: got 0.0, want an integer",
     ]
@@ -283,11 +289,11 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     [
         (
             lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
         ),
         (
             lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want one length; pad, or use layout 'thd'",
+            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
         ),
         (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
         (
@@ -331,20 +337,20 @@ def test_empty_tables_have_empty_angles() -> None:
         assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)
 
 
-# Assertions of Megatron's own tests at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
+# Assertions from Megatron's own tests at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
 
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the host the current GPU, on which Megatron's embeddings compute their frequencies."""
+    """Make torch report the host as the current GPU, since Megatron's embeddings compute their frequencies there."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
 def float32_phase(ids: int, theta: float) -> float:
-    """Return the maximum error in rad of a float32 angle of the fastest pair for ids below ``ids``.
+    """Bound the error, in rad, of the fastest pair's float32 angles for ids below ``ids``.
 
-    The product is rounded once, 2⁻²⁴ of the angle. The frequency is an inverted power with an error of at most 2 ulp,
-    plus ln(theta) times the rounding error of its exponent; scalings round up to four times more.
+    The product is rounded once, by 2⁻²⁴ of the angle. The frequency is an inverted power with an error of at most 2
+    ulp, plus ln(theta) times the rounding error of its exponent; scalings add at most four roundings.
     """
     return ids * (math.log(theta) + 10) * 2.0**-24
 

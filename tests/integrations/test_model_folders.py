@@ -1,4 +1,4 @@
-"""Model folders: config.json and the image processor file next to it."""
+"""Model folders: config.json and the image processor's file next to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder_of(tmp_path: Path, model: str, **files: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def test_the_image_processor_of_a_folder_has_the_values_of_its_file(tmp_path: Path) -> None:
+def test_the_image_processor_of_a_folder_has_the_values_in_its_file(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen3_vl", preprocessor_config=QWEN3_VL)
     want = mmpos.ImageProcessor(patch_size=16, spatial_merge_size=2, order="merged", **ARGUMENTS)
     for path in (folder, str(folder), folder / "config.json", str(folder / "config.json")):
@@ -102,7 +102,7 @@ def test_grid_sizes_equal_those_of_classes_that_enlarge_small_images(tmp_path: P
     for height, width in sizes:
         try:
             want = theirs.get_number_of_image_patches(int(height), int(width), {})
-        except ValueError:  # a side over 200 times the other
+        except ValueError:  # one side is over 200 times as long as the other
             with pytest.raises(mmpos.InvalidInputError, match="want a long side <= 200 short sides"):
                 ours.grid(int(height), int(width))
             continue
@@ -132,7 +132,7 @@ def test_pixel_values_equal_those_of_the_class(tmp_path: Path, model: str, size:
     assert ours.size == {edge: getattr(theirs.size, edge) for edge in ("shortest_edge", "longest_edge")}
 
 
-def test_limits_of_a_call_must_be_multiples_of_the_frames_per_patch_for_glm(tmp_path: Path) -> None:
+def test_limits_in_a_glm_call_must_be_multiples_of_the_frames_per_patch(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "glm4v", preprocessor_config={"image_processor_type": "Glm4vImageProcessor"})
     ours = ImagesOfProcessor(from_hf_config(folder).image_processor(), 2, read_files=False)
     size = {"shortest_edge": 4096, "longest_edge": 9999}
@@ -149,13 +149,13 @@ def test_processor_config_json_takes_precedence_over_preprocessor_config_json(tm
     assert from_hf_config(folder).image_processor().min_pixels == 4096
 
 
-def test_a_folder_without_image_files_has_the_settings_of_its_config(tmp_path: Path) -> None:
+def test_a_folder_without_image_processor_files_has_the_settings_of_its_config(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen3_vl")
     assert from_hf_config(folder) == from_hf_config(config_of("qwen3_vl"))
     assert Rotary.from_hf_config(folder) == Rotary.from_hf_config(config_of("qwen3_vl"))
 
 
-def test_missing_image_arguments_are_named(tmp_path: Path) -> None:
+def test_missing_image_arguments_are_reported(tmp_path: Path) -> None:
     message = (
         "image_processor: got no mean, std, min_pixels, max_pixels, which config.json does not contain; pass them, "
         "or call mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"

@@ -1,4 +1,4 @@
-"""Settings from configs: golden values of every model type, their use, and refusals."""
+"""Settings read from configs: golden values for every model type, their use, and refused configs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> Non
 
 
 @pytest.mark.parametrize("model", MODEL_TYPES)
-def test_the_mapping_of_a_config_has_the_settings_of_the_object(model: str) -> None:
+def test_the_mapping_of_a_config_gives_the_same_settings_as_the_object(model: str) -> None:
     config = config_of(model)
     mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
-def test_the_page_has_the_fields_that_each_model_type_needs_without_its_config() -> None:
+def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config() -> None:
     page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     section = page.partition("## Without a config.json")[2].partition("\n## ")[0]
     needed = dict.fromkeys(TEXT_TYPES, ("{}", ""))
@@ -82,7 +82,7 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
-def test_names_of_models_are_those_of_transformers() -> None:
+def test_model_names_match_those_of_transformers() -> None:
     assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
     assert "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers` |" in model_tables.names()
 
@@ -115,7 +115,7 @@ def test_seconds_per_frame_are_passed_to_the_scheme() -> None:
     assert by_engine == {"transformers": [10, 11, 19, 27, 12], "serving": [10, 11, 19, 27, 28]}
 
 
-def test_packed_documents_with_images_and_videos_of_glm() -> None:
+def test_glm_images_and_videos_in_packed_documents_are_distinguished() -> None:
     settings = settings_of("glm4v")
     (image, begin, end), text = (151343, 151341, 151342), TEXT
     first = [begin, image, text, image, end, image, image, begin]  # ends inside a video
@@ -133,7 +133,7 @@ def test_packed_documents_with_images_and_videos_of_glm() -> None:
     assert ids.tolist() == first + second, "the caller's ids must not change"
 
 
-def test_markers_build_sequences_with_the_ids_of_the_model() -> None:
+def test_sequences_built_with_the_markers_have_the_ids_of_the_model() -> None:
     settings = settings_of("qwen3_vl")
     options: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "min_pixels": 3136, "max_pixels": 2**24}
     builder = mmpos.SequenceBuilder(
@@ -154,7 +154,8 @@ def test_hunyuan_image_floors_rope_tie_v2_and_alternates_axes() -> None:
     settings = mmpos.from_hf_config(HUNYUAN)
     ids = [TEXT] * 3 + [128006] * 6 + [TEXT] * 2
     positions = settings.place(settings.segments(ids, [[1, 2, 3]]))
-    # By hand: the image begins at 3, so rows at ⌊3 + (6−2)/2⌋ and columns at ⌊3 + (6−3)/2⌋; text continues at 3 + 6.
+    # By hand: the image begins at 3, so rows begin at ⌊3 + (6−2)/2⌋ and columns at ⌊3 + (6−3)/2⌋.
+    # Text continues at 3 + 6.
     expected = [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]]
     assert positions.dense().tolist() == expected
     theta = [10000.0 ** (-2 * j / 128) for j in range(64)]
@@ -164,7 +165,7 @@ def test_hunyuan_image_floors_rope_tie_v2_and_alternates_axes() -> None:
 
 
 def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
-    """Return the mapping of a config without one field, or with other fields."""
+    """Return the mapping of a config without one field, or with other values."""
     mapping: dict[str, Any] = json.loads(CONFIGS[model]().to_json_string(use_diff=False))
     inner = mapping
     for name in path[:-1]:
@@ -175,13 +176,13 @@ def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
 
 
 def ernie_with(section: object) -> dict[str, Any]:
-    """Return the mapping of a config of ERNIE-4.5-VL with another mrope_section."""
+    """Return the mapping of an ERNIE-4.5-VL config with this mrope_section."""
     mapping = without("ernie4_5_vl_moe")
     mapping["text_config"]["rope_parameters"]["mrope_section"] = section
     return mapping
 
 
-def test_an_old_config_json_has_the_language_model_at_the_top_level() -> None:
+def test_an_old_config_json_may_have_the_language_model_at_the_top_level() -> None:
     mapping = without("qwen2_vl", "text_config")
     del mapping["vision_config"]["model_type"]
     mapping |= {"hidden_size": 1536, "num_attention_heads": 12, "rope_theta": 1e6}
@@ -226,14 +227,14 @@ def test_the_config_json_of_llama_4_scout_has_no_blended_frequencies() -> None:
         ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
     ],
 )
-def test_a_missing_field_has_the_default_of_the_class(model: str, path: Any, same: dict[str, Any]) -> None:
+def test_a_missing_field_takes_the_default_of_the_class(model: str, path: Any, same: dict[str, Any]) -> None:
     assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
 
 
 @pytest.mark.parametrize(
     "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "minicpmv4_7", "qwen4_exp"]
 )
-def test_an_empty_config_json_has_the_defaults_of_the_class(model: str) -> None:
+def test_an_empty_config_json_takes_the_defaults_of_the_class(model: str) -> None:
     bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
@@ -250,7 +251,7 @@ def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_the_top_level(
 
 
 def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
-    """By hand: two documents of a begin marker, an image of 1×2 with three more tokens, and an end marker."""
+    """By hand: each document is a begin marker, a 1×2 image with three extra tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
     row = [begin, *[patch] * 5, end]
     expected = {"transformers": 1, "serving": 0}
@@ -269,13 +270,13 @@ def hunyuan_with(**rope: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
-def test_early_configs_of_a_model_have_an_alias_for_the_type_of_the_language_model(model: str, alias: str) -> None:
+def test_early_configs_may_use_an_alias_for_the_language_models_type(model: str, alias: str) -> None:
     mapping = without(model)
     mapping["text_config"]["model_type"] = alias
     assert mmpos.from_hf_config(mapping) == settings_of(model)
 
 
-def test_ids_of_paligemma_count_from_one_unless_a_start_is_passed() -> None:
+def test_paligemma_ids_begin_at_one_unless_a_start_is_passed() -> None:
     settings = settings_of("paligemma")
     prompt = settings.place(settings.segments([[256000, 256000, TEXT]]))
     assert prompt.dense().tolist() == [[1, 2, 3]]
@@ -307,7 +308,7 @@ def test_a_class_without_a_default_encoder_needs_no_vision_config() -> None:
     other = settings_of("diffusion_gemma")  # has the same encoder
     encoder = {name: getattr(other, name) for name in ("patch_size", "vision_scheme", "vision_rotary")}
     assert mmpos.from_hf_config(mapping, layer_type="full_attention") == replace(settings_of("gemma4"), **encoder)
-    mapping["vision_config"] = {"num_attention_heads": 24}  # no Rotary describes halves of heads that share keys
+    mapping["vision_config"] = {"num_attention_heads": 24}  # no Rotary describes half-heads that share keys
     assert mmpos.from_hf_config(mapping, layer_type="full_attention").vision_rotary is None
 
 
@@ -321,7 +322,7 @@ def test_mrope_sections_are_ignored_if_images_have_the_ids_of_text() -> None:
     ("model", "video"),
     [
         ("exaone4_5", [[5, *[68] * 4, 5, 5]]),  # adjacent frames
-        ("lfm3_vl", [[5, *[125029] * 2, 5, *[125029] * 2, 5]]),  # a timestamp between them
+        ("lfm3_vl", [[5, *[125029] * 2, 5, *[125029] * 2, 5]]),  # a timestamp between frames
         ("kimi_k25", [[5, *[163840] * 2, 5, *[163840] * 2, 5]]),  # chunks are grids
     ],
 )
@@ -370,10 +371,9 @@ CONFIGS_REFUSED: dict[str, Any] = {
         f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
         for model, reason in UNSUPPORTED_TYPES.items()
     },
-    "config.model_type: got 'no', want a supported type of docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type of docs/models-names.md": {
-        "model_type": "qwen25_vl"
-    },
+    "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
+    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see "
+    "docs/models-names.md": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
     "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
@@ -419,17 +419,17 @@ CONFIGS_REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", CONFIGS_REFUSED, ids=range(len(CONFIGS_REFUSED)))
-def test_an_invalid_config_is_refused_with_the_name_of_the_field(message: str) -> None:
+def test_the_error_for_an_invalid_config_names_the_field(message: str) -> None:
     assert_refused(message, lambda: mmpos.from_hf_config(CONFIGS_REFUSED[message]), mmpos.MmposError)
 
 
 def generated(counts: list[int], *grids: list[int], model: str = "glm_image") -> mmpos.SegmentTable:
-    """Return the table of the images to generate after a prompt with one image."""
+    """Return the table of images to be generated after a prompt with one image."""
     prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
     return settings_of(model).generated(prompt, list(grids), counts)
 
 
-NOT_BUILT = ", which SequenceBuilder cannot make; pass the input_ids of its processor to segments"
+NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
     "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(
@@ -463,5 +463,5 @@ USES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", USES)
-def test_an_invalid_use_of_settings_is_refused(message: str) -> None:
+def test_invalid_uses_of_settings_are_refused(message: str) -> None:
     assert_refused(message, USES[message], mmpos.MmposError)

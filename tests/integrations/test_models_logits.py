@@ -1,4 +1,4 @@
-"""Logits of tiny random Transformers models are the same with mmpos ids as with their own ids."""
+"""Tiny random Transformers models return the same logits with mmpos ids as with their own ids."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDS = torch.tensor([[5, *[IMAGE] * 6, 5, 4, *[IMAGE] * 2, 5]])
 
 
 def test_every_multimodal_model_type_of_transformers_is_supported_or_refused() -> None:
-    """Fails when a new release of Transformers adds a model that generates or retrieves with more than text."""
+    """The test fails if a new release of Transformers adds a model that generates or retrieves from more than text."""
     maps = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -55,14 +55,14 @@ def test_every_multimodal_model_type_of_transformers_is_supported_or_refused() -
 
 
 def reads_more_than_text(config: Any) -> bool:
-    """Return whether a config class contains a language model, or has a placeholder of images or audio."""
+    """Return whether a config class contains a language model, or a placeholder for images or audio."""
     return "text_config" in config.sub_configs or any(
         hasattr(config, f"{kind}_token_id") for kind in ("image", "audio")
     )
 
 
 def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """Return token ids and position ids, after checking that grids do not change the position ids."""
+    """Return token ids and position ids, and check that grids do not change the position ids."""
     settings = mmpos.from_hf_config(network.config, layer_type=LAYER_TYPES.get(model))
     image = settings.placeholders.image
     input_ids = torch.where(IDS == IMAGE, IMAGE if image is None else image, IDS)
@@ -86,7 +86,7 @@ def test_logits_are_the_same_with_mmpos_ids(model: str) -> None:
     assert not torch.equal(logits(network, input_ids, 3 * position_ids), alone)
 
 
-def test_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
+def test_the_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
     network = tiny_model("pi0")
     caught: list[Tensor] = []
     network.model.dit.register_forward_pre_hook(
@@ -99,7 +99,7 @@ def test_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
     assert settings.place(actions, start=prompt.max() + 1).dense().tolist() == caught[0].tolist()
 
 
-# Reasons why models are refused.
+# Why some models are refused.
 
 
 @pytest.mark.slow

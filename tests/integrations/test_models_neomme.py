@@ -1,4 +1,4 @@
-"""NeoMME: ids of its processor, and logits with them."""
+"""NeoMME: ids equal those of its processor, and logits are the same with both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 import mmpos
 
 ROW, WORD = 7, 9
-"""Token ids of the end of a row, defined only by the tokenizer, and of text."""
+"""The token ids for the end of a row, which only the tokenizer defines, and for text."""
 
 
 def document_image(config: Any, height: int, width: int) -> list[int]:
@@ -28,7 +28,7 @@ def document_image(config: Any, height: int, width: int) -> list[int]:
 
 
 def processor_positions(config: Any, rows: list[list[int]], grids: list[tuple[int, int]], left: bool = False) -> Any:
-    """Pad rows on one side and return the ids of the processor, (2, batch, seq)."""
+    """Pad rows on one side, and return the (2, batch, seq) ids of the processor."""
     ids, mask = rows_and_mask(rows, left)
     tokenizer = SimpleNamespace(document_token_id=config.document_token_id, row_token_id=ROW)
     processor: Any = SimpleNamespace(
@@ -85,10 +85,10 @@ def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tu
     assert message in str(caught.value)
 
 
-def test_logits_are_the_same_with_mmpos_ids_as_with_those_of_the_processor() -> None:
+def test_logits_are_the_same_with_mmpos_ids_as_with_the_processors_ids() -> None:
     network = tiny_model("neomme")
     for weights in network.parameters():
-        torch.nn.init.normal_(weights, std=0.2)  # the class initialises layers to add nothing
+        torch.nn.init.normal_(weights, std=0.2)  # the class initialises layers so that they add nothing
     config = network.config
     settings = mmpos.from_hf_config(config, layer_type="full_attention")
     page = document_image(config, 2, 3)

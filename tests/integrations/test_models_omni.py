@@ -1,4 +1,4 @@
-"""Settings of the Qwen Omni models: audio tokens and the order of clips against their processors."""
+"""Settings of the Qwen Omni models: audio token counts and the token order of clips match their processors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_the_whole_model_and_its_thinker_have_the_same_settings(model: str) -> N
 
 
 @pytest.mark.parametrize("model", OMNI)
-def test_the_number_of_audio_tokens_equals_that_of_the_processor(model: str) -> None:
+def test_audio_token_counts_equal_those_of_the_processor(model: str) -> None:
     frames = [*range(420), 3000, 29999, 30000]
     assert settings_of(model).audio_tokens(frames).tolist() == [audio_tokens(model, n) for n in frames]
 
 
 def test_audio_tokens_depend_on_the_chunk_length() -> None:
-    """A chunk of 40 frames becomes 13 tokens; the other 25 become 13, 7 and 4 after each convolution."""
+    """A chunk of 40 frames counts as 13 tokens; the three convolutions reduce the other 25 to 13, 7 and 4."""
     config = config_of("qwen3_omni_moe")
     config.thinker_config.audio_config.n_window = 20
     assert mmpos.from_hf_config(config).audio_tokens([65]).tolist() == [17]

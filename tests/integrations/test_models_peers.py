@@ -27,18 +27,18 @@ LAYOUTS: list[list[list[Any]]] = [
     [[2, (2, 4, 4), 3, (1, 4, 8), 1, (4, 2, 6), 5], [4, (1, 8, 2)], [6]],
     [[1, (6, 2, 2), 1, (2, 6, 4)], [(2, 2, 4), 2, (1, 2, 2), 1, (4, 4, 4), 3]],
 ]
-"""Batches of documents of text lengths and (frames, height, width) before merging; one frame is an image."""
+"""Batches of documents: text lengths, and (frames, height, width) before merging; a single frame is an image."""
 
 
 def rotation_of(module: object) -> Any:
-    """Return the class of the rotary embedding of the language model."""
+    """Return the language model's rotary embedding class."""
     names = {kind.__name__: kind for kind in classes(module) if kind.__name__.endswith("RotaryEmbedding")}
     (rotation,) = (kind for name, kind in names.items() if "Vision" not in name)
     return rotation
 
 
 def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list[list[int]], list[Any], list[Any]]:
-    """Return rows of token ids as the model's processor writes them, and the grids of images and videos."""
+    """Return rows of token ids as the model's processor writes them, the image grids, and the video grids."""
     rows: list[list[int]] = []
     images: list[Any] = []
     videos: list[Any] = []
@@ -120,7 +120,7 @@ XD_SEGMENTS = mmpos.SegmentTable.from_documents(
 )
 
 
-def test_the_two_channels_of_a_pair_of_hunyuan_vl_have_different_axes() -> None:
+def test_the_two_channels_of_a_hunyuan_vl_pair_have_different_axes() -> None:
     settings, text, module = settings_of("hunyuan_vl"), config_of("hunyuan_vl").text_config, modeling("hunyuan_vl")
     positions = settings.place(XD_SEGMENTS)
     cos, sin = module.HunYuanVLRotaryEmbedding(text)(torch.zeros(1), torch.from_numpy(positions.dense())[:, None])
@@ -135,7 +135,7 @@ def test_the_two_channels_of_a_pair_of_hunyuan_vl_have_different_axes() -> None:
     assert_within(ours, theirs, rotations(theirs, cos_sin()))
 
 
-def test_serving_engines_rotate_both_channels_of_a_pair_of_hunyuan_vl_by_one_axis() -> None:
+def test_serving_engines_rotate_both_channels_of_a_hunyuan_vl_pair_by_one_axis() -> None:
     settings = settings_of("hunyuan_vl", engine="serving")
     assert settings.second_rotary is None
     positions = settings.place(XD_SEGMENTS)

@@ -1,4 +1,4 @@
-"""Unpatched models of Transformers on packed batches: losses and gradients equal those of the separate documents."""
+"""Unpatched Transformers models on packed batches: losses and gradients equal those of the separate documents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 def trained(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Result:
-    """Return the sum of the losses of all tokens, and the gradient of each weight."""
+    """Return the loss summed over all tokens, and the gradient of each weight."""
     model.zero_grad()
     total = model(**inputs).loss * (labels[:, 1:] != IGNORE_INDEX).sum()
     total.backward()
@@ -40,7 +40,7 @@ def trained(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Result:
 
 
 def one_by_one(model: Any, documents: list[dict[str, Any]]) -> Result:
-    """Return the summed losses and gradients of separate documents, for which the model computes the positions."""
+    """Return the summed losses and gradients of separate documents, whose positions the model computes itself."""
     loss, gradients = torch.zeros(()), dict[str, Tensor]()
     for inputs in documents:
         document_loss, document_gradients = trained(model, inputs, inputs["labels"])
@@ -53,7 +53,7 @@ def assert_same(got: Result, want: Result) -> None:
     torch.testing.assert_close(got[0], want[0], rtol=HALF, atol=0)
     assert got[1].keys() == want[1].keys()
     for name, expected in want[1].items():
-        # The bias of keys does not change attention, so its gradient is 0 except for rounding.
+        # A key bias does not change attention, so its gradient is 0 up to rounding.
         scale = want[1][name.replace("k_proj.bias", "k_proj.weight")].abs().max()
         torch.testing.assert_close(got[1][name], expected, rtol=0, atol=HALF * float(scale), msg=name)
 
@@ -82,8 +82,9 @@ def with_images(model_type: str) -> tuple[Any, ModelCollator, list[Example]]:
 
 IMAGE_TYPES = sorted(name for name, inputs in MODEL_INPUTS.items() if inputs.images)
 PROCESSED = ("cosmos3_edge", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
-"""Types tested with packs of processed inputs; the first has no other test, since ImageProcessor cannot make its
-patches."""
+"""Types tested with packs of processed inputs; the first has no other test, since ImageProcessor cannot produce its
+patches.
+"""
 GLM_TYPES = [name for name in IMAGE_TYPES if name.startswith("glm")]
 QUICK = "qwen3_vl"
 
@@ -92,7 +93,7 @@ QUICK = "qwen3_vl"
     "model_type",
     [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TYPES if name not in (QUICK, PROCESSED[0]))],
 )
-def test_a_pack_with_images_trains_like_its_documents(model_type: str) -> None:
+def test_a_pack_with_images_trains_like_separate_documents(model_type: str) -> None:
     config, collator, examples = with_images(model_type)
     model, pack = tiny_model(config), collator(examples)
     assert config.text_config.use_cache, "with a cache, documents would attend to each other"
@@ -115,7 +116,7 @@ def test_the_loss_of_a_collated_batch_depends_on_its_pixels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODEL_INPUTS.keys() - set(IMAGE_TYPES)))
-def test_a_pack_of_text_trains_like_its_documents(model_type: str) -> None:
+def test_a_pack_of_text_trains_like_separate_documents(model_type: str) -> None:
     layer_type = "sliding_attention" if model_type.startswith("gemma3") else None
     config = tiny_config(model_type, num_hidden_layers=1)
     settings = mmpos.from_hf_config(config, layer_type=layer_type)
@@ -126,7 +127,7 @@ def test_a_pack_of_text_trains_like_its_documents(model_type: str) -> None:
     assert_same(trained(model, pack, pack["labels"]), want)
 
 
-def test_padded_rows_train_like_their_documents() -> None:
+def test_padded_rows_train_like_separate_documents() -> None:
     config, packed, examples = with_images("qwen2_5_vl")
     collator = ModelCollator(packed.settings, packed.images, PaddedCollator(side="left"))
     model, rows = tiny_model(config), collator(examples)
@@ -149,7 +150,7 @@ def by_bounds(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
-def test_attention_by_bounds_separates_documents() -> None:
+def test_attention_by_document_bounds_separates_documents() -> None:
     AttentionInterface.register("flash_by_bounds", by_bounds)
     AttentionMaskInterface.register("flash_by_bounds", flash_attention_mask)
     config, collator, examples = with_images("qwen2_vl")
@@ -162,7 +163,7 @@ def test_attention_by_bounds_separates_documents() -> None:
 
 
 def processed(model_type: str, seed: int) -> dict[str, Any]:
-    """Return the inputs that a processor returns for a document with an image, a video and another image."""
+    """Return the output of a processor for a document with an image, a video and another image."""
     rng = np.random.default_rng(seed)
     frames = 3
     apart, values = model_type in ("cosmos3_edge", "qwen3_vl"), 48 if model_type == "cosmos3_edge" else 96
@@ -183,7 +184,7 @@ def processed(model_type: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", PROCESSED)
-def test_a_pack_of_processed_inputs_trains_like_its_documents(model_type: str) -> None:
+def test_a_pack_of_processed_inputs_trains_like_separate_documents(model_type: str) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)
     records = [processed(model_type, seed) for seed in range(2)]
@@ -193,9 +194,9 @@ def test_a_pack_of_processed_inputs_trains_like_its_documents(model_type: str) -
 
 
 def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
-    """Return the inputs that a GLM processor returns for two images, or for a video of two frames.
+    """Return the output of a GLM processor for two images, or for a video of two frames.
 
-    Frames use the placeholder of images.
+    Video frames use the placeholder of images.
     """
     rng = np.random.default_rng(seed)
     text, image = rng.integers(3, 200, 7).tolist(), [302, *[300] * 4, 303]
@@ -221,7 +222,7 @@ VIDEOS, MIXED = (True, True), (True, False, True)
         *(pytest.param(name, MIXED, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v"),
     ],
 )
-def test_a_pack_of_glm_videos_trains_like_its_documents(model_type: str, kinds: tuple[bool, ...]) -> None:
+def test_a_pack_of_glm_videos_trains_like_separate_documents(model_type: str, kinds: tuple[bool, ...]) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)
     records = [processed_by_glm(seed, video=video) for seed, video in enumerate(kinds)]
@@ -245,7 +246,7 @@ def test_a_truncated_glm_video_does_not_change_the_types_of_the_next_document() 
     assert types[16:] == processed_by_glm(1, video=False)["mm_token_type_ids"][0].tolist()
 
 
-def test_patches_of_a_special_order_are_accepted_only_as_processed_inputs() -> None:
+def test_patches_in_a_special_order_are_accepted_only_as_processed_inputs() -> None:
     settings = mmpos.from_hf_config(tiny_config("cosmos3_edge"))
     images = mmpos.ImageProcessor("pillow", patch_size=4, min_pixels=64, order="merged")
     with pytest.raises(
@@ -259,7 +260,7 @@ def test_patches_of_a_special_order_are_accepted_only_as_processed_inputs() -> N
         ModelCollator(settings)(examples_of(builder, [noise(8, 8)]))
 
 
-def test_linear_attention_refuses_packed_documents_without_its_kernels() -> None:
+def test_linear_attention_refuses_packed_documents_if_its_kernels_are_missing() -> None:
     _, collator, examples = with_images("qwen3_5")
     config = tiny_config("qwen3_5", layer_types=["linear_attention", "full_attention"])
     pack = collator(examples)

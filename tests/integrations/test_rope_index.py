@@ -1,4 +1,4 @@
-"""rope_index and ModelSettings compared with get_rope_index of every model that has it: bits, dtypes and shapes."""
+"""Compare rope_index and ModelSettings with get_rope_index of every model that defines it: bits, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FEW = 60
 
 
 def both_ways() -> Iterator[None]:
-    """Yield with the C extension, if it was built, then without it."""
+    """Yield once with the C extension, if it was built, and once without it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield
         monkeypatch.setattr(native, "core", None)
@@ -71,7 +71,7 @@ def assert_same(got: Any, want: Any, message: object = "") -> None:
 
 
 def assert_settings_agree(request: Request, want: Any) -> None:
-    """Compare the table of ModelSettings with the ids of the method, except under padding."""
+    """Compare the table of ModelSettings with the ids of the method, ignoring padding."""
     assert request.settings is not None
     assert request.model is not None
     settings, model = dict(request.settings), request.model
@@ -81,7 +81,7 @@ def assert_settings_agree(request: Request, want: Any) -> None:
     positions, mask = model.place(prompt), np.asarray(request.settings["attention_mask"])
     (ids, deltas), ahead = want if model.generates else (want, None)
     got, next_positions = positions.dense().reshape(ids.shape) * mask, positions.documents[NEXT_POSITION]
-    if model.model_type == "qwen3_omni_moe":  # Transformers sums in float32
+    if model.model_type == "qwen3_omni_moe":  # Transformers adds in float32
         np.testing.assert_allclose(got, ids.numpy() * mask, rtol=1e-6, atol=1e-4)
         ends = mask.sum(axis=1) + deltas.numpy()[:, 0]
         fractional = next_positions == np.iinfo(np.int64).min  # a fractional end has no next position
@@ -103,7 +103,7 @@ def assert_settings_agree(request: Request, want: Any) -> None:
 
 
 def compare(model: str, count: int, seed: str = "") -> None:
-    """Compare ids of random batches with those of the method."""
+    """Compare the ids of random batches with those of the method."""
     random = Random(model + seed)
     for _ in range(count):
         request = FAMILIES[model](random, model)
@@ -126,7 +126,7 @@ def test_ids_and_deltas_of_many_batches_equal_those_of_get_rope_index(model: str
 
 
 def test_every_model_type_with_the_method_is_supported() -> None:
-    """The class of a type is the one in Transformers' auto mapping, which may be in the file of another type."""
+    """Transformers' auto mapping determines the class of a type; it may be defined in the file of another type."""
     library: Any = transformers
     files = Path(library.__path__[0], "models").glob("*/modeling_*.py")
     with_method = {path.parent.name for path in files if "def get_rope_index" in path.read_text()}
@@ -155,7 +155,7 @@ OMNI_3 = OmniRopeIndex(OMNI_TOKENS, 2, 13, VISION, SOUND, audio_chunk=100)
 
 
 def changed(model: str, **changes: Any) -> Any:
-    """Return the config of a model with other values; a double underscore separates a part from its field."""
+    """Return a model's config with these values; a double underscore separates a part from its field."""
     config = hunyuan(4)[0] if model == "hunyuan_vl" else config_of(model)
     config = copy.deepcopy(config)
     for path, value in changes.items():
@@ -204,7 +204,7 @@ def test_sizes_and_tokens_are_read_from_the_config(config: Any, function: Any) -
 
 @pytest.mark.parametrize("part", ["", "_thinker"])
 def test_the_rotation_of_the_config_is_not_read(part: str) -> None:
-    """The default config of Qwen3-Omni has heads of 73 channels, which cannot be rotated."""
+    """In the default config of Qwen3-Omni, heads have 73 channels, which cannot be rotated."""
     config = CONFIGS[f"qwen3_omni_moe{part}"]()
     thinker = config if part else config.thinker_config
     thinker.vision_start_token_id, thinker.position_id_per_seconds = VISION, 13
@@ -244,13 +244,13 @@ def test_configs_without_required_fields_are_refused(config: dict[str, Any], mes
 
 
 def arguments_of(kinds: Any, **more: Any) -> dict[str, Any]:
-    """Return arguments with these (batch, seq) token types; the others are converted to tensors."""
+    """Return arguments with these (batch, seq) token types; the other values are converted to tensors."""
     input_ids = torch.zeros(len(kinds), len(kinds[0]), dtype=torch.int64)
     return {"input_ids": input_ids, "mm_token_type_ids": torch.tensor(kinds)} | tensors(**more)
 
 
 def tensors(**values: Any) -> dict[str, Any]:
-    """Convert lists to tensors, an empty list to no grids, and leave other values unchanged."""
+    """Convert lists to tensors and empty lists to zero grids; leave other values unchanged."""
     no_grids = torch.zeros(0, 3, dtype=torch.int64)
     return {
         name: value if not isinstance(value, list) else torch.tensor(value) if value else no_grids
@@ -258,7 +258,7 @@ def tensors(**values: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("seconds", [2 / 23.976, 0.28 - 4e-11])  # the second gives seven ids only in float32
+@pytest.mark.parametrize("seconds", [2 / 23.976, 0.28 - 4e-11])  # the second value times 25 is 7 only in float32
 def test_seconds_in_a_list_are_multiplied_before_rounding(seconds: float) -> None:
     arguments, frame = arguments_of([[VIDEO] * 30], video_grid_thw=[[30, 2, 2]]), torch.arange(30)
     for second_per_grid_ts, product in (
@@ -277,8 +277,8 @@ def test_adjacent_images_and_frames_are_supported() -> None:
     assert ids[:, 0].tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_masked_patches_do_not_use_a_grid() -> None:
-    """Trainers append a masked image to a batch without images."""
+def test_masked_patches_do_not_consume_a_grid() -> None:
+    """Trainers append a masked image to batches without images."""
     arguments = arguments_of(
         [[TEXT, IMAGE, TEXT, IMAGE]], attention_mask=[[1.0, 1.0, 1.0, 0.0]], image_grid_thw=[[1, 2, 2]] * 2
     )
@@ -287,7 +287,7 @@ def test_masked_patches_do_not_use_a_grid() -> None:
     assert deltas.tolist() == [[0]]
 
 
-def test_deltas_do_not_keep_the_memory_of_the_ids() -> None:
+def test_deltas_do_not_keep_the_ids_in_memory() -> None:
     _, deltas = PLAIN(**arguments_of([[TEXT] * 100]))
     assert deltas.untyped_storage().nbytes() == 8
 
@@ -316,13 +316,13 @@ def pictures(**more: Any) -> dict[str, Any]:
 
 
 def test_markers_may_share_one_token() -> None:
-    """The end markers and the newline may be the same token; the ids equal those with five different tokens."""
+    """If the end markers and the newline are the same token, the ids equal those with five different tokens."""
     ids = torch.tensor(PICTURES)
     shared = CanvasRopeIndex(CropMarkers(22, 23, 24, 23, 23), 4)
     assert_same(shared(**pictures(input_ids=torch.where(ids == 25, 23, ids))), CANVAS(**pictures()))
 
 
-def test_other_tokens_around_a_picture_are_refused_although_the_method_accepts_them() -> None:
+def test_unexpected_tokens_around_a_picture_are_refused_although_the_method_accepts_them() -> None:
     """The method gives the token before a picture the ids of a marker, and continues after the token behind it."""
     ids = torch.tensor([[5, 6, 20, 20, 7, 8]])
     arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == 20).int()}
@@ -352,14 +352,14 @@ def theirs(function: Any, ids: Any, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_without_grids_only_the_mask_is_counted(function: Any, dtype: torch.dtype) -> None:
+def test_ids_without_grids_depend_only_on_the_mask(function: Any, dtype: torch.dtype) -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0]]).to(dtype)
     for ids in (None, torch.full((3, 4), AUDIO)):
         assert_same(function(ids, attention_mask=mask), theirs(function, ids, attention_mask=mask))
 
 
 def test_seconds_of_qwen_omni_are_multiplied_in_float32() -> None:
-    """For the fifth frame at 1.64 seconds per frame, the exact product is below 164, the float32 product is 164."""
+    """At 1.64 seconds per frame, the exact product of the fifth frame is below 164, but the float32 product is 164."""
     seconds = torch.tensor([1.64], dtype=torch.float64) - 1e-9
     got, _ = OMNI_25(
         torch.tensor([[VISION, *[FRAME] * 5]]), **tensors(video_grid_thw=[[5, 2, 2]]), second_per_grids=seconds
@@ -373,10 +373,10 @@ def clip_of(frames: int, audio: int, text: int) -> list[int]:
 
 
 def test_frames_and_audio_are_ordered_by_ids_rounded_to_float32() -> None:
-    """Frames are just over 10/13 s apart, so that the second frame is just over 10 ids after the first.
+    """Frames are just over 10/13 s apart, so the second frame is just over 10 ids after the first.
 
-    From id 4, float32 can represent 14.000001, which comes after audio token 10. From id 1002 the id of the second
-    frame is rounded to 1012, and the frame comes before the audio token with this id.
+    If the clip starts at id 4, float32 can represent 14.000001, so the frame follows audio token 10. If it starts at id
+    1002, the id of the second frame is rounded to 1012, so the frame precedes the audio token with this id.
     """
     arguments = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[10 / 13 + 1e-7])
     early, _ = OMNI_3(torch.tensor([clip_of(2, 12, 2)]), **arguments, use_audio_in_video=True)
@@ -389,7 +389,7 @@ def test_frames_and_audio_are_ordered_by_ids_rounded_to_float32() -> None:
 
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
 def test_placeholders_without_grids_and_markers_are_text(function: Any) -> None:
-    """Random tokens, as in the tests of Transformers, may contain the placeholder of videos without a video."""
+    """Random tokens, as in Transformers' tests, may include the video placeholder although there is no video."""
     rows = torch.tensor(
         [[FRAME, VISION, PATCH, VISION_END, 5, FRAME, FRAME], [5, 5, VISION, PATCH, VISION_END, FRAME, 5]]
     )
@@ -401,8 +401,9 @@ def test_placeholders_without_grids_and_markers_are_text(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [OMNI_25, OMNI_3])
-def test_images_and_videos_that_the_method_takes_for_text_have_grid_ids(function: Any) -> None:
-    ids = torch.tensor([[5, VISION, FRAME, FRAME, VISION_END]])  # no audio although use_audio_in_video is True
+def test_images_and_videos_that_the_method_mistakes_for_text_have_grid_ids(function: Any) -> None:
+    # There is no audio, although use_audio_in_video is True.
+    ids = torch.tensor([[5, VISION, FRAME, FRAME, VISION_END]])
     arguments = tensors(video_grid_thw=[[2, 2, 2]], second_per_grids=[1.0], attention_mask=[[1] * 5])
     assert theirs(function, ids, **arguments, use_audio_in_video=True)[0].tolist() == [[[0, 1, 2, 3, 4]]] * 3
     after = 3 + function.tokens_per_second
@@ -420,7 +421,7 @@ def test_images_and_videos_that_the_method_takes_for_text_have_grid_ids(function
 
 ONE = [[TEXT, IMAGE, TEXT]]
 MOVING = arguments_of([[VIDEO, VIDEO, TEXT, VIDEO, VIDEO]], video_grid_thw=[[2, 2, 2]] * 2)
-INTERVALS = "a number >= 0, and ids within int32"
+INTERVALS = "a number >= 0 and ids within int32"
 
 
 def row(*tokens: int, **more: Any) -> dict[str, Any]:
@@ -428,7 +429,7 @@ def row(*tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def without_marker() -> Tensor:
-    """Return PICTURES with a text token instead of the first marker."""
+    """Return PICTURES with a text token in place of the first marker."""
     ids = torch.tensor(PICTURES)
     ids[0, 1] = 7
     return ids
@@ -567,7 +568,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ([1.0], ": got shape (1,), want at least 2 values, one per video"),
             ([-1.0, 1.0], "[0]: got -1.0, want a number >= 0"),
             ([1.0, float("nan")], "[1]: got nan, want a number >= 0"),
-            ([1.0, 1e30], "[1]: got 1e+30, want ids of its frames within int32"),
+            ([1.0, 1e30], "[1]: got 1e+30, want frame ids within int32"),
         )
     ),
     (
@@ -633,7 +634,7 @@ def test_a_batch_is_scanned_once_in_c(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "GLM-Image", "MiniCPM-V"])
-def test_results_are_on_the_device_of_input_ids_not_on_the_default_device(name: str) -> None:
+def test_results_are_on_the_device_of_input_ids_rather_than_the_default_device(name: str) -> None:
     function, arguments, _, _ = CALLS[name]
     want = function(**arguments)
     with torch.device("meta"):
@@ -641,7 +642,7 @@ def test_results_are_on_the_device_of_input_ids_not_on_the_default_device(name: 
 
 
 class FakeDeviceTensor(Tensor):
-    """Host tensor that reports an accelerator as its device."""
+    """A host tensor that reports an accelerator as its device."""
 
     host: Tensor
 
@@ -658,7 +659,7 @@ class FakeDeviceTensor(Tensor):
 
 
 class CopyCounter(TorchDispatchMode):
-    """Mode that counts copies between FakeDeviceTensor and the host."""
+    """A mode that counts copies between FakeDeviceTensor and the host."""
 
     to_host = to_device = 0
 
@@ -690,7 +691,7 @@ def test_there_is_one_copy_from_the_device_and_one_back(name: str, monkeypatch: 
 
 
 def weightless(kind: str, config: Any) -> Any:
-    """Return a model with the method and a config, without weights."""
+    """Return a model that has the method and a config, but no weights."""
     cls = kind_of(kind)
     model = cls.__new__(cls)
     nn.Module.__init__(model)

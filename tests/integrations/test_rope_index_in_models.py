@@ -1,4 +1,4 @@
-"""rope_index installed in tiny models: positions, logits, losses and tokens equal those with their own method."""
+"""rope_index installed in tiny models: positions, logits, losses and tokens equal those with the models' own method."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def batch(name: str) -> dict[str, Any]:
 
 
 def results(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the ids passed to the language model, the logits, the loss and the deltas stored on the model."""
+    """Return the ids passed to the language model, the logits, the loss, and the deltas stored in the model."""
     passed: dict[str, Any] = {}
 
     def record(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -65,7 +65,9 @@ def results(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_and_generate_give_the_results_of_the_own_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_and_generate_give_the_same_results_as_with_the_models_own_method(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, ours = pair(name)
     monkeypatch.setattr(type(own.model), "get_rope_index", None, raising=False)
     got = results(ours, batch(name))

@@ -29,7 +29,7 @@ def test_refused():
 """
 
 
-def test_the_plugin_counts_calls_and_fails_a_run_without_calls(
+def test_the_plugin_counts_calls_and_a_run_without_calls_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -1,4 +1,4 @@
-"""Sections: an engine's formula on sorted channels equals the rotation of the model, and its ids equal the table's."""
+"""Sections: an engine's formula on sorted channels equals the model's rotation, and its ids equal the table's."""
 
 import copy
 import math
@@ -91,11 +91,11 @@ def test_sections_count_the_pairs_of_every_axis(name: str, section: tuple[int, .
 
 
 @pytest.mark.parametrize("name", ["axial", "one axis", "qwen2-vl", "split"])
-def test_contiguous_allocations_need_no_permutation(name: str) -> None:
+def test_contiguous_allocations_require_no_permutation(name: str) -> None:
     assert Sections(ROTARIES[name], 8).order.tolist() == list(range(ROTARIES[name].num_pairs))
 
 
-def test_a_cache_of_several_blocks_holds_exact_cosines_in_the_order_of_the_sections() -> None:
+def test_a_cache_of_several_blocks_contains_exact_cosines_in_the_order_of_the_sections() -> None:
     rotary = Rotary(head_dim=8, theta=100.0)
     cache = Sections(rotary, 20000, permuted=True).cos_sin_cache()
     assert (cache.shape, cache.dtype) == ((20000, 8), torch.float32)
@@ -144,7 +144,9 @@ def test_a_cache_is_shared_and_grows_exactly_with_its_dtype_and_attention_factor
         ("mrope_section", None, "model: got no module with cos_sin_cache and mrope_section, want at least one"),
     ],
 )
-def test_a_module_that_differs_from_sections_is_refused_and_unchanged(field: str, value: object, message: str) -> None:
+def test_a_module_that_differs_from_the_sections_is_refused_and_left_unchanged(
+    field: str, value: object, message: str
+) -> None:
     module = engine(SECTIONS)
     setattr(module, field, value)
     before = module.cos_sin_cache
@@ -153,7 +155,7 @@ def test_a_module_that_differs_from_sections_is_refused_and_unchanged(field: str
 
 
 def whole(document: list[Text | Grid], generated: int) -> torch.Tensor:
-    """Return the ids of a single document with the generated text at its end, (3, tokens)."""
+    """Return the (3, tokens) ids of a document followed by generated text."""
     return torch.from_numpy(table([*document, Text(generated)]).dense(dtype=np.int64)[[0, 0, 1]])
 
 
@@ -184,13 +186,13 @@ def test_every_step_of_an_engine_is_a_window_of_the_table(ends: list[Grid]) -> N
             assert torch.equal(got, step_ids(prompt, delta, computed, scheduled))
 
 
-def test_a_step_of_several_requests_is_packed_in_the_order_of_the_scheduler() -> None:
+def test_a_step_with_several_requests_is_packed_in_the_order_of_the_scheduler() -> None:
     positions = table(DOCUMENT, [Text(4)])
     got = window_positions(positions, SECTIONS, [1, 0, 0], [3, 5, 0], [3, 2, 0])
     assert torch.equal(got, torch.cat([whole([Text(4)], 3)[:, 3:6], whole(DOCUMENT, 1)[:, 5:7]], dim=1))
 
 
-def test_ids_after_a_cached_prefix_depend_on_its_cursor_and_its_length_only() -> None:
+def test_ids_after_a_cached_prefix_depend_only_on_its_cursor_and_length() -> None:
     prefix, suffix = DOCUMENT[:3], DOCUMENT[3:]
     _, delta = request_positions(table(DOCUMENT), SECTIONS)
     before = table(prefix)
@@ -212,7 +214,7 @@ def test_a_delta_accounts_for_the_start_and_for_pruned_tokens() -> None:
     assert pruned_delta == delta + 3
 
 
-def test_drafts_of_the_same_depth_share_an_id() -> None:
+def test_drafts_at_the_same_depth_share_an_id() -> None:
     positions = table([Text(1)], DOCUMENT)
     start = int(positions.lengths[1]) + 4
     got = draft_positions(positions, SECTIONS, start, [0, 1, 1, 2, 3, 2], document=1)
@@ -249,15 +251,15 @@ REFUSED: dict[str, Any] = {
     "rotary: got 4 axes, want at most 3": lambda: make(Rotary(head_dim=16, axes=4), 8, permuted=True),
     "rotary: got dict, want a Rotary": lambda: make({}, 8),
     "rotary: got Sections, want a Rotary": lambda: qk_channels(SECTIONS),  # type: ignore[arg-type]
-    "rotary: got one with head_axes, want one rotation for all heads, as": lambda: make(BY_HEADS, 8, permuted=True),
-    "rotary: got one with head_axes, want one rotation for all heads": lambda: qk_channels(BY_HEADS),
+    "rotary: got a Rotary with head_axes, want one rotation for all heads, a": lambda: make(BY_HEADS, 8, permuted=True),
+    "rotary: got a Rotary with head_axes, want one rotation for all heads": lambda: qk_channels(BY_HEADS),
     **{
         f"rotary: got allocation {ROTARIES[name].allocation!r}{PERMUTE}": lambda name=name: make(ROTARIES[name], 8)
         for name in ("adjacent", "columns first", "qwen3-vl", "three axes")
     },
     "max_position: got 0, want >= 1": lambda: make(Rotary(head_dim=16), 0, permuted=True),
     "permuted: got 1, want True or False": lambda: make(Rotary(head_dim=16), 8, permuted=1),
-    "dtype: got torch.int64, want a floating dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
+    "dtype: got torch.int64, want a floating-point torch dtype": lambda: SECTIONS.cos_sin_cache(torch.int64),
     f"documents[0]: got id {CURSOR - 1}, want < max_position {CURSOR - 1}, {ROWS}": lambda: request(
         table(DOCUMENT), Sections(SECTIONS.rotary, CURSOR - 1, permuted=True)
     ),

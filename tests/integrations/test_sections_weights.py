@@ -1,4 +1,4 @@
-"""Permuted weights: an engine's attention on them equals that of the model, and the inverse restores them."""
+"""Permuted weights give an engine the same attention as the model, and the inverse permutation restores them."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def attention(x: Tensor, weights: dict[str, Tensor], rotate: Callable[[Tensor, T
 
 
 def rotate_as_model(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Rotate like the model, in float64, pair j by axis j mod 2."""
+    """Rotate as the model does, pair j by axis j mod 2, in float64."""
     cos, sin = (table.double().view(-1, 1, 4) for table in mmpos.rotary.cos_sin(ROTARY, positions))
     return tuple(
         torch.cat([x[..., :4] * cos - x[..., 4:8] * sin, x[..., 4:8] * cos + x[..., :4] * sin, x[..., 8:]], dim=-1)
@@ -63,7 +63,7 @@ def rotate_as_model(positions: mmpos.PositionTable, q: Tensor, k: Tensor) -> tup
     )
 
 
-def test_attention_of_an_engine_on_sorted_weights_equals_that_of_the_model() -> None:
+def test_an_engines_attention_on_sorted_weights_equals_that_of_the_model() -> None:
     positions = mmpos.place(SegmentTable.from_documents([[Text(3), Grid(3, 4), Text(5), Grid(2, 2), Text(1)]]))
     x = torch.randn(positions.num_tokens, WIDTH, generator=torch.Generator().manual_seed(3)).double()
     sections = Sections(ROTARY, 64, permuted=True)
@@ -109,7 +109,7 @@ def test_an_iterator_is_lazy_and_the_inverse_restores_the_weights() -> None:
     assert loaded == []
     assert next(pairs)[0] == loaded[-1]
     assert len(loaded) == 1
-    rotary = Rotary(head_dim=12)  # its order is not its own inverse
+    rotary = Rotary(head_dim=12)  # its permutation is not its own inverse
     back = permute_qk(permute_qk(weights, rotary), rotary, inverse=True)
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
@@ -130,7 +130,7 @@ def test_q_and_k_of_a_fused_projection_are_sorted_and_v_is_not(fused: str) -> No
     assert torch.equal(got[name], joined(sorted_rows(q), sorted_rows(k), v))
 
 
-def test_an_adapter_of_q_only_is_sorted_like_its_base() -> None:
+def test_an_adapter_for_q_alone_is_sorted_like_its_base() -> None:
     base = layer()[f"{LAYER}q_proj.weight"]
     name = f"base_model.model.{LAYER}q_proj."
     a, b = torch.randn(3, WIDTH).double(), torch.randn(12 * HEADS, 3).double()
@@ -144,13 +144,14 @@ def test_an_adapter_of_q_only_is_sorted_like_its_base() -> None:
     got = permute_qk(adapter, ROTARY)
     assert got[f"{name}lora_A.weight"] is a
     sorted_b = got[f"{name}lora_B.default.weight"]
-    bound = 2 * gamma(4, torch.float64) * sorted_rows(abs(base) + abs(b) @ abs(a))  # the order of rows differs
+    # The two sides compute the rows in different orders.
+    bound = 2 * gamma(4, torch.float64) * sorted_rows(abs(base) + abs(b) @ abs(a))
     assert_within(sorted_rows(base) + sorted_b @ a, sorted_rows(base + b @ a), bound)
     assert torch.equal(got[f"{name}lora_B.default.bias"], sorted_b[:, 0])
     assert torch.equal(got[f"{name}lora_magnitude_vector.default.weight"], sorted_rows(magnitude))
 
 
-def test_scales_per_row_are_sorted_like_their_rows_and_a_scalar_scale_is_unchanged() -> None:
+def test_per_row_scales_are_sorted_like_their_rows_and_a_scalar_scale_is_unchanged() -> None:
     weights = layer()
     q = weights[f"{LAYER}q_proj.weight"].to(torch.float8_e4m3fn)
     scale, one = torch.rand(12 * HEADS, 1), torch.tensor(0.5)
@@ -166,7 +167,7 @@ def test_scales_per_row_are_sorted_like_their_rows_and_a_scalar_scale_is_unchang
     assert got[f"{LAYER}q_proj.input_scale"] is one
 
 
-def test_norms_with_weights_per_head_are_sorted_inside_each_head() -> None:
+def test_norms_with_per_head_weights_are_sorted_within_each_head() -> None:
     per_head, flat = torch.rand(HEADS, 12), torch.rand(12 * HEADS)
     names = ("model.layers.0.self_attn.query_layernorm.weight", "model.layers.0.self_attn.key_layernorm.weight")
     got = permute_qk(dict(zip(names, (per_head, flat), strict=True)), ROTARY)

@@ -1,4 +1,4 @@
-"""Positions that a processor returns to SGLang, and SGLang's rotations of sorted channels.
+"""Test the positions that a processor returns to SGLang, and SGLang's rotations of sorted channels.
 
 Tests that call SGLang 0.5.23 run only if it is installed.
 """
@@ -70,7 +70,7 @@ CUT = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
 TWICE = [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])]
 META = torch.ones(1, 3, device="meta")
 REFUSED: dict[str, Any] = {
-    "positions: got last ids [10, 10, 11], want a prompt that ends in text, at 13: SGLang resumes": (
+    "positions: got last ids [10, 10, 11], want a prompt that ends with text, at 13: SGLang resumes": (
         lambda: mrope_positions(CUT, SECTIONS)
     ),
     "positions: got no tokens, want a prompt that ends": lambda: mrope_positions(PLACED.slice(0, 0), SECTIONS),
@@ -97,7 +97,7 @@ def test_invalid_prompts_and_items_are_refused(message: str) -> None:
 
 
 def assert_rotated(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
-    """Check that these are q and k rotated by mmpos, with their channels in this order, bit for bit."""
+    """Check that these are, bit for bit, q and k as rotated by mmpos, with their channels in this order."""
     for rotated, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
         assert want is not None
         assert torch.equal(rotated.view(want.shape), want[..., channels])
@@ -121,7 +121,7 @@ def test_sglangs_rotation_equals_that_of_mmpos_bit_for_bit(monkeypatch: pytest.M
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import SGLang's kernels in Triton's interpreter."""
+    """Import SGLang's kernels so that they run in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
@@ -139,7 +139,7 @@ def test_sglangs_kernel_equals_mmpos_bit_for_bit_in_the_interpreter(kernels: Mod
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])
-def test_sglangs_kernel_for_ernie_alternates_rows_and_columns_of_unsorted_channels(
+def test_sglangs_ernie_kernel_alternates_rows_and_columns_over_unsorted_channels(
     pairing: Any, kernels: ModuleType
 ) -> None:
     rotary = Rotary(head_dim=64, pairing=pairing)

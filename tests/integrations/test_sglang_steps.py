@@ -1,6 +1,6 @@
-"""Functions of SGLang compute ids equal to windows of the table, for random batches; skipped without SGLang.
+"""SGLang's functions compute ids equal to windows of the table for random batches; skipped if SGLang is not installed.
 
-The functions are extracted from its files, because importing its modules requires GPU kernels.
+The functions are extracted from SGLang's source files, because importing its modules requires GPU kernels.
 """
 
 import ast
@@ -29,7 +29,7 @@ DEPTHS = [0, 1, 1, 2, 3]
 
 
 def function(file: str, name: str) -> Callable[..., Any]:
-    """Compile one function or method of SGLang."""
+    """Compile one function or method from SGLang's source."""
     assert SPEC is not None
     assert SPEC.origin is not None
     path = Path(SPEC.origin).parent / "srt" / file
@@ -54,7 +54,7 @@ def batch(seed: int) -> tuple[list[list[Text | Grid]], random.Random]:
 
 
 def inputs(document: list[Text | Grid]) -> SimpleNamespace:
-    """Return the positions of a request under SGLang's names."""
+    """Return the positions of a request under the names that SGLang uses."""
     prompt, delta = mrope_positions(mmpos.place(SegmentTable.from_documents([document])), SECTIONS)
     return SimpleNamespace(mrope_positions=prompt, mrope_position_delta=delta, mrope_position_delta_repeated_cache=None)
 

@@ -1,4 +1,4 @@
-"""The tiny Qwen3-VL of examples/, trained with rope_index instead of its own get_rope_index."""
+"""The tiny Qwen3-VL in examples/, trained with rope_index instead of its own get_rope_index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmpos.integrations.hf import install
 EXAMPLE = Path(tiny_qwen3_vl.__file__)
 
 
-def test_training_gives_the_losses_and_weights_of_the_own_method() -> None:
+def test_training_gives_the_same_losses_and_weights_as_with_the_models_own_method() -> None:
     model, own = tiny_qwen3_vl.make_model(), tiny_qwen3_vl.make_model()
     photos = load_photos()[:2]
     assert tiny_qwen3_vl.train(install(model), photos, 2) == tiny_qwen3_vl.train(own, photos, 2)

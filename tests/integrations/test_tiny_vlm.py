@@ -1,4 +1,4 @@
-"""The tiny vision-language model of examples/: it learns to describe photos, and every decoding method agrees."""
+"""The tiny vision-language model in examples/: it learns to describe photos, and all decoding methods agree."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def decoded(model: TinyVLM, batch: object, table: mmpos.PositionTable, steps: in
 
 
 def full_logits(model: TinyVLM, batch: Any, generated: torch.Tensor, positions: mmpos.PositionTable) -> torch.Tensor:
-    """Return the (rows, steps, vocabulary) logits of generated tokens, from one forward without a cache."""
+    """Return the (rows, steps, vocabulary) logits of generated tokens, from one forward pass without a cache."""
     words, rows = model.language.get_input_embeddings()(generated), np.arange(len(generated))
     logits: torch.Tensor = model.language(
         inputs_embeds=torch.cat([model.embed(batch), words], 1),
@@ -71,12 +71,12 @@ def full_logits(model: TinyVLM, batch: Any, generated: torch.Tensor, positions: 
 
 
 def rounding_of(model: TinyVLM, run: Callable[[], torch.Tensor]) -> list[float]:
-    """Bound the rounding of a model's results; its norms and rotations are float32 in every dtype."""
+    """Bound the rounding error of a model's results; its norms and rotations are computed in float32 in every dtype."""
     return rounding(run, model.parameters(), dtype=torch.float32)
 
 
 @torch.no_grad()
-def test_logits_with_a_cache_equal_those_of_full_forwards() -> None:
+def test_logits_with_a_cache_equal_those_of_full_forward_passes() -> None:
     model, batch = untrained(), ask(processor(), chats_of(photos()[:3]))
     table = batch["positions"]
     generated, logits = decoded(model, batch, table, 5)
@@ -92,7 +92,7 @@ def test_logits_with_a_cache_equal_those_of_full_forwards() -> None:
 
 
 @torch.no_grad()
-def test_a_forward_uses_the_pixels_and_positions_of_its_batch() -> None:
+def test_a_forward_pass_uses_the_pixels_and_positions_of_its_batch() -> None:
     model, batch = untrained(), ask(processor(), chats_of(photos()[:2]))
     embeds, patch = model.embed(batch), batch["mm_token_type_ids"] == 1
     words = model.language.get_input_embeddings()(batch["input_ids"])
@@ -109,7 +109,7 @@ def test_a_forward_uses_the_pixels_and_positions_of_its_batch() -> None:
 
 
 def ask_all(model: TinyVLM, chats: list[Shown], *, see: bool = True) -> list[str]:
-    """Return the answers of the model; check that they agree without a cache and with positions from a server."""
+    """Return the model's answers; check that they are the same without a cache and with positions from a server."""
     batch = ask(processor(), chats, see=see)
     generated = model.answer(batch)
     assert_most_likely(model, batch, generated)
@@ -125,7 +125,7 @@ def ask_all(model: TinyVLM, chats: list[Shown], *, see: bool = True) -> list[str
 
 @torch.no_grad()
 def assert_most_likely(model: TinyVLM, batch: Any, generated: torch.Tensor) -> None:
-    """Check that in a forward without a cache the generated tokens are the most likely ones, up to rounding."""
+    """Check that the generated tokens are, up to rounding, the most likely ones in a forward pass without a cache."""
     logits = full_logits(model, batch, generated, batch["positions"])
     (bound,) = rounding_of(model, lambda: full_logits(model, batch, generated, batch["positions"]))
     gap = logits.max(-1).values - logits.gather(-1, generated[..., None])[..., 0]
@@ -165,8 +165,8 @@ def test_a_trained_model_describes_photos_in_their_order() -> None:
 def test_a_model_without_photos_can_only_guess() -> None:
     model = TinyVLM(processor())
     cost = train(model, processor(), photos(), 50, see=False)
-    # Every step has sixteen different answers: one for each of eight photos alone, and one for each before another
-    # photo. Without photos the model cannot distinguish them, so they cost at least log 16 nats.
+    # Every step has sixteen different answers: one for each of the eight photos alone, and one for each photo followed
+    # by another. Without photos the model cannot distinguish them, so they cost at least log 16 nats.
     assert cost > math.log(16)
     chats: list[Shown] = [(photo,) for photo in photos()]
     answers = ask_all(model.eval(), chats, see=False)

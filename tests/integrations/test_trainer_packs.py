@@ -1,4 +1,4 @@
-"""Transformers' Trainer and accelerate with packed batches: learning, resuming a run, and batches that stay whole."""
+"""Transformers' Trainer and accelerate with packed batches: training, resuming a run, and batches that stay whole."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EXAMPLE = Path(trainer_packs.__file__)
 
 
 def as_lists(batches: Any) -> list[Any]:
-    """Return the tokens, the labels and the sum of the pixels of each batch."""
+    """Return the tokens, the labels and the pixel sum of each batch."""
     return [
         (batch["input_ids"].tolist(), batch["labels"].tolist(), float(batch["pixel_values"].sum())) for batch in batches
     ]
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_the_example_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_of_the_example_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     uninterrupted = train(tmp_path / "uninterrupted", 12, save_steps=6)
     first, *_, last = losses(uninterrupted)
     assert last < first
@@ -69,7 +69,7 @@ def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     assert [state["loader"]["of"]["consumer"] for state in states] == ["0 of 2 by auto", "1 of 2 by auto"]
 
 
-def test_accelerate_keeps_a_rank_loader_and_batches_refuse_to_be_split() -> None:
+def test_accelerate_leaves_a_rank_loader_as_it_is_and_batches_refuse_to_be_split() -> None:
     loader = make_loader(make_config(), copies=2)
     plain = loader.loader
     accelerator = accelerate.Accelerator(cpu=True)
@@ -83,7 +83,7 @@ def test_accelerate_keeps_a_rank_loader_and_batches_refuse_to_be_split() -> None
         accelerate.utils.find_batch_size(dict(batch))
 
 
-def test_errors_of_trainer_and_accelerate_about_a_batch_name_the_remedy(tmp_path: Path) -> None:
+def test_errors_that_trainer_and_accelerate_raise_for_a_batch_name_the_remedy(tmp_path: Path) -> None:
     examples: Any = examples_of(SequenceBuilder(scheme="flatten"), ["one"], ["the second"])
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=1, remove_unused_columns=False, use_cpu=True, disable_tqdm=True, report_to=[]

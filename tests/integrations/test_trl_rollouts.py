@@ -1,4 +1,4 @@
-"""TRL's trainer on rollouts: its positions must equal those of the rollouts."""
+"""TRL's trainer on rollouts: the trainer's positions must equal those of the rollouts."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_a_trainer_whose_positions_differ_from_the_rollout_is_refused(tmp_path: 
     model = make_model()
     records = trl_rollouts.roll_out(model, load_photos()[:2], copies=2)
     trl_rollouts.train(model, records, str(tmp_path))
-    with pytest.raises(ValueError, match="the trainer has other positions than the rollout"):
+    with pytest.raises(ValueError, match="the trainer's positions differ from the rollout's"):
         trl_rollouts.train(model, records, str(tmp_path), mistake=True)

@@ -1,4 +1,4 @@
-"""Ids of vLLM's requests from their spans and grids; test_vllm_plugin.py tests the plugin."""
+"""Ids of vLLM requests, computed from their spans and grids; test_vllm_plugin.py tests the plugin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
 
 
 def feature(modality: str, offset: int, length: int, mask: list[int] | None = None, **data: Any) -> Any:
-    """Return the fields of vLLM's MultiModalFeatureSpec that mmpos reads."""
+    """Return a feature with the fields of vLLM's MultiModalFeatureSpec that mmpos reads."""
     is_embed = None if mask is None else torch.tensor(mask, dtype=torch.bool)
     return SimpleNamespace(
         modality=modality,
@@ -87,7 +87,7 @@ def test_ids_of_a_request_do_not_depend_on_the_order_of_features() -> None:
         assert ids(len(want[0][0]), features) == want
 
 
-def test_frames_between_timestamps_are_separate_grids() -> None:
+def test_frames_separated_by_timestamps_are_separate_grids() -> None:
     frame = [0, 0, 1, 1, 0]  # timestamp, marker, two patches, marker
     video = feature("video", 2, 10, frame * 2, video_grid_thw=[2, 2, 4])
     table = request_segments(13, [video], spatial_merge_size=2)
@@ -101,7 +101,7 @@ def test_frame_ids_of_a_whole_video_depend_on_its_seconds() -> None:
     assert frames == [0, 1, 4, 7, 8]
 
 
-def test_rows_of_a_span_may_end_in_a_separator() -> None:
+def test_rows_of_a_span_may_end_with_a_separator() -> None:
     row = [1, 1, 1, 0]
     separated = feature("image", 2, 8, row * 2, image_grid_thw=[1, 4, 6])
     one = feature("image", 11, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])
@@ -166,7 +166,7 @@ REFUSED: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "features"), REFUSED, ids=range(len(REFUSED)))
-def test_invalid_features_are_named(message: str, features: list[Any]) -> None:
+def test_invalid_features_are_refused(message: str, features: list[Any]) -> None:
     assert_refused(message, lambda: ids(20, features), MmposError)
 
 
@@ -182,9 +182,9 @@ TIMED = mmpos.schemes.MRopeQwen25(2)
         (1.0, "rope-tie", UnsupportedError),
     ],
 )
-def test_errors_of_a_request_are_value_errors(seconds: float, scheme: object, error: type[Exception]) -> None:
+def test_errors_raised_for_a_request_are_value_errors(seconds: float, scheme: object, error: type[Exception]) -> None:
     video = feature("video", 1, 3, video_grid_thw=[3, 2, 2], second_per_grid_ts=seconds)
-    with pytest.raises(ValueError, match="got") as refusal:  # engines catch it and continue with other requests
+    with pytest.raises(ValueError, match="got") as refusal:  # engines catch ValueError and continue with other requests
         ids(5, [video], scheme)
     assert refusal.type is error
 
@@ -216,7 +216,7 @@ def test_an_image_consumes_at_most_three_ids_per_token(scheme: str) -> None:
     assert consumed[0] == most
 
 
-def test_the_cache_of_a_served_model_has_rows_for_the_prompt_with_most_ids() -> None:
+def test_the_cache_of_a_served_model_has_enough_rows_for_the_prompt_that_uses_most_ids() -> None:
     served = ServedModel.from_config(CONFIG, max_model_len=50)
     images = [image(i, 1, 1) for i in range(50)]
     options: dict[str, Any] = {"scheme": served.scheme, "sections": served.sections, "spatial_merge_size": 2}

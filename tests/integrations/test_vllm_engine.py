@@ -1,4 +1,4 @@
-"""Ids, windows and rotations of mmpos equal those of vLLM, whose kernels run in Triton's interpreter."""
+"""The ids, windows and rotations of mmpos equal those of vLLM, whose kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ids_and_delta_equal_those_of_vllms_models(model: Any, scheme: Any, vide
 
 
 def tie_requests(count: int) -> tuple[list[Tensor], list[int], mmpos.PositionTable]:
-    """Return ids and deltas of random requests under rope-tie, and their table."""
+    """Return the ids and deltas of random requests under rope-tie, and one table of all requests."""
     draw = random.Random(3)
     drawn = [request(draw, "none", last_text=draw.random() < 0.7) for _ in range(count)]
     tables = [request_segments(len(tokens), features, spatial_merge_size=MERGE) for tokens, features in drawn]
@@ -74,7 +74,7 @@ def tie_requests(count: int) -> tuple[list[Tensor], list[int], mmpos.PositionTab
 
 
 def steps(lengths: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield computed and scheduled tokens of every request: prefixes, chunks, decoding, and drafts after the prompt."""
+    """Yield computed and scheduled tokens of all requests: prefixes, chunks, decoding, and drafts after the prompt."""
     draw = random.Random(11)
     for _ in range(30):
         computed = [draw.choice([0, draw.randrange(n), n - 1, n, n + draw.randint(1, 9)]) for n in lengths]
@@ -111,7 +111,7 @@ def test_the_kernel_of_the_new_model_runner_slices_ids_into_windows_of_the_table
     for row, own in zip(staged, ids, strict=True):
         row[:, : own.shape[1]] = own
     for computed, scheduled in steps(lengths):
-        # A step of this runner is inside the prompt or after it, so steps are cut at the end of the prompt.
+        # A step of this runner is either inside or after the prompt, so steps are cut at the end of the prompt.
         scheduled = [min(s, n - c) if c < n else s for s, c, n in zip(scheduled, computed, lengths, strict=True)]
         out = torch.full((3, sum(scheduled) + 1), -1, dtype=torch.int64)
         starts = torch.tensor([0, *np.cumsum(scheduled)], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""vLLM's models and processors with the plugin, on a CPU with a replaced attention."""
+"""vLLM's models and processors with the plugin, on a CPU and with attention replaced."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Causal(nn.Module):
-    """Attention over one prompt, in place of vLLM's attention over a paged cache."""
+    """Attention over one prompt, which replaces vLLM's attention over a paged cache."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Causal(nn.Module):
 
 
 class Reference(nn.Module):
-    """The rotation of mmpos with two axes, in place of vLLM's."""
+    """The rotation of mmpos with two axes, which replaces vLLM's."""
 
     def __init__(self, rotary: Rotary, positions: mmpos.PositionTable) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Reference(nn.Module):
 @pytest.fixture(scope="module")
 def _distributed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     library = torch.library.Library("_C", "FRAGMENT")
-    library.define("gelu_quick(Tensor! out, Tensor input) -> ()")  # an activation of the encoder refers to it
+    library.define("gelu_quick(Tensor! out, Tensor input) -> ()")  # used by an activation in the encoder
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
@@ -153,7 +153,7 @@ def served(folder: Path, architecture: str, **mmpos_config: object) -> tuple[Vll
 
 
 def checkpoint(model: nn.Module) -> dict[str, Tensor]:
-    """Return random weights under the names of a checkpoint, with separate q, k and v."""
+    """Return random weights under the names of a checkpoint, in which q, k and v are separate."""
     weights = {}
     for name, parameter in model.named_parameters():
         values = 0.2 * torch.randn(parameter.shape) + (1.0 if "norm" in name and "weight" in name else 0.0)
@@ -177,7 +177,7 @@ def hidden_states(model: Any, tokens: list[int], rows: Tensor) -> Tensor:
         layer.self_attn.attn = Causal(4, 2)
     for module in model.language_model.modules():
         if isinstance(module, LinearBase):
-            module.cpu_linear = functional.linear  # vLLM's own needs a build for CPUs
+            module.cpu_linear = functional.linear  # vLLM's own requires a CPU build
     with torch.no_grad():
         return model.language_model.model(torch.tensor(tokens), rows)
 
@@ -226,7 +226,7 @@ PATCHES = {
 
 
 def processor_of(folder: Path, architecture: str) -> tuple[ModelConfig, Any]:
-    """Write a checkpoint as published, and return vLLM's config and processor for two axes, set by overrides."""
+    """Write a checkpoint as published; return vLLM's config and processor, with two axes set by overrides."""
     special = {"<|vision_start|>": 92, "<|vision_end|>": 93, "<|image_pad|>": 90, "<|video_pad|>": 91}
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(90)} | special, unk_token="w0"))
     words.add_special_tokens(list(special))

@@ -1,4 +1,4 @@
-"""The vLLM plugin with a stand-in for vLLM: configs, registration, weights and refusals."""
+"""The vLLM plugin, tested with a stand-in for vLLM: configs, registration, weights and refusals."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_an_unservable_config_is_refused_with_the_name_of_the_field(message: str) -> None:
+def test_the_error_for_an_unservable_config_names_the_field(message: str) -> None:
     changed = {**CONFIG, **CHANGES[message]}
     assert_refused(message, lambda: ServedModel.from_config(changed, max_model_len=100), MmposError)
 
@@ -101,7 +101,7 @@ def test_importing_the_package_and_its_plugin_does_not_import_vllm(monkeypatch: 
         importlib.import_module("mmpos.integrations.vllm.models")
 
 
-def test_vllm_finds_the_entry_point_and_may_call_it_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_finds_the_entry_point_and_can_call_it_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = vllm_stand_in.install(monkeypatch)
     (entry,) = entry_points(group="vllm.general_plugins", name="mmpos")
     register = entry.load()
@@ -170,7 +170,7 @@ def test_a_served_model_has_its_own_cache_in_the_order_of_its_sections(model_cla
 
 def test_the_cache_of_a_bfloat16_model_is_rounded_once(model_class: Any) -> None:
     exact = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
-    torch.set_default_dtype(torch.bfloat16)  # as in vLLM during the construction of a model
+    torch.set_default_dtype(torch.bfloat16)  # vLLM does this while it constructs a model
     try:
         cache = model_class(vllm_config=vllm_config()).language_model[0].rotary_emb.cos_sin_cache
     finally:

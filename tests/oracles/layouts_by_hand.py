@@ -1,4 +1,4 @@
-"""Hand-written ids of the layouts of generating models, for tests and conformance vectors."""
+"""Handwritten ids for the layouts of generative models, used by tests and conformance vectors."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
 
 
 def place_all(documents: Sequence[Document], scheme: str, starts: Sequence[int], **params: Any) -> list[Placed]:
-    """Place each document alone."""
+    """Place each document on its own."""
     return [
         place_document(document, scheme, start, **params) for document, start in zip(documents, starts, strict=True)
     ]
@@ -82,12 +82,12 @@ def exact(positions: PositionTable) -> list[Id]:
 
 
 def placed(document: Sequence[Segment], scheme: str | Scheme, start: int = 0, **options: Any) -> PositionTable:
-    """Place one document with the library."""
+    """Place one document with mmpos."""
     return place(SegmentTable.from_documents([document]), scheme, start, **options)
 
 
 def fields(segments: SegmentTable) -> dict[str, Any]:
-    """Return the contents of a segment table, comparable with ==."""
+    """Return the contents of a segment table in a form that == compares."""
     names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
     arrays = {name: getattr(segments, name) for name in names}
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}
@@ -103,7 +103,7 @@ def _id(*values: Fraction | int) -> Id:
 
 
 def _raster(grid: Grid) -> Iterator[tuple[int, int, int]]:
-    """Yield the zero-based frame, row and column of every token; a row separator is one more column."""
+    """Yield the zero-based frame, row and column of every token; a row separator counts as one more column."""
     for t in range(grid.frames):
         for i in range(grid.height):
             for j in range(grid.width + int(grid.row_separator)):
@@ -294,7 +294,7 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Id of the test."""
+        """The id of the test."""
         return "-".join([self.name, *(f"{key}={value}".replace("/", "_") for key, value in self.params.items())])
 
 
@@ -362,7 +362,7 @@ SECONDS = (None, *(Fraction(numerator, 6) for numerator in (2, 3, 5, 6, 7, 10, 1
 
 @cache
 def _every_grid(frames: int, separators: bool, side: int) -> st.SearchStrategy[Grid]:
-    """Draw a grid in one draw, since draws take most of the time of these tests."""
+    """Draw a grid in a single draw, since these tests spend most of their time on draws."""
     sides = range(side, 4 * side + 1, side)
     choices = product(sides, sides, range(1, frames + 1), (False, True)[: 1 + separators], SECONDS)
     return st.sampled_from(
@@ -383,7 +383,7 @@ def documents(case: Case) -> st.SearchStrategy[Document]:
 
 
 def _separated(parts: Document) -> Document:
-    """Put a text token between adjacent grids."""
+    """Insert a text token between adjacent grids."""
     apart = parts[:1]
     for before, part in pairwise(parts):
         apart += [Text(1), part] if isinstance(before, Grid) and isinstance(part, Grid) else [part]

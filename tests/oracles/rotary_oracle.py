@@ -1,4 +1,4 @@
-"""The oracle of rotations: complex numbers times phases of 60 digits, written from the formula, not from mmpos."""
+"""The oracle of rotations: complex numbers times 60-digit phases, written from the formula, not from mmpos."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pair_axes(rotary: Rotary) -> list[int]:
 
 
 def frequencies(rotary: Rotary) -> list[Any]:
-    """Return the frequency of each pair in rad per position; scaled ones are the library's, see test_frequencies."""
+    """Return the frequency of each pair in rad per position; scaled frequencies are mmpos's, see test_frequencies."""
     if rotary.scaling is not None or rotary.inv_freq is not None:
         return [mp.mpf(float(value)) for value in rotary.inv_freq_array]
     values = []
@@ -78,7 +78,7 @@ def phases(ids: Ids, rotary: Rotary) -> Real:
 
 
 def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
-    """Return unreduced angles in units of 2⁻³² turn, exact except for the frequencies, rounded to 2⁻²⁰⁰ turn."""
+    """Return unreduced angles in units of 2⁻³² turn; they are exact, but frequencies are rounded to 2⁻²⁰⁰ turn."""
     with mpmath.workdps(2 * DIGITS):
         taus = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 200)) for omega in frequencies(rotary)]
     axes = pair_axes(rotary)
@@ -86,7 +86,7 @@ def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
 
 
 def by_kv_head(rotary: Rotary) -> list[Rotary]:
-    """Return a rotation of all heads for each kv head, or the rotation itself if all heads rotate alike."""
+    """Return one rotation per kv head, or the rotation itself if all heads rotate alike."""
     pairs = rotary.rotary_dim // 2
     axes = rotary.head_axes
     return [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
@@ -103,7 +103,7 @@ def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
 def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real:
     """Return (tokens, heads, head_dim) float64: each pair, as a complex number, times exp(iφ) and the attention factor.
 
-    Each kv head has the same number of adjacent heads of q.
+    Each kv head serves the same number of adjacent q heads.
     """
     if rotary.head_axes is not None:
         group, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
@@ -121,7 +121,7 @@ def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real
 
 
 def lengths(x: Array, rotary: Rotary) -> Real:
-    """Return (tokens, heads, head_dim) lengths of each channel's pair; 0 for channels outside the pairs."""
+    """Return the (tokens, heads, head_dim) lengths of each channel's pair; 0 for unrotated channels."""
     first, second = channels(rotary)
     out = np.zeros(x.shape)
     out[..., first] = out[..., second] = np.hypot(x[..., first], x[..., second]) * rotary.attention_factor
@@ -152,7 +152,7 @@ def assert_rotated(
     conjugate: bool = False,
     slack: float = ARITHMETIC,
 ) -> None:
-    """Assert that every element is the exact value within the float32 arithmetic, rounded once to its dtype."""
+    """Assert that every element is the exact value, up to float32 arithmetic and one rounding to its dtype."""
     assert got is not None
     assert (got.shape, got.dtype, got.device) == (x.shape, x.dtype, x.device)
     ids = ids_of(positions) if isinstance(positions, PositionTable | Tensor) else positions
@@ -175,11 +175,11 @@ SCHEMES = {
 """Schemes with text and images, and their axes; v2pe, v2 and fractional have fractions, videorope negative ids."""
 
 BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
-"""The hardest scheme of each number of axes."""
+"""The hardest scheme for each number of axes."""
 
 
 def packed(scheme: str, start: int = 0) -> PositionTable:
-    """Place documents of 9, 12 and 11 tokens: text and images, an image first, an image at the end, one column."""
+    """Place documents of 9, 12 and 11 tokens: text and images, an image at the start and at the end, one column."""
     documents: list[Document] = [
         [Text(3), Grid(2, 2), Text(2)],
         [Grid(3, 2), Text(1), Grid(1, 5)],
@@ -192,7 +192,7 @@ VIEWS: Mapping[str, Callable[[PositionTable], PositionTable]] = {
     "packed": lambda table: table,
     "padded": lambda table: table.pad(13),
     "left-padded": lambda table: table.pad(side="left"),
-    "sliced": lambda table: table.slice(5, 28),  # cuts the first image and the one of 2 × 3
+    "sliced": lambda table: table.slice(5, 28),  # cuts the first image and the 2 × 3 image
     "sharded": lambda table: table.pad(12).shard(1, 2),
     "pruned": lambda table: table.take(range(0, 32, 3), range(1, 33, 3)),
 }
@@ -241,6 +241,6 @@ ROTARIES: Mapping[str, Rotary] = {
 def heads(
     tokens: int | tuple[int, ...], num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Tensor:
-    """Draw random q or k; heads are the last but one dimension."""
+    """Draw random q or k; heads are the second to last dimension."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)

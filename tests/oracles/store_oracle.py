@@ -1,4 +1,4 @@
-"""The oracle of stores: the cache layouts of every engine, and loops over tokens that write the expected values."""
+"""The oracle of stores: the cache layouts of all engines, and loops over tokens that write the expected values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
 FILL |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7D}
-"""Bits of a NaN that no computation returns, by dtype, in every untouched cell. (e4m3 has only this NaN.)"""
+"""By dtype, the bits in every untouched cell: a NaN that no computation returns. (e4m3 has only this NaN.)"""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by itemsize."""
@@ -36,7 +36,7 @@ class Held(NamedTuple):
         return Cache(self.key, self.value, slots, layout, **scales)
 
     def at(self, view: Tensor, slot: int) -> Tensor:
-        """Return the (heads, head_dim) of a slot."""
+        """Return the (heads, head_dim) values in a slot."""
         if view.dim() == 3:
             return view[slot]
         block, offset = divmod(slot, self.block_size)
@@ -128,13 +128,13 @@ def assert_same_bits(got: Tensor | None, want: Tensor | None, ulps: int = 0) -> 
 
 
 def assert_holds(got: Held, want: Held, ulps: int = 0) -> None:
-    """Assert that every cell of the tensors behind the caches, untouched cells included, is as expected."""
+    """Assert that every cell of the tensors behind the caches, including untouched cells, is as expected."""
     for a, b in zip(got.whole, want.whole, strict=True):
         assert_same_bits(a, b, ulps)
 
 
 def nearest(x: Any, dtype: torch.dtype) -> Tensor:
-    """Round float64 numbers to 8 bits by a search among all 8-bit numbers; ties go to the even one."""
+    """Round float64 numbers to the nearest of all 8-bit numbers; ties go to the even one."""
     finite = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     finite = finite[finite.isfinite()]
     x = torch.as_tensor(x, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Block keys are equal exactly if everything up to the end of the block is equal, by a loop over tokens."""
+"""Block keys are equal if and only if everything up to the end of the block is equal, as a loop over tokens finds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Request:
         return place(self.segments(), self.case.scheme, self.start)
 
     def ids(self) -> list[int]:
-        """Return the id of every token; text ids depend on the index, so that a change keeps other text."""
+        """Return the id of every token; text ids depend on the index, so a change leaves other text as it is."""
         kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
         return [self.texts[i % len(self.texts)] if is_text else PATCH for i, is_text in enumerate(kinds)]
 
@@ -56,7 +56,7 @@ class Request:
         return [self.contents[i % len(self.contents)] for i in range(grids)]
 
     def tokens(self) -> list[tuple[Any, ...]]:
-        """List everything that determines the key and the value of every token, by a plain loop."""
+        """List, in a plain loop, everything that determines the key and the value of every token."""
         contents: list[tuple[Any, ...]] = []
         positions = place_document(self.document, self.case.name, self.start, **self.case.params).ids
         hashes, ids = iter(self.hashes()), self.ids()
@@ -84,7 +84,7 @@ def tokens_of(part: Text | Grid) -> int:
 def relatives(draw: st.DrawFn) -> list[Request]:
     """Draw a request, and requests that differ from it in at most one respect."""
     case = draw(st.sampled_from(CASES))
-    # Text may have the id of a patch, so that only the grids distinguish them.
+    # Text may have the id of a patch, so that only grids distinguish text from patches.
     texts = tuple(draw(st.lists(st.sampled_from([1, PATCH]), min_size=1, max_size=4)))
     first = Request(draw(documents(case)), case, draw(st.integers(-2, 3)), texts, ("cat", "dog"))
     return [first, *(draw(changed(first)) for _ in range(draw(st.integers(1, 4))))]
@@ -140,7 +140,7 @@ def placeable(request: Request) -> bool:
 
 @settings(max_examples=50)
 @given(relatives(), st.integers(1, 5))
-def test_keys_are_equal_exactly_if_everything_up_to_the_end_of_the_block_is(
+def test_keys_are_equal_if_and_only_if_everything_up_to_the_end_of_the_block_is_equal(
     requests: list[Request], block_size: int
 ) -> None:
     keys = [request.keys(block_size) for request in requests]
@@ -153,14 +153,14 @@ def test_keys_are_equal_exactly_if_everything_up_to_the_end_of_the_block_is(
             assert (keys[a][i] == keys[b][j]) == same
 
 
-def test_row_separators_change_keys_before_the_first_separator() -> None:
+def test_row_separators_change_keys_even_before_the_first_separator() -> None:
     tables = [SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=ends)]]) for ends in (False, True)]
     (a,), (b,) = (block_keys(segments, place(segments, "flatten"), 2) for segments in tables)
     assert [x == y for x, y in zip(a, b, strict=False)] == [True, False, False, False]
 
 
 def test_a_key_hashes_these_bytes() -> None:
-    """The grid ends with the second block; the third block contains none of it."""
+    """The grid ends with the second block, so the third block contains no part of it."""
     segments = SegmentTable.from_documents([[Text(2), Grid(2, 3), Text(4)]])
     positions = place(segments, "rope-tie-v2")
     assert positions.dense()[1].tolist() == [0, 1, 3.5, 4.5, 5.5, 3.5, 4.5, 5.5, 8, 9, 10, 11]
@@ -194,7 +194,7 @@ def test_nearly_equal_fractions_have_different_keys() -> None:
     assert len(keys) == 5
 
 
-def test_documents_of_a_batch_have_the_same_keys_alone() -> None:
+def test_documents_have_the_same_keys_alone_and_in_a_batch() -> None:
     batch: list[Document] = [
         [Text(5), Grid(2, 2), Text(1)],
         [Text(1)],
@@ -265,7 +265,7 @@ def test_generated_tokens_extend_the_keys_of_the_prompt() -> None:
     assert keys == whole.block_keys(4)[: len(keys)]
 
 
-def test_an_image_known_only_by_its_size_has_no_keys() -> None:
+def test_an_image_given_only_by_its_size_has_no_keys() -> None:
     message = r"^image_hashes\[1\]: got None, want the hash of an image that came with its content$"
     sequence = dataclasses.replace(build("ab", Grid(1, 1), Grid(2, 3)), image_hashes=("cat", None))
     with pytest.raises(InvalidInputError, match=message):
@@ -287,8 +287,8 @@ PADDED = SegmentTable.from_input_ids(
         ({"positions": POSITIONS.dense()}, "positions: got ndarray, want a PositionTable"),
         ({"positions": POSITIONS.window([0], [0], [4])}, "positions: got 1 document, want 2 as in segments"),
         ({"positions": POSITIONS.slice(0, 6)}, "positions: got 2 tokens in document 1, want at least 3 as in segments"),
-        ({"positions": POSITIONS.pad()}, "positions: got padding in segment 3, want documents without"),
-        ({"segments": PADDED}, "segments: got padding in segment 2, want documents without"),
+        ({"positions": POSITIONS.pad()}, "positions: got padding in segment 3, want documents without it"),
+        ({"segments": PADDED}, "segments: got padding in segment 2, want documents without it"),
         ({"input_ids": [1, 2]}, r"input_ids: got shape \(2,\), want \(7,\)"),
         ({"image_hashes": "x"}, "image_hashes: got str, want a list"),
         ({"image_hashes": []}, "image_hashes: got 0, want 1, one per grid$"),

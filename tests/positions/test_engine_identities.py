@@ -1,4 +1,4 @@
-"""Engine identities: slices, windows, padding, shards and decoded tokens have the ids of the whole table."""
+"""Engine identities: slices, windows, padding, shards and decoded tokens have the same ids as in the whole table."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_concatenated_slices_equal_the_whole(positions: PositionTable, data: st.
 
 @settled
 @given(tables(), st.data())
-def test_take_selects_columns_of_the_whole(positions: PositionTable, data: st.DataObject) -> None:
-    """Ranges may overlap, repeat and go backwards within a document, cross documents and be empty."""
+def test_take_selects_columns_of_the_whole_table(positions: PositionTable, data: st.DataObject) -> None:
+    """Ranges may overlap, repeat, go backwards within a document, cross documents or be empty."""
     n = positions.num_tokens
     owner = np.repeat(np.arange(positions.num_documents), positions.lengths)
     starts: list[int] = []
@@ -115,7 +115,7 @@ def test_windows_continue_past_the_end(positions: PositionTable, data: st.DataOb
 
 @settled
 @given(tables(tuple(case for case in CASES if not case.resumable), min_size=1), st.data())
-def test_windows_inside_a_document_need_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
+def test_windows_inside_a_document_require_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
     document = data.draw(st.integers(0, positions.num_documents - 1))
     ids = per_document(positions)[document]
     start = data.draw(st.integers(0, len(ids)))
@@ -126,7 +126,7 @@ def test_windows_inside_a_document_need_no_next_position(positions: PositionTabl
 @settled
 @given(tables(), st.integers(1, 3), st.sampled_from(LAYOUTS))
 def test_shards_together_equal_the_whole(positions: PositionTable, world_size: int, layout: Layout) -> None:
-    """Shards take blocks of every document, or of all documents as one sequence, which ignores their boundaries."""
+    """Shards take blocks of every document, or of all documents as one sequence whose boundaries are ignored."""
     blocks = 2 * world_size if layout.startswith("zigzag") else world_size
     lengths = positions.lengths.tolist()
     if not layout.endswith("sequence"):
@@ -155,7 +155,7 @@ def test_shards_together_equal_the_whole(positions: PositionTable, world_size: i
 
 @settled
 @given(tables(), st.integers(0, 3), st.sampled_from(["left", "right"]))
-def test_padding_has_id_zero_and_shifts_nothing(
+def test_padding_has_id_zero_and_shifts_no_tokens(
     positions: PositionTable, more: int, side: Literal["left", "right"]
 ) -> None:
     length = positions.max_seqlen + more
@@ -192,7 +192,7 @@ def test_a_suffix_depends_on_its_prefix_only_through_the_cursor(case: Case, data
         place(SegmentTable.from_documents([parts]), case.scheme, start) for parts in (document, document[:cut])
     )
     scheme = case.scheme
-    if isinstance(scheme, XDRope):  # its state includes the number of images
+    if isinstance(scheme, XDRope):  # the scheme's state includes the number of images
         scheme = replace(
             scheme, first_image=scheme.first_image + sum(isinstance(part, Grid) for part in document[:cut])
         )

@@ -1,4 +1,4 @@
-"""Exact ids and next positions of every scheme from a golden file that was written without this library."""
+"""Compare the exact ids and next positions of every scheme with a golden file written without this library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THREE_AXES: dict[str, Scheme] = {
 }
 
 
-def test_the_golden_file_has_all_cases() -> None:
+def test_the_golden_file_contains_all_cases() -> None:
     assert len(GOLDEN) == 157
 
 

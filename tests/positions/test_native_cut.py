@@ -1,4 +1,4 @@
-"""Table operations in C equal the plain reference: the same arrays, and the same error messages."""
+"""Table operations in C return the same arrays and error messages as the plain reference."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Random = np.random.Generator
 SCHEMES = ["rope-tie", "rope-tie-v2", "rope-tie-fractional", "mrope", "flatten", "tmrope-qwen3", "v2pe"]
 BEYOND = [-(2**63), -1, 2**31 - 1, 2**31, 2**62, 2**63 - 1]
 LIMIT = 400
-"""Tokens above which the random program continues with another table."""
+"""The number of tokens above which the random program continues with another table."""
 
 
 def random_table(random: Random) -> PositionTable:
-    """Place a few documents, some of which end between two ids or at the largest id."""
+    """Place a few documents; some end between two ids or at the largest id."""
     scheme = random.choice(SCHEMES)
     documents: list[list[Any]] = []
     for _ in range(random.integers(0, 4)):
@@ -38,7 +38,7 @@ def random_table(random: Random) -> PositionTable:
 
 
 def numbers(random: Random, count: int, most: int) -> Any:
-    """Draw integers, rarely outside of 0 to most, in one of the forms that users pass."""
+    """Draw integers, rarely outside 0 to ``most``, in one of the forms that users pass."""
     values = random.integers(0, max(most, 0) + 1, count).tolist()
     if count and random.random() < 0.04:
         values[random.integers(count)] = int(random.choice([*BEYOND, most + 1]))
@@ -55,7 +55,7 @@ def numbers(random: Random, count: int, most: int) -> Any:
 
 
 def ranges(random: Random, table: PositionTable) -> tuple[Any, Any]:
-    """Draw token ranges, most of them ascending; some begin or end at document boundaries, or a token before."""
+    """Draw token ranges, mostly ascending; some begin or end at a document boundary or one token before it."""
     edges = random.integers(0, table.num_tokens + 1, 2 * int(random.integers(0, 4)))
     if random.random() < 0.3:
         edges = np.maximum(random.choice(table.cu_seqlens, edges.size) - random.integers(0, 2, edges.size), 0)
@@ -108,7 +108,7 @@ def outcome(cut: Cut, table: PositionTable) -> Any:
 
 
 @pytest.mark.parametrize("steps", [5_000, pytest.param(30_000, marks=pytest.mark.slow)])
-def test_random_programs_in_c_equal_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_sequences_of_operations_in_c_equal_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random, core = np.random.default_rng(0), native.core
     table, refused, cut_by_c = random_table(random), 0, 0
     for _ in range(steps):
@@ -123,7 +123,7 @@ def test_random_programs_in_c_equal_the_reference(steps: int, monkeypatch: pytes
         refused += result is None
         cut_by_c += isinstance(result, PositionTable) and not result.table.flags.owndata
         restart = not isinstance(result, PositionTable) or random.random() < 0.1 or result.num_tokens > LIMIT
-        table = random_table(random) if restart else result  # type: ignore[assignment]  # a table without restart
+        table = random_table(random) if restart else result  # type: ignore[assignment]  # a table if there is no restart
     assert steps / 20 < refused < steps / 2
     assert cut_by_c > steps / 3
 
@@ -142,7 +142,7 @@ def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
     for _ in range(5_000):
         axes, segments, documents = (int(n) for n in random.integers([1, 0, 0], [3, 5, 4]))
         table, header = random.choice(odd, (5 + 4 * axes, segments)), random.choice(odd, (4, documents))
-        if random.random() < 0.7:  # ordered offsets that disagree on the number of tokens
+        if random.random() < 0.7:  # offsets are ordered, but disagree on the number of tokens
             table[0], header[1] = np.sort(random.integers(0, 9, segments)), np.sort(random.integers(0, 9, documents))
         size = documents if random.random() < 0.5 else int(random.integers(4))
         forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]

@@ -1,8 +1,8 @@
-"""Ids equal those of peers, for prompts of their own tests and similar ones, in golden files.
+"""Ids equal those of peers, stored in golden files, for prompts from the peers' own tests and similar prompts.
 
 Multimodal-RoPEs, by the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py, for the designs
-    that mmpos has.
-vLLM 0.33: tests of get_mrope_input_positions of PaddleOCR-VL.
+    that mmpos supports.
+vLLM 0.33: the tests of PaddleOCR-VL's get_mrope_input_positions.
 SGLang 0.5.23: TestMropePositionsFastPath, which extends and decodes text.
 """
 
@@ -32,7 +32,7 @@ SECTIONS = Sections(Rotary(128, 1e6, allocation="sections", mrope_section=[16, 2
 
 
 @pytest.mark.parametrize("case", DESIGNS, ids=[f"{case['design']} {i}" for i, case in enumerate(DESIGNS)])
-def test_designs_of_multimodal_ropes_are_equal(case: dict[str, Any]) -> None:
+def test_ids_equal_those_of_the_designs_in_multimodal_ropes(case: dict[str, Any]) -> None:
     scheme = case["scheme"] if isinstance(case["scheme"], str) else V2PE(case["scheme"][1])
     grids = (case["image_grid_thw"], case["video_grid_thw"])
     merge = case["spatial_merge_size"]
@@ -45,7 +45,7 @@ def test_designs_of_multimodal_ropes_are_equal(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", PADDLE, ids=range(len(PADDLE)))
-def test_paddleocr_prompts_have_vllms_ids(case: dict[str, Any]) -> None:
+def test_paddleocr_prompts_have_the_ids_of_vllm(case: dict[str, Any]) -> None:
     features = [
         SimpleNamespace(
             modality="image",
@@ -61,7 +61,7 @@ def test_paddleocr_prompts_have_vllms_ids(case: dict[str, Any]) -> None:
     assert delta == int(ids.max()) + 1 - len(case["input_ids"])
 
 
-def test_text_steps_have_sglangs_ids() -> None:
+def test_text_steps_have_the_ids_of_sglang() -> None:
     """Extended tokens continue after the prefix, and a decoded token has id length − 1 on every axis."""
     prefixes, extended = [0, 100, 3], [5, 2048, 1]
     lengths = [prefix + more for prefix, more in zip(prefixes, extended, strict=True)]
@@ -76,8 +76,8 @@ def test_text_steps_have_sglangs_ids() -> None:
     assert decoded.tolist() == [[0, 16, 4095]] * 3
 
 
-def test_windows_cross_a_grid_and_the_end_of_the_prompt() -> None:
-    """Prefixes may end inside the image; after the prompt, its delta applies."""
+def test_windows_can_cross_a_grid_and_the_end_of_the_prompt() -> None:
+    """Prefixes may end inside the image; tokens after the prompt are shifted by its delta."""
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), "mrope")
     whole, delta = positions.dense(), int(positions.deltas[0])
     for prefix in range(14):

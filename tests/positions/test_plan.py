@@ -1,4 +1,4 @@
-"""A plan places documents exactly as the general path does, and declines what it cannot place."""
+"""A plan places documents exactly as the general path does, and declines documents that it cannot place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_plans() -> None:
 
 
 def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
-    """Place segments; return the contents of the table, or the error."""
+    """Place segments; return the contents of the table, or the type and message of the error."""
     try:
         positions = place(segments, scheme, start, strict)
     except MmposError as error:
@@ -62,7 +62,7 @@ def by_plan(segments: SegmentTable, scheme: str | Scheme, start: Any = 0) -> Pos
 
 
 @given(st.data(), START, st.sampled_from([None, False, True]))
-def test_a_plan_equals_the_general_path(data: st.DataObject, start: int, strict: bool | None) -> None:
+def test_a_plan_gives_the_same_table_as_the_general_path(data: st.DataObject, start: int, strict: bool | None) -> None:
     case = data.draw(st.sampled_from(CASES))
     segments = SegmentTable.from_documents(data.draw(batches(case)))
     starts: Any = data.draw(st.sampled_from([start, np.full(segments.num_documents, start)]))
@@ -73,7 +73,7 @@ def test_a_plan_equals_the_general_path(data: st.DataObject, start: int, strict:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_plan_places_layouts_of_generating_models_like_the_general_path(
+def test_a_plan_places_layouts_of_generative_models_as_the_general_path_does(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme, rng = get_scheme(LAYOUTS[case][0]), np.random.default_rng(33)
@@ -98,7 +98,7 @@ def test_a_plan_places_layouts_of_generating_models_like_the_general_path(
      ("hunyuan-image", True), ("cosmos", True), ("bagel", True), (QwenImage(layered=True), False),
      (Lumina2(image_first=True), True), (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
 )  # fmt: skip
-def test_counted_references_are_placed_by_a_plan_and_others_are_not(scheme: str | Scheme, planned: bool) -> None:
+def test_counted_references_are_placed_by_a_plan_and_all_others_are_not(scheme: str | Scheme, planned: bool) -> None:
     text = [Text(3)] if get_scheme(scheme).text else []
     document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
     assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == planned
@@ -106,7 +106,7 @@ def test_counted_references_are_placed_by_a_plan_and_others_are_not(scheme: str 
 
 @pytest.fixture
 def advances(monkeypatch: pytest.MonkeyPatch) -> list[Ltx]:
-    """Record each scheme that counts the ids of grids on the general path."""
+    """Record each scheme whose advance method the general path calls."""
     schemes: list[Ltx] = []
     advance = Ltx.advance
     monkeypatch.setattr(Ltx, "advance", lambda self, grids: schemes.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
@@ -134,7 +134,7 @@ def test_only_batches_of_at_most_64_segments_are_kept(segments: int, times: int,
 
 @dataclass(frozen=True)
 class Moved(Ltx):
-    """A custom scheme whose first id is ignored by equality."""
+    """A custom scheme whose equality ignores its first id."""
 
     first: list[int] = field(default_factory=lambda: [0], compare=False)
 
@@ -147,7 +147,7 @@ class Moved(Ltx):
 
 @dataclass(frozen=True)
 class Unhashable(Ltx):
-    """A custom scheme that asks for kept tables but is not hashable."""
+    """A custom scheme that opts in to kept tables but is not hashable."""
 
     kept = True
     weights: list[int] = field(default_factory=list)
@@ -163,7 +163,7 @@ def test_tables_of_a_subclass_are_kept_only_if_it_opts_in_and_is_hashable(advanc
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
-def test_a_full_plan_starts_over(shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_is_full_starts_over(shapes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_SHAPES", 4)
     for side in (*range(1, 12), *range(1, 12)):
         segments = SegmentTable.from_documents([[Text(1), Grid(side, side + i), Text(2)] for i in range(shapes)])
@@ -192,7 +192,7 @@ def test_unused_times_change_neither_the_plan_nor_the_ids(scheme: str | Scheme) 
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_new_times_do_not_drop_the_plans_of_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_times_do_not_discard_the_plans_of_other_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
     image = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
     place(image)
     monkeypatch.setattr(RopeTie, "consumed", None)  # not called again
@@ -248,7 +248,7 @@ class Stretched(Scheme):
 
 @dataclass(frozen=True)
 class Inherited(Stretched):
-    """A subclass that does not declare that its ids depend only on the shape, and they do not."""
+    """A subclass that does not set by_shape itself; its ids depend on more than the shape."""
 
     def place(self, grids: Grids, cursor: Any) -> Placement:
         return Placement([grids.document, cursor], step_row=[1, 0], step_col=[0, 1])
@@ -256,7 +256,7 @@ class Inherited(Stretched):
 
 @dataclass(frozen=True)
 class Spoken(Stretched):
-    """Text whose ids depend on more than the cursor and the first id of its document."""
+    """A scheme whose text ids depend on more than the cursor and the first id of the document."""
 
     by_shape = True
 
@@ -286,7 +286,7 @@ def test_custom_schemes_may_have_plans() -> None:
         place(segments, Stretched(1.5))
 
 
-def test_a_refused_shape_does_not_keep_others_out_of_the_plan() -> None:
+def test_a_refused_shape_does_not_prevent_others_from_being_planned() -> None:
     scheme = MRopeQwen25(2**31 - 1)
     far = [Grid(1, 1, frames=2**31 - 1)]
     place(SegmentTable.from_documents([[Text(1), Grid(2, 3)]]), scheme)

@@ -1,4 +1,4 @@
-"""PositionTable: worked examples of every method, and the forms of dense ids."""
+"""PositionTable: worked examples of every method, and all forms of dense ids."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_ids_reach_both_ends_of_int32() -> None:
     ]
 
 
-def test_tables_of_more_than_int32_tokens_can_be_sliced() -> None:
+def test_tables_with_more_tokens_than_the_int32_maximum_can_be_sliced() -> None:
     documents = [[Text(INT32_MAX)] for _ in range(4)]
     positions = place(SegmentTable.from_documents(documents), "flatten")
     begin = 3 * INT32_MAX
@@ -164,8 +164,8 @@ def test_the_largest_denominators_stay_exact() -> None:
     assert positions.next_positions.tolist() == [area + 1]
 
 
-def test_only_documents_that_continue_need_a_next_position() -> None:
-    """The videos of documents 0 and 2 end half an id after a whole one; document 1 ends in text."""
+def test_only_documents_that_continue_require_a_next_position() -> None:
+    """The videos of documents 0 and 2 end half an id after a whole id; document 1 ends with text."""
     half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]
     positions = place(SegmentTable.from_documents([half, [Text(3)], half]), "tmrope-qwen3")
     assert positions.resumable.tolist() == [False, True, False]
@@ -183,7 +183,7 @@ def test_only_documents_that_continue_need_a_next_position() -> None:
         positions.decode([0, 1, 1])
 
 
-def test_documents_are_padded_to_one_length_or_to_one_each(batch: PositionTable) -> None:
+def test_documents_are_padded_to_one_common_length_or_to_one_length_each(batch: PositionTable) -> None:
     longest = batch.pad()
     assert longest.lengths.tolist() == [11, 11, 11]
     assert longest.width[longest.is_padding].tolist() == [9, 9]
@@ -264,13 +264,13 @@ def test_segments_are_grids_padding_or_text() -> None:
                 "row 0, column 0 of a thumbnail of width 1 (segment 0)",
                 "row 1, column 0 of a thumbnail of width 1 (segment 0)",
                 "marker 0 after a thumbnail (segment 0)",
-                "token 0 behind the marker after a thumbnail (segment 0)",
+                "token 0 past the marker after a thumbnail (segment 0)",
                 "marker 0 before a tile (segment 1)",
                 "row 0, column 0 of a tile of width 2 (segment 1)",
                 "row 0, column 1 of a tile of width 2 (segment 1)",
                 "marker 0 after a tile (segment 1)",
-                "token 0 behind the marker after a tile (segment 1)",
-                "token 1 behind the marker after a tile (segment 1)",
+                "token 0 past the marker after a tile (segment 1)",
+                "token 1 past the marker after a tile (segment 1)",
                 "marker 0 before a tile (segment 2)",
                 "row 0, column 0 of a tile of width 2 (segment 2)",
                 "row 0, column 1 of a tile of width 2 (segment 2)",
@@ -295,7 +295,7 @@ def test_segments_are_grids_padding_or_text() -> None:
         ),
     ],
 )
-def test_describe_names_the_kind_and_the_segment_of_every_token(
+def test_describe_states_the_kind_and_the_segment_of_every_token(
     scheme: str | Scheme, document: list[Segment], descriptions: list[str]
 ) -> None:
     segments = SegmentTable.from_documents([document])
@@ -303,7 +303,7 @@ def test_describe_names_the_kind_and_the_segment_of_every_token(
     assert [positions.describe(token, segments) for token in range(positions.num_tokens)] == descriptions
 
 
-def test_describe_names_padding() -> None:
+def test_describe_recognizes_padding() -> None:
     segments = SegmentTable.from_input_ids([[1, 0]], Placeholders(), attention_mask=[[1, 0]])
     assert place(segments, "flatten").describe(1, segments) == "padding (segment 1)"
 
@@ -322,7 +322,7 @@ def test_explain_decomposes_the_positions_of_patches_but_not_of_markers() -> Non
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope", "rows"])
 @pytest.mark.usefixtures("way")
-def test_concatenated_tables_equal_the_table_of_all_documents(scheme: str) -> None:
+def test_concatenated_tables_equal_one_table_of_all_documents(scheme: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(3), Grid(2, 3), Text(2)], [Text(4)], [Text(1), Grid(1, 2)]]
     whole = place(SegmentTable.from_documents(documents), scheme)
     parts = [place(SegmentTable.from_documents(part), scheme) for part in (documents[:2], [], documents[2:])]
@@ -333,7 +333,7 @@ def test_concatenated_tables_equal_the_table_of_all_documents(scheme: str) -> No
 
 
 @pytest.mark.usefixtures("way")
-def test_concatenation_keeps_views_and_joins_the_names_of_schemes() -> None:
+def test_concatenation_keeps_views_and_joins_scheme_names() -> None:
     one = place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).slice(4, 8)
     two = place(SegmentTable.from_documents([[Text(2)]]), "rope-tie-v2").pad(4, "left")
     joined = PositionTable.concatenate([one, two])

@@ -1,4 +1,4 @@
-"""PositionTable.from_arrays accepts every table that place returns, and checks everything that expansion relies on."""
+"""PositionTable.from_arrays accepts every table that place returns, and checks all that expansion relies on."""
 
 from typing import Any
 
@@ -193,7 +193,7 @@ def test_accepted_tables_continue_within_int32(row: int, by: int, near: int) -> 
         assert repr(from_arrays(grown)) == repr(grown)
 
 
-def test_rows_of_a_video_restart_in_each_frame_up_to_the_last_id() -> None:
+def test_the_rows_of_a_video_restart_in_every_frame_up_to_the_last_id() -> None:
     video = place(SegmentTable.from_documents([[Grid(2, 1, frames=3)]]), "mrope")
     table = video.table.copy()
     table[AXES + 4] = 2**31 - 2  # the origin of rows

@@ -1,4 +1,4 @@
-"""The Tie family: its defining symmetry (T2 to T10), and its numbers."""
+"""The Tie family: its defining symmetries (T2 to T10), and its numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 @cache
 def blocks(name: str, axes: int, last: int) -> list[Block]:
-    """Place every size after the text id L, as one batch."""
+    """Place grids of every size after the text id L, in one batch."""
     documents: list[Document] = [[Grid.from_thw((1,) * (3 - axes) + sides), Text(1)] for sides in SIDES[axes]]
     positions = place(SegmentTable.from_documents(documents), FAMILY[name](axes=axes), last + 1)
     ids, cuts = exact(positions), positions.cu_seqlens.tolist()
@@ -46,7 +46,7 @@ def blocks(name: str, axes: int, last: int) -> list[Block]:
 
 @MEMBERS
 def test_t4_reversing_the_grid_mirrors_its_ids(name: str, axes: int, last: int) -> None:
-    """The gaps on both sides are therefore equal (T2), and the mean id is in the middle (T5)."""
+    """It follows that the gaps on both sides are equal (T2), and that the mean id is in the middle (T5)."""
     for block in blocks(name, axes, last):
         mirrored = [tuple(last + block.following - value for value in position) for position in reversed(block.ids)]
         assert block.ids == mirrored, block.sides
@@ -82,7 +82,7 @@ def test_t8_unit_strides_are_symmetric_only_for_squares() -> None:
 
 
 def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
-    """(h+1)·s = (w+1)·t; rope-tie-lcm takes the smallest solution, rope-tie the gcd-th."""
+    """The strides satisfy (h+1)·s = (w+1)·t; rope-tie-lcm uses the smallest solution, and rope-tie the gcd-th."""
     for height, width in SIDES[2]:
         common = gcd(height + 1, width + 1)
         smallest = ((width + 1) // common, (height + 1) // common)
@@ -93,7 +93,7 @@ def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
 
 
 def _strides(name: str, height: int, width: int) -> Id:
-    """Return the distance of the first patch from L = 0, which is one stride in these two schemes."""
+    """Return the distance between the first patch and L = 0, which is one stride in these two schemes."""
     return exact(placed([Grid(height, width)], name, 1))[0]
 
 
@@ -107,7 +107,7 @@ ADVANCES = {
 
 
 @pytest.mark.parametrize("sides", ADVANCES)
-def test_documents_grow_as_in_the_table(sides: tuple[int, int]) -> None:
+def test_documents_grow_as_stated_in_the_table(sides: tuple[int, int]) -> None:
     names = ("rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope")
     consumed = [int(placed([Grid(*sides)], name).next_positions[0]) for name in names]
     assert tuple(consumed) == ADVANCES[sides]

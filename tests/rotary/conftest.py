@@ -1,4 +1,4 @@
-"""Fixtures for kernels in the interpreter: few programs, and fresh memory filled with NaN."""
+"""Fixtures for kernels in the interpreter: few programs, and new memory filled with NaN."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> Tile:
 
 @pytest.fixture
 def few_programs(tile: Tile) -> None:
-    """Give each program sixteen tokens and all heads, since the interpreter runs programs in sequence."""
+    """Give each program sixteen tokens and all heads, since the interpreter runs programs one after another."""
     tile(16, 1)
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh memory with NaN to reveal elements that are never written."""
+    """Fill new memory with NaN, so that elements that are never written show up."""
     for name in ("empty_like", "empty"):
         make = getattr(torch, name)
 

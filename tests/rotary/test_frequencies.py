@@ -1,4 +1,4 @@
-"""Frequencies: literals of the specification, exact turns from an mpmath oracle, and float32 of Transformers."""
+"""Frequencies: literals from the specification, exact turns from an mpmath oracle, and float32 from Transformers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _many_digits() -> Any:
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.8])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_turns_equal_the_oracle_bit_for_bit(name: str, theta: float) -> None:
+def test_turns_equal_those_of_the_oracle_bit_for_bit(name: str, theta: float) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(128, theta=theta, scaling=scaling)
     expected = oracle(scaling, theta, 128)
@@ -111,7 +111,7 @@ def test_turns_equal_the_oracle_bit_for_bit(name: str, theta: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_turns_for_a_length_equal_the_oracle(name: str) -> None:
+def test_turns_for_a_length_equal_those_of_the_oracle(name: str) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(128, scaling=scaling).for_length(10_001)
     assert rotary.turns.tolist() == fixed(oracle(scaling, 10000.0, 128, 10_001))
@@ -129,7 +129,7 @@ def test_axial_allocation_scales_the_short_ladder_of_each_axis(name: str, axes: 
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name != "longrope"])
-def test_pixtral_takes_the_even_then_the_odd_frequencies_of_the_full_scaled_ladder(name: str) -> None:
+def test_pixtral_uses_the_even_and_then_the_odd_frequencies_of_the_full_scaled_ladder(name: str) -> None:
     scaling = SCALINGS[name]
     rotary = Rotary(64, theta=[10000.0, 20000.0], allocation="pixtral", scaling=scaling)
     expected = oracle(scaling, 10000.0, 64)[0::2] + oracle(scaling, 20000.0, 64)[1::2]
@@ -137,7 +137,7 @@ def test_pixtral_takes_the_even_then_the_odd_frequencies_of_the_full_scaled_ladd
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 6, 40])
-def test_the_ladder_depends_on_rotary_dim_instead_of_head_dim(rotary_dim: int) -> None:
+def test_the_ladder_depends_on_rotary_dim_rather_than_head_dim(rotary_dim: int) -> None:
     rotary = Rotary(64, rotary_dim=rotary_dim, axes=1)
     assert rotary.turns.tolist() == fixed(plain(10000, rotary_dim))
 
@@ -156,7 +156,7 @@ def test_explicit_frequencies_are_exact_modulo_one_turn() -> None:
     assert rotary.inv_freq_float32.tolist() == np.array(values, np.float32).tolist()
 
 
-def test_the_decimal_context_of_the_caller_is_ignored() -> None:
+def test_the_callers_decimal_context_is_ignored() -> None:
     import decimal
 
     expected = Rotary(64, scaling=YaRN(4, 2048)).turns.tolist()
@@ -236,7 +236,7 @@ def test_yarn_with_one_pair_in_the_ramp_has_no_singularity() -> None:
     assert Rotary(8, scaling=scaling).turns.tolist() == fixed(yarn(scaling, mpf(10000), 8))
 
 
-# Transformers: bit-equal with torch's power function, within an ulp without it.
+# Transformers: bit-equal with torch's power function, and within one ulp without it.
 
 HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
     "linear": ({"factor": 2.5}, Linear(2.5)),
@@ -258,7 +258,7 @@ HF: dict[str, tuple[dict[str, Any], Scaling | None]] = {
         {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
         Llama3(8, 1, 4, 8192),
     ),
-    "llama3 ": (  # of Llama 4
+    "llama3 ": (  # Llama 4
         {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192},
         Llama3(16, 1, 1, 8192),
     ),
@@ -284,20 +284,20 @@ def config(**rope: Any) -> Any:
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 1234567.8])
 @pytest.mark.parametrize("length", [None, 200_000])
 @pytest.mark.parametrize("name", HF)
-def test_float32_frequencies_equal_transformers(name: str, length: int | None, theta: float) -> None:
+def test_float32_frequencies_equal_those_of_transformers(name: str, length: int | None, theta: float) -> None:
     parameters, scaling = HF[name]
     rope_utils = importlib.import_module(pytest.importorskip("transformers").__name__ + ".modeling_rope_utils")
     hf_config = config(rope_type=name.strip(), rope_theta=theta, **parameters)
     expected, factor = rope_utils.ROPE_INIT_FUNCTIONS[name.strip()](hf_config, None, seq_len=length)
     rotary = Rotary(128, theta=theta, scaling=scaling, precision="hf", length=length)
     assert rotary.inv_freq_as_hf(torch_power).tobytes() == expected.numpy().tobytes()
-    assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY + 4) * abs(expected))  # 4 for the scaling
+    assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY + 4) * abs(expected))  # scaling adds 4
     assert rotary.attention_factor == factor
     assert Rotary.from_hf_config(hf_config, precision="hf", length=length) == rotary
 
 
 @pytest.mark.parametrize("dim", [32, 64, 80])
-def test_axial_frequencies_equal_timm(dim: int) -> None:
+def test_axial_frequencies_equal_those_of_timm(dim: int) -> None:
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")
     rotary = Rotary(dim, allocation="axial", pairing="adjacent")
     sin, cos = timm.build_rotary_pos_embed([3, 4], dim=dim, in_pixels=False)

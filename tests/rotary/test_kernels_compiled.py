@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for GPUs that need not be present: wide, exact code without register spills."""
+"""Kernels compile ahead of time, without a GPU, to wide, exact code without register spills."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Facts = dict[str, dict[str, int]]
 
 
 def compiled(names: list[str], cache: Path) -> Facts:
-    """Compile cases in a process without the interpreter and return its counts by case."""
+    """Compile cases in a process without the interpreter, and return the instruction counts of each case."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
@@ -57,18 +57,18 @@ def compiled(names: list[str], cache: Path) -> Facts:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """Return the counts of all cases, for the slow tests."""
+    """Return the instruction counts of all cases, for the slow tests."""
     return compiled([*WIDE, *NARROW, FUSED, *AMD], tmp_path_factory.mktemp("triton"))
 
 
 def assert_exact(case: str, counts: dict[str, int]) -> None:
-    """Assert that products and sums are rounded separately, nothing uses float64 and no register spills."""
-    # Divisions by scales are compiled to fused instructions.
+    """Assert that products and sums are rounded separately, that nothing uses float64, and that no register spills."""
+    # Divisions by scales compile to fused instructions.
     if "scales" not in case and "e4m3" not in case:
         assert counts["fma"] == 0, case
     assert counts["float64"] == 0, case
     assert (counts["divisions_64"] > 0) == ("fractional" in case or "one token" in case), case  # only fractions divide
-    limits = (4, 8, 0) if "q too" in case else (0, 0, 0)  # scales of q, k and v need one register too many
+    limits = (4, 8, 0) if "q too" in case else (0, 0, 0)  # scales of q, k and v require one register too many
     assert (counts["spills"], counts["stack"], counts["local"]) <= limits, case
 
 
@@ -77,9 +77,9 @@ def assert_wide(case: str, counts: dict[str, int]) -> None:
     kernel = case.replace(",", "").split()[0]
     assert counts["loads_128"] >= (2 if kernel == "rerotate" else 4), case
     assert counts["stores_128"] >= (2 if kernel == "rerotate" else 4), case
-    # Only the sums of the weight gradients are narrower, once per program.
+    # Only the stores of the weight gradients' sums are narrower, once per program.
     assert counts["narrow_stores"] <= (4 if kernel == "backward" else 0), case
-    # The mean of a row is computed by the threads of one warp.
+    # The threads of a single warp compute the mean of a row.
     assert counts["heads_shared"] == 0 or kernel not in ("norm", "backward"), case
     assert counts["registers"] <= REGISTERS[kernel], case
 
@@ -97,14 +97,14 @@ def test_kernels_of_all_shapes_compile_to_wide_exact_code(facts: Facts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ahead of time")
-def test_partly_rotated_heads_and_8_bit_numbers_compile_without_spills(facts: Facts) -> None:
+def test_kernels_for_partly_rotated_heads_and_8_bit_numbers_compile_without_spills(facts: Facts) -> None:
     for case in NARROW:
         assert_exact(case, facts[case])
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ahead of time")
-def test_enabled_fusion_is_visible_in_the_count_of_fused_instructions(facts: Facts) -> None:
+def test_enabling_fusion_increases_the_count_of_fused_instructions(facts: Facts) -> None:
     assert facts[FUSED]["fma"] > 0
 
 

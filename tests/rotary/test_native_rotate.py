@@ -1,4 +1,4 @@
-"""Rotation in C with and without a norm: bit-equal to the reference for all vector widths; declined inputs.
+"""Rotation in C, with and without a norm: it equals the reference bit for bit at every vector width; declined inputs.
 
 numpy and the compiler round each float32 sum, product, quotient and root according to IEEE 754, so the bits are the
 same on every processor.
@@ -49,7 +49,7 @@ def weight(size: int) -> Tensor:
 
 @np.errstate(over="ignore", invalid="ignore")
 def normalised(x: Tensor, w: Tensor) -> Tensor:
-    """Normalise heads in float32: add squares to partial sum c mod 16 of channel c, then sums 8, 4, 2 and 1 apart."""
+    """Normalise heads in float32: add channel c's square to partial sum c mod 16, then add sums 8, 4, 2 and 1 apart."""
     value = x.float().numpy()
     sums = np.zeros((*value.shape[:-1], 16), np.float32)
     for c in range(value.shape[-1]):
@@ -63,7 +63,7 @@ def normalised(x: Tensor, w: Tensor) -> Tensor:
 def expected(
     x: Tensor, w: Tensor | None, positions: Any, rotary: Rotary, after: bool = False, **options: Any
 ) -> Tensor:
-    """Normalise in the order of C and rotate by the reference, rounded once."""
+    """Normalise in the order of the C code and rotate with the reference, rounding once."""
     value = x.float() if w is None or after else normalised(x, w)
     rotated = apply_rotary(value, None, positions, rotary, implementation="reference", **options)[0]
     return (rotated if w is None or not after else normalised(rotated, w)).to(x.dtype)
@@ -245,7 +245,7 @@ def test_any_strides_are_rotated_in_place_and_out_of_place(
 
 @pytest.mark.parametrize("axes", BY_AXES)
 @pytest.mark.parametrize("precision", ["exact", "hf"])
-def test_the_extension_takes_every_form_of_positions(
+def test_the_extension_accepts_every_form_of_positions(
     precision: Any, axes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = packed(BY_AXES[axes])
@@ -275,7 +275,7 @@ def test_a_norm_of_q_or_k_alone_leaves_the_bits_of_the_other_unchanged() -> None
                 assert_same(got[1], expected(k, k_weight, ids, rotary, after))
 
 
-def test_the_extension_takes_weights_of_any_dtype_and_strides_and_with_gradients(
+def test_the_extension_accepts_weights_of_any_dtype_and_strides_even_with_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, ids, rotary = heads(13, 2, 24), torch.arange(13)[None], Rotary(24, axes=1)
@@ -287,7 +287,7 @@ def test_the_extension_takes_weights_of_any_dtype_and_strides_and_with_gradients
 
 
 @NORMED
-def test_several_threads_agree_with_one(normed: bool) -> None:
+def test_several_threads_give_the_same_bits_as_one(normed: bool) -> None:
     rotary, ids = Rotary(64, axes=1), torch.arange(1100, dtype=torch.int32).repeat(4).view(1, 4, 1100)
     q, w = heads((4, 1100), 9, 64, torch.bfloat16), weight(64) if normed else None
     want, before = expected(q, w, ids, rotary), torch.get_num_threads()
@@ -305,7 +305,7 @@ def test_several_threads_agree_with_one(normed: bool) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_part_writes_only_its_own_tokens() -> None:
+def test_each_part_writes_only_its_own_tokens() -> None:
     rotary, ids = Rotary(64, axes=1), torch.arange(20, dtype=torch.int32).repeat(4).view(1, 4, 20)
     q = heads((4, 20), 9, 64, torch.bfloat16)
     all_tokens = expected(q, None, ids, rotary).flatten(0, 1)
@@ -373,7 +373,7 @@ def dense(
 
 
 def capsule(*shape: int, dtype: torch.dtype = torch.int32, **options: Any) -> dict[str, Any]:
-    """Return zero ids in a capsule, whose shape determines the number of tokens."""
+    """Return a capsule of zero ids; its shape determines the number of tokens."""
     return dense(to_dlpack(torch.zeros(shape, dtype=dtype)), tokens=0, **options)
 
 

@@ -20,7 +20,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Case(NamedTuple):
-    """Rotation with one axis: document lengths and start ids, heads of q and k, and the tolerance of the peer."""
+    """A rotation with one axis: document lengths and start ids, numbers of q and k heads, and the peer's tolerance."""
 
     head_dim: int
     rotary_dim: int

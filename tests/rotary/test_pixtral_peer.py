@@ -1,4 +1,4 @@
-"""Image rows in the format of Transformers' PixtralProcessor: written by the processor and the builder, and parsed."""
+"""Image rows in the format of Transformers' PixtralProcessor, written by it and by the builder, and parsed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = ["What is [IMG] this?", "[IMG][IMG]", "A cat", "[IMG] a cup [IMG]"]
 
 
 @pytest.mark.parametrize("merge", [1, 2])
-def test_input_ids_equal_pixtral_and_are_parsed(merge: int) -> None:
+def test_input_ids_equal_those_of_pixtral_and_are_parsed(merge: int) -> None:
     tokenizer = chat_tokenizer(NAMES)
     sizes = [(merge * height, merge * width) for height, width in SIZES]
     photos = [np.zeros((*size, 3), np.uint8) for size in sizes]
@@ -52,7 +52,7 @@ def test_input_ids_equal_pixtral_and_are_parsed(merge: int) -> None:
 
 
 @pytest.mark.parametrize("model", ["Mistral3Config", "LlavaConfig"])
-def test_settings_from_a_config_include_the_row_markers_of_pixtral(model: str) -> None:
+def test_settings_read_from_a_config_include_pixtrals_row_markers(model: str) -> None:
     text, vision = transformers.MistralConfig(), transformers.PixtralVisionConfig()
     config = getattr(transformers, model)(text_config=text, vision_config=vision, image_token_index=IMG)
     settings = mmpos.from_hf_config(config)

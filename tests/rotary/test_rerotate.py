@@ -1,4 +1,4 @@
-"""rerotate: keys in caches, compared with an oracle that rotates by the difference of two position tables."""
+"""rerotate: keys in caches are compared with an oracle that rotates by the difference of two position tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROTARY = Rotary(12, rotary_dim=8)
 OLD, NEW = packed("rope-tie-fractional", 70_000).slice(4, 17), packed("rope-tie-fractional", 11).slice(9, 22)
 SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
-"""Unordered slots of 13 tokens in a cache of 64, with the first and last slot and three tokens without a slot."""
+"""Unordered slots for 13 tokens in a 64-slot cache, including the first and last slot; three tokens have no slot."""
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -44,7 +44,7 @@ def put(cache: Held, keys: Tensor, slots: list[int]) -> None:
 
 
 def taken(cache: Held, slots: list[int]) -> Tensor:
-    """Return the keys, (tokens, heads, head_dim), of all slots >= 0."""
+    """Return the (tokens, heads, head_dim) keys in all slots >= 0."""
     return torch.stack([cache.at(cache.key, slot) for slot in slots if slot >= 0])
 
 
@@ -71,7 +71,7 @@ def moved(
 
 
 def kept(x: Any, slots: list[int] = SLOTS) -> Any:
-    """Return the rows of tokens with a slot."""
+    """Return the rows of the tokens that have a slot."""
     return [row for row, slot in zip(x, slots, strict=True) if slot >= 0]
 
 
@@ -87,7 +87,7 @@ def test_every_dtype_and_pairing_is_rerotated_with_one_rounding(dtype: torch.dty
     rotary, keys = Rotary(12, rotary_dim=8, pairing=pairing), heads(13, 2, 12, dtype)
     got = moved(way, keys, rotary=rotary)
     if way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu":
-        # Triton's interpreter truncates to bfloat16, while a GPU rounds.
+        # Triton's interpreter truncates to bfloat16, whereas a GPU rounds.
         assert_same_bits(got, moved("reference", keys, rotary=rotary), 1)
     else:
         assert_moved(got, keys, OLD, NEW, rotary)
@@ -95,7 +95,7 @@ def test_every_dtype_and_pairing_is_rerotated_with_one_rounding(dtype: torch.dty
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CACHES)
-def test_every_cache_layout_is_rerotated_in_place_only_at_its_slots(name: str, way: str) -> None:
+def test_every_cache_layout_is_rerotated_in_place_and_only_at_its_slots(name: str, way: str) -> None:
     for blocks, size in ((13, 5),) if way == "triton" else ((64, 1), (4, 16), (1, 64), (13, 5)):
         keys = heads(13, 2, 12, torch.float16)
         got = moved(way, keys, cache=CACHES[name](blocks, size, 2, 12, torch.float16))
@@ -161,7 +161,7 @@ def test_any_ids_are_rerotated_by_their_difference(ids: list[tuple[Fraction, ...
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [*DTYPES, *FLOAT8])
-def test_keys_with_equal_old_and_new_positions_stay_unchanged(dtype: torch.dtype, way: str) -> None:
+def test_keys_whose_old_and_new_positions_are_equal_stay_unchanged(dtype: torch.dtype, way: str) -> None:
     keys = heads(13, 2, 12).to(dtype)
     scale = torch.tensor(0.25, device=DEVICE) if dtype in FLOAT8 else None
     got = moved(way, keys, OLD, OLD, k_scale=scale)
@@ -201,7 +201,7 @@ def test_a_cache_on_the_meta_device_is_accepted() -> None:
 
 
 def of_8_bits(dtype: torch.dtype) -> Tensor:
-    """Return keys of all magnitudes, some of whose pairs exceed the largest number when they are rotated."""
+    """Return keys of all magnitudes; some of their pairs exceed the largest number when rotated."""
     largest = torch.finfo(dtype).max
     size = largest * 2.0 ** -torch.arange(13.0)
     keys = torch.where(size[:, None, None] == largest, largest, heads(13, 2, 12) * size[:, None, None])
@@ -222,7 +222,7 @@ def test_8_bit_keys_are_rounded_once_and_saturate(dtype: torch.dtype, way: str) 
 
 @pytest.mark.parametrize("name", ["HND", "all layers in a block", "a pool of slots"])
 @pytest.mark.parametrize("way", WAYS)
-def test_scales_of_slots_grow_where_a_rotated_key_requires_it(name: str, way: str) -> None:
+def test_scales_grow_in_slots_whose_rotated_key_requires_it(name: str, way: str) -> None:
     dtype = torch.float8_e4m3fn
     keys, slots = of_8_bits(dtype), list(range(20, 33))
     cache = CACHES[name](4, 16, 2, 12, dtype)
@@ -236,12 +236,12 @@ def test_scales_of_slots_grow_where_a_rotated_key_requires_it(name: str, way: st
     assert ((scales == 0.375) == (growth == 1)).all()
     assert (growth[0] > 1).all()
     assert float(scale.sum()) == pytest.approx(0.375 * (scale.numel() - 26) + float(scales.sum()))
-    # Half the spacing of numbers with a 3-bit mantissa, or half the smallest number.
+    # Half the spacing between numbers with a 3-bit mantissa, or half the smallest number.
     step = torch.maximum(truth.abs() * 2.0**-4, 2.0**-10 * scales[..., None])
     assert ((got * scales[..., None] - truth).abs() <= step * (1 + 1e-5)).all()
 
 
-def test_all_implementations_give_the_same_8_bits() -> None:
+def test_all_implementations_give_the_same_8_bit_numbers() -> None:
     for dtype in FLOAT8:
         for scale in (torch.tensor([0.3]), torch.rand(4, 16, 2, generator=torch.Generator().manual_seed(0))):
             scales = [scale.clone().to(DEVICE) for _ in WAYS]

@@ -32,7 +32,7 @@ def values_kernel(codes, x, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Return all bfloat16 numbers, and all midpoints of two adjacent numbers of the dtype with their neighbours."""
+    """Return all bfloat16 numbers, and the midpoints between adjacent numbers of the dtype with their neighbours."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     finite = torch.arange(128, dtype=torch.uint8).view(dtype).float()
     finite = finite[finite.isfinite()]
@@ -42,7 +42,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(-x.numel() % 8192)]).to(DEVICE)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN, in numpy
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add:RuntimeWarning")  # signalling NaN
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_every_number_is_rounded_to_the_nearest_8_bit_number(dtype: torch.dtype) -> None:
     x = numbers(dtype)

@@ -1,4 +1,4 @@
-"""apply_rotary on a CPU: every allocation, dtype, layout and table, compared with an oracle element by element."""
+"""apply_rotary on a CPU: every allocation, dtype, layout and table is compared with an oracle element by element."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def both(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -
 
 
 def one(x: Tensor, positions: Any, rotary: Rotary, **options: Any) -> Tensor:
-    """Return rotated q of a call without k."""
+    """Return the rotated q of a call without k."""
     out, none = apply_rotary(x, None, positions, rotary, **options)
     assert none is None
     return out
@@ -122,7 +122,7 @@ def test_any_ids_agree_with_the_oracle(
 def test_worked_examples_of_both_pairings() -> None:
     position = torch.tensor([[1]])
     adjacent = one(torch.tensor([[[1.0, 0, 1, 0]]]), position, Rotary(4, axes=1, pairing="adjacent"))
-    assert_within(adjacent, [[[0.540302, 0.841471, 0.99995, 0.01]]], 5e-7 + EXACT)  # half a unit of the printed digits
+    assert_within(adjacent, [[[0.540302, 0.841471, 0.99995, 0.01]]], 5e-7 + EXACT)  # half a unit of the last digit
     half = one(torch.tensor([[[1.0, 1, 0, 0]]]), position, Rotary(4, axes=1))
     assert_within(half, [[[0.540302, 0.99995, 0.841471, 0.01]]], 5e-7 + EXACT)
 
@@ -186,7 +186,7 @@ def test_conjugate_inverts_a_rotation(pairing: Any, dtype: torch.dtype) -> None:
     q = heads(32, 2, 20, dtype)
     assert_rotated(one(q, table, rotary, conjugate=True), q, table, rotary, conjugate=True)
     restored = one(one(q, table, rotary), table, rotary, conjugate=True)
-    # Relative to the length of a pair, for each rotation: the arithmetic, and one rounding of both channels.
+    # Each rotation's error relative to the length of a pair: the arithmetic, and one rounding of both channels.
     assert_within(restored, q, 2 * (ARITHMETIC + unit(dtype)) * math.sqrt(2) * float(q.abs().max()))
 
 
@@ -196,7 +196,7 @@ LAYOUTS = {"thd": (39,), "bshd": (3, 13), "bhsd": (3, 13)}
 
 
 def as_layout(x: Tensor, layout: str) -> Tensor:
-    """View (39, heads, head_dim) in a layout without a copy."""
+    """View a (39, heads, head_dim) tensor in a layout without copying it."""
     if layout == "thd":
         return x
     four = x.view(3, 13, *x.shape[1:])
@@ -307,7 +307,7 @@ def test_tables_device_tables_and_dense_ids_agree(axes: int, view: str) -> None:
     for positions in exact_forms:
         got = both(q, k, positions, rotary)
         assert (bits(got[0]), bits(got[1])) == (bits(want[0]), bits(want[1]))
-    # float64 represents thirds only approximately; rounding down may differ by one unit of 2⁻³².
+    # float64 can only approximate thirds, so rounding down may differ by one unit of 2⁻³².
     approximate = both(q, k, ids.to(torch.float64), rotary)
     assert_within(approximate, want, [rotations(x, 2 * EXACT) for x in want])
     assert_rotated(approximate[0], q, table, rotary)
@@ -350,7 +350,7 @@ def test_gradients_are_rotated_back(conjugate: bool, pairing: Any, dtype: torch.
     assert_rotated(k.grad, k_grad, table, rotary, conjugate=not conjugate)
 
 
-def test_only_tensors_that_require_gradients_receive_one() -> None:
+def test_only_tensors_that_require_gradients_receive_gradients() -> None:
     rotary, table = Rotary(8), packed("rope-tie")
     grad = heads(32, 2, 8, seed=5)
     q, k = leaf(heads(32, 2, 8)), heads(32, 1, 8)
@@ -423,7 +423,7 @@ def test_a_negative_view_is_rotated_by_its_values(implementation: Any) -> None:
 
 
 def functions_run_by(call: Callable[[], object]) -> int:
-    """Count the distinct functions of mmpos that a warm call runs."""
+    """Count the distinct mmpos functions that a warm call runs."""
     seen, house = set(), str(Path(mmpos.__file__).parent)
     for _ in range(3):
         call()
@@ -436,7 +436,7 @@ def functions_run_by(call: Callable[[], object]) -> int:
 
 
 def test_a_warm_call_runs_few_functions() -> None:
-    """Compare with bounds that are a tenth above the counts measured."""
+    """The bounds are a tenth above the counts measured."""
     input_ids, q, k, rotary = np.array([1, 2, 9, 9, 9, 9, 3]), heads(7, 4, 16), heads(7, 2, 16), Rotary(16)
 
     def table() -> PositionTable:

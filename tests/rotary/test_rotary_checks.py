@@ -1,4 +1,4 @@
-"""Argument checks of rotations: every invalid call raises an error of mmpos that names the argument."""
+"""Argument checks of rotations: every invalid call raises an mmpos error that names the argument."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def calls(q: Any, k: Any = None, positions: Any = DEVICE, rotary: Any = ROTARY, 
 
 
 def ids(*values: float, dtype: torch.dtype) -> Tensor:
-    """Return ids with two axes and sixteen tokens that end with these values."""
+    """Return the ids of sixteen tokens on two axes; the last axis ends with these values."""
     x = torch.zeros(2, 16, dtype=dtype)
     x[1, 16 - len(values) :] = torch.tensor(values, dtype=dtype)
     return x
 
 
 def fused(q_from: int, k_from: int) -> tuple[Tensor, Tensor]:
-    """Return q with four heads and k with two as views of one buffer with eight heads."""
+    """Return q with four heads and k with two heads as views of one eight-head buffer."""
     buffer = zeros(16, 8, 16)
     return buffer[:, q_from : q_from + 4], buffer[:, k_from : k_from + 2]
 
@@ -82,7 +82,7 @@ FIELDS = {"cache_layout": "layout"} | {name: name for name in Cache._fields}
 
 
 def stores(**changed: Any) -> Callable[[], Any]:
-    """Return a call of rotate_and_store with valid arguments and cache fields, except for the changed ones."""
+    """Return a call to rotate_and_store whose arguments and cache fields are valid, except for the changed ones."""
     q, k, v = (heads(13, n, 12, seed=n) for n in (3, 2, 2))
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "positions": THIRTEEN, "rotary": THREE_AXES}
     arguments |= {"slot_mapping": torch.arange(13)}
@@ -93,14 +93,14 @@ def stores(**changed: Any) -> Callable[[], Any]:
 
 
 def eights(**changed: Any) -> Callable[[], Any]:
-    """Return a call of rotate_and_store with 8-bit caches."""
+    """Return a call to rotate_and_store with 8-bit caches."""
     arguments: dict[str, Any] = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
     arguments |= {name: zeros(4, 16, 2, 12).to(E4M3) for name in ("key_cache", "value_cache")}
     return stores(**(arguments | changed))
 
 
 def moves(**changed: Any) -> Callable[[], None]:
-    """Return a call of rerotate with valid arguments except for the changed ones."""
+    """Return a call to rerotate whose arguments are valid, except for the changed ones."""
     arguments: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
     arguments |= {"from_positions": THIRTEEN, "to_positions": THIRTEEN}
     return lambda: rerotate(**(arguments | changed))
@@ -118,7 +118,7 @@ PAGES = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)
 INLINE, INSIDE = PAGES[..., 12:].view(torch.float32)[..., 0], PAGES[..., 8:12].view(torch.float32)[..., 0]
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
-WANT_V = "want torch.float32 on cpu with 3 as k"
+WANT_V = "want torch.float32 on cpu with 3 as for k"
 WANT_SCALE = "want () or (1,), (2,) with one scale per head, or (4, 16, 2) for output scales per slot and head"
 WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
 WANT_LADDER = "cos_sin requires a rotary whose pair j has the j-th frequency"
@@ -127,19 +127,19 @@ WANT_Q = "want a tensor of float32, bfloat16 or float16"
 # Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
-    "k: got shape (16, 2, 32), want (16, 2, 16) as q, except for the heads": [calls(packed(), packed(head_dim=32))],
+    "k: got shape (16, 2, 32), want (16, 2, 16) as for q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
-    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
         calls(packed(), packed(dtype=torch.bfloat16))
     ],
-    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as q": [
+    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
         calls(packed(), packed(device="meta"))
     ],
-    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as q": [
+    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as for q": [
         calls(zeros(1, 16, 2, 16), packed())
     ],
-    "k: got shape (15, 2, 16), want (16, 2, 16) as q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
+    "k: got shape (15, 2, 16), want (16, 2, 16) as for q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
     "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
     "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
@@ -163,7 +163,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got 16 tokens, want 15 as in q": [calls(zeros(15, 2, 16))],
     "positions: got 15 tokens, want 16 as in q": [calls(packed(), positions=IDS[:, 1:])],
     (
-        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as q, except for the heads; "
+        "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as for q, except for the heads; "
         'if heads come before seq, pass layout="bhsd"'
     ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
     "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
@@ -182,7 +182,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         calls(zeros(2, 8, 2, 16), positions=FOUR),
         calls(zeros(2, 2, 8, 16), positions=IDS.reshape(2, 4, 4), layout="bhsd"),
     ],
-    "positions: got a tensor on meta, want cpu as q": [calls(packed(), positions=DEVICE.to("meta"))],
+    "positions: got a tensor on meta, want cpu as for q": [calls(packed(), positions=DEVICE.to("meta"))],
     "positions: got ids from 0 to 2147483648, want finite ids within int32": [
         calls(packed(), positions=ids(2**31, dtype=torch.int64))
     ],
@@ -211,21 +211,21 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'": [calls(packed(), implementation="cuda")],
     "inplace: got 'no', want True or False": [calls(packed(), inplace="no")],
     "conjugate: got [], want True or False": [calls(packed(), conjugate=[])],
-    "rotary: got NoneType, want a Rotary, as mmpos.rotary.Rotary gives it": [
+    "rotary: got NoneType, want a Rotary, as returned by mmpos.rotary.Rotary": [
         calls(packed(), rotary=None),
         lambda: tables_of(None, DEVICE),  # type: ignore[arg-type]
     ],
-    "rotary: got dict, want a Rotary, as mmpos.rotary.Rotary gives it": [
+    "rotary: got dict, want a Rotary, as returned by mmpos.rotary.Rotary": [
         lambda: angles({"head_dim": 16}, DEVICE)  # type: ignore[arg-type]
     ],
     "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
     f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
     f"norm.q_weight: got float, {WANT_Q}": [normed(q_weight=1.0)],
-    "norm.k_weight: got a tensor on meta, want cpu as k": [normed(k_weight=ones(16).to("meta"))],
+    "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=ones(16).to("meta"))],
     "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
-    "norm: got Tensor, want a Norm, as mmpos.rotary.Norm gives it": [calls(packed(), norm=ones(16))],
+    "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
     "cos_sin: got 7 rows, want > 7, the largest id": [
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
@@ -240,7 +240,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"cos_sin: got shape (0, 12), {WANT_ROWS}": [by_cache(zeros(0, 12))],
     f"cos_sin: got torch.float64, {WANT_Q}": [by_cache(zeros(9, 12).double())],
     f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
-    "cos_sin: got a tensor on meta, want cpu as q": [by_cache(zeros(9, 12, device="meta"))],
+    "cos_sin: got a tensor on meta, want cpu as for q": [by_cache(zeros(9, 12, device="meta"))],
     "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
     f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))
@@ -248,27 +248,27 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
-    "k: got None, want a tensor: apply_rotary rotates q alone": [stores(k=None)],
+    "k: got None, want a tensor: use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
-    "v: got NoneType, want a tensor of torch.float32 as k": [stores(v=None)],
+    "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
-    "v: got shape (13, 3, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(13, 3, 12))],
-    "v: got shape (12, 2, 12), want (13, 2, 12) as k, except for head_dim": [stores(v=heads(12, 2, 12))],
+    "v: got shape (13, 3, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(13, 3, 12))],
+    "v: got shape (12, 2, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
-    "key_cache: got NoneType, want a tensor of torch.float32 as k": [stores(key_cache=None)],
-    "value_cache: got torch.bfloat16, want torch.float32 as v": [
+    "key_cache: got NoneType, want a tensor of torch.float32 as for k": [stores(key_cache=None)],
+    "value_cache: got torch.bfloat16, want torch.float32 as for v": [
         stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))
     ],
-    "key_cache: got a tensor on meta, want cpu as k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
+    "key_cache: got a tensor on meta, want cpu as for k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
     f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],
     "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND": [
         stores(cache_layout="HND")
     ],
     f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}": [stores(value_cache=zeros(4, 16, 2, 8))],
     f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}": [stores(key_cache=zeros(4, 0, 2, 12))],
-    "value_cache: got 8 blocks of 8 slots, want 4 of 16 as key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
+    "value_cache: got 8 blocks of 8 slots, want 4 of 16 as for key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
     "slot_mapping: got list, want a tensor of int32 or int64": [stores(slot_mapping=[1])],
-    "slot_mapping: got a tensor on meta, want cpu as q": [
+    "slot_mapping: got a tensor on meta, want cpu as for q": [
         stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
     "slot_mapping: got shape (14,), want at most (13,), the token count of q": [stores(slot_mapping=torch.arange(14))],
@@ -304,7 +304,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
     "k_scale: got float, want a tensor of float32": [eights(k_scale=0.5)],
     "v_scale: got torch.float16, want a tensor of float32": [eights(v_scale=torch.ones(2).half())],
-    "k_scale: got a tensor on meta, want cpu as the cache": [eights(k_scale=torch.ones((), device="meta"))],
+    "k_scale: got a tensor on meta, want cpu as for the cache": [eights(k_scale=torch.ones((), device="meta"))],
     f"v_scale: got shape (3,), {WANT_SCALE}": [eights(v_scale=torch.ones(3))],
     "k_scale[0]: got 0.0, want a finite number > 0": [eights(k_scale=torch.zeros(1))],
     "v_scale[1]: got -1.0, want a finite number > 0": [eights(v_scale=torch.tensor([1.0, -1.0]))],
@@ -333,7 +333,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k_cache: got a tensor whose elements share memory, want separate elements": [
         moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
     ],
-    "to_positions: got a tensor on meta, want cpu as k_cache": [
+    "to_positions: got a tensor on meta, want cpu as for k_cache": [
         moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta"))
     ],
     "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
@@ -341,7 +341,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "to_positions: got 12 tokens, want 13 as in from_positions": [moves(to_positions=THIRTEEN.slice(0, 12))],
     "from_positions: got 2 axes, want 3 as in rotary": [moves(from_positions=EQUAL.slice(0, 13))],
-    "slots: got a tensor on meta, want cpu as from_positions": [
+    "slots: got a tensor on meta, want cpu as for from_positions": [
         moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))
     ],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
@@ -376,7 +376,7 @@ def test_invalid_input_raises_a_precise_error(message: str) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_tensors_on_the_meta_device_share_no_memory(inplace: bool) -> None:
+def test_tensors_on_the_meta_device_do_not_share_memory(inplace: bool) -> None:
     q, k = packed(3, device="meta"), packed(2, device="meta")
     outs = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
     assert [(x.shape, x.device.type) for x in outs if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
@@ -452,13 +452,13 @@ sys.modules["{missing}"] = None
 
 
 def without(missing: str, code: str) -> None:
-    """Run code in a process where a package cannot be imported."""
+    """Run code in a process that cannot import a package."""
     command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_torch_frequencies_work_and_other_names_raise_the_pip_command() -> None:
+def test_without_torch_frequencies_work_and_errors_for_other_names_contain_the_pip_command() -> None:
     code = """
 import mmpos, mmpos.rotary
 from mmpos.rotary import Rotary
@@ -475,7 +475,7 @@ for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"
     without("torch", code)
 
 
-def test_without_triton_the_reference_works_and_the_kernel_raises_the_pip_command() -> None:
+def test_without_triton_the_reference_works_and_the_kernels_error_contains_the_pip_command() -> None:
     code = """
 import os, torch
 os.environ["TRITON_INTERPRET"] = "1"
@@ -504,7 +504,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"q": (16, 2, 16), "norm.k_weight": (16,), 
 SHAPES |= {"key_cache": (4, 16, 2, 12)}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # raised by torch when forward mode loads its formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch warns when forward mode loads its formulas
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_gradients_are_refused(name: str) -> None:
     x = torch.ones(SHAPES[name])
@@ -524,7 +524,7 @@ def test_tangents_are_detected_without_a_current_level_in_torch(monkeypatch: pyt
         assert not memory.has_tangent(x)
 
 
-def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_strides() -> None:
+def test_overlap_depends_on_the_distance_between_tensors_with_equal_shapes_and_strides() -> None:
     fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
     for start, disjoint in ((1, False), (2, True), (1, False), (4, True)):
         q, k = fused[:, :2], fused[:, start : start + 2]
@@ -540,7 +540,7 @@ def test_overlap_depends_on_the_distance_of_tensors_with_equal_shapes_and_stride
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
-    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as k"
+    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as for k"
     with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
         stores(key_cache=zeros(4, 16, 2, 12).to(dtype))()
 
@@ -549,7 +549,7 @@ def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
 def test_caches_of_other_8_bit_dtypes_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
     message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as v')}$"):
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as for v')}$"):
         stores(value_cache=zeros(4, 16, 2, 12).to(dtype), **scale)()
 
 
@@ -584,7 +584,7 @@ def test_caches_with_2_to_the_31_slots_exceed_the_limit(name: str) -> None:
         call()
 
 
-def test_caches_on_the_meta_device_share_no_memory() -> None:
+def test_caches_on_the_meta_device_do_not_share_memory() -> None:
     shapes: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}
     shapes |= dict.fromkeys(("key_cache", "value_cache"), (4, 16, 2, 12))
     meta: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -604,14 +604,14 @@ def test_scales_may_be_stored_next_to_the_keys_of_their_page() -> None:
     assert (INLINE.flatten()[26:] == 0).all()
 
 
-def test_scales_not_checked_on_the_host_are_refused_with_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_refuses_scales_that_the_host_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
     eights(k_scale=torch.zeros(()))()
     with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
         eights(k_scale=torch.zeros(()), validate=True)()
 
 
-def test_input_scales_of_k_and_v_may_be_one_tensor() -> None:
+def test_input_scales_of_k_and_v_may_be_the_same_tensor() -> None:
     one = torch.ones(())
     caches = [eights(k_scale=one, v_scale=one), eights(k_scale=one, v_scale=one.clone())]
     assert len({call()[0].shape for call in caches}) == 1

@@ -1,4 +1,4 @@
-"""torch.compile and the operators: few full graphs with the results of eager calls, and torch's own checks."""
+"""torch.compile and the operators: few full graphs that give the results of eager calls, and torch's own checks."""
 
 from __future__ import annotations
 
@@ -132,11 +132,11 @@ def test_refreshed_positions_compile_to_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-# All calls and everything that they write.
+# All calls, and everything they write.
 
 
 class Work:
-    """Inputs and outputs of a call: views of one packed tensor with 13 tokens, caches and weights."""
+    """The inputs and outputs of a call: views of one packed tensor with 13 tokens, caches and weights."""
 
     def __init__(self, cache: str = "NHD", dtype: torch.dtype = torch.float32) -> None:
         self.positions = DevicePositions.from_table(packed("rope-tie").slice(4, 17), DEVICE)
@@ -149,7 +149,7 @@ class Work:
         self.q_scale = torch.zeros(13, 3, device=DEVICE)
 
     def apply(self, fused: Tensor, rotary: Rotary = ROTARY, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Rotate, with arithmetic before and after unless in place."""
+        """Rotate, with arithmetic before and after the rotation unless it is in place."""
         q, k = fused[:, :3], fused[:, 3:4]
         if options.get("inplace"):
             apply_rotary(q, k, self.positions, rotary, **options)
@@ -223,7 +223,7 @@ QUICK = ("in place", "packed in place", "rerotate", "store and return k", "store
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_full_graphs_have_the_outputs_and_gradients_of_eager_calls(name: str) -> None:
+def test_full_graphs_give_the_outputs_and_gradients_of_eager_calls(name: str) -> None:
     results = []
     for compiled in (False, True):
         work = Work()
@@ -292,7 +292,7 @@ def test_inductor_writes_the_same_caches_as_eager_calls_without_copying_them(nam
         compiled: Any = torch.compile(Work.store, fullgraph=True, dynamic=False)
         got, (code,) = run_and_get_code(compiled, work, work.fused)
         expected, _ = want.store(want.fused)
-    assert_within(got[0], expected, rotations(expected.abs() + 1))  # bounds of the values before 1 was added
+    assert_within(got[0], expected, rotations(expected.abs() + 1))  # bounds for the values before 1 was added
     assert_holds(work.held, want.held)
     assert f"empty_strided_{DEVICE.type}((1, 13, 3, 16)" in code  # q * 2
     assert f"empty_strided_{DEVICE.type}((4, " not in code
@@ -407,7 +407,8 @@ CHECKED: Mapping[str, tuple[Any, Callable[[], tuple[Any, ...]], Any]] = {
     "rotate_backward": (operators.rotate_backward, backward, None),
     "rotate_and_store: return k": (operators.rotate_and_store, lambda: store(return_k=True), None),
     "rotate_and_store: norm": (operators.rotate_and_store, lambda: store(Norm(weight())), None),
-    # Some checks compute with the results, which torch cannot do in 8 bits: test scales with caches of 32 bits too.
+    # Some checks compute with the results, which torch cannot do in 8 bits, so scales are also tested with 32-bit
+    # caches.
     "rotate_and_store: scales": (operators.rotate_and_store, lambda: store(scales=scaled(False)), None),
     "rotate_and_store: computed": (operators.rotate_and_store, lambda: store(scales=scaled(True)), None),
     "rotate_and_store: 8 bits": (
@@ -423,7 +424,7 @@ OFTEN = (
 )  # fmt: skip
 
 
-# The warning is raised by opcheck itself, which reads the gradients of views of its inputs.
+# opcheck itself causes the warning, since it reads the gradients of views of its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in OFTEN)) for x in CHECKED])
 def test_operators_pass_torchs_own_checks(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Rotary: allocations, refused arguments, serialization, and configs read as in Transformers."""
+"""Rotary: allocations, refused arguments, serialization, and configs read as Transformers reads them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_number_of_axes_follows_from_the_allocation() -> None:
 @pytest.mark.parametrize(
     "axes_dim", [[16, 56, 56], [44, 42, 42], [32, 48, 48]], ids=["FLUX, HunyuanVideo", "Wan", "CogVideoX"]
 )
-def test_axial_allocation_has_a_full_ladder_for_the_channels_of_each_axis(axes_dim: list[int]) -> None:
+def test_axial_allocation_gives_the_channels_of_each_axis_a_full_ladder(axes_dim: list[int]) -> None:
     rotary = Rotary(128, theta=256.0, allocation="axial", axes_dim=axes_dim)
     assert (rotary.axes, rotary.axes_dim) == (3, tuple(axes_dim))
     assert rotary.pair_axis.tolist() == [a for a, dim in enumerate(axes_dim) for _ in range(dim // 2)]
@@ -79,12 +79,12 @@ def test_axial_allocation_has_a_full_ladder_for_the_channels_of_each_axis(axes_d
     assert scaled.inv_freq_float32.tolist() == [f for part in parts for f in part.inv_freq_float32.tolist()]
 
 
-def test_axial_allocation_with_equal_axes_dim_equals_one_without() -> None:
+def test_axial_allocation_with_equal_axes_dim_is_the_same_as_without_axes_dim() -> None:
     assert Rotary(64, allocation="axial", axes_dim=[32, 32]) == Rotary(64, allocation="axial")
     assert Rotary(96, allocation="axial", axes_dim=(32, 32, 32)) == Rotary(96, axes=3, allocation="axial")
 
 
-def test_in_a_vector_the_pairs_of_each_axis_take_its_full_ladder_in_order() -> None:
+def test_in_a_vector_the_pairs_of_each_axis_use_its_full_ladder_in_order() -> None:
     rows, columns = Rotary(12, theta=100.0, axes=1), Rotary(8, theta=400.0, axes=1)
     rotary = Rotary(20, theta=[100.0, 400.0], allocation=[1, 0, 0, 1, 0, 1, 0, 0, 1, 0], axes_dim=[12, 8])
     for axis, ladder in enumerate((rows, columns)):
@@ -176,7 +176,7 @@ def test_arrays_are_read_only_and_have_the_documented_dtypes() -> None:
         ({"head_axes": [0, 1]}, "head_axes: got [0, 1], want None for allocation 'interleaved'"),
         (
             {"allocation": "heads", "head_axes": [0, 1], "theta": [1e4, 1e5]},
-            "theta: got (10000.0, 100000.0), want one base for allocation 'heads', the same for all",
+            "theta: got (10000.0, 100000.0), want a single base for allocation 'heads'",
         ),
         (
             {"allocation": "heads", "head_axes": [0, 1], "mrope_section": [4, 4]},
@@ -338,7 +338,7 @@ ROTARIES = [
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_a_rotary_round_trips_through_json_and_pickle(rotary: Rotary) -> None:
+def test_a_rotary_survives_a_round_trip_through_json_and_pickle(rotary: Rotary) -> None:
     for again in (Rotary.from_dict(json.loads(json.dumps(rotary.to_dict()))), pickle.loads(pickle.dumps(rotary))):
         assert again == rotary
         assert hash(again) == hash(rotary)
@@ -366,12 +366,12 @@ def test_equivalent_arguments_make_equal_rotaries_with_equal_hashes() -> None:
     assert len(set(different)) == 5
 
 
-def test_unrotated_pairs_take_no_frequency_of_a_ladder() -> None:
+def test_unrotated_pairs_use_up_no_frequency_of_a_ladder() -> None:
     rotary = Rotary(14, theta=100.0, allocation=[-1, 0, 1, -1, 0, 0, 1], axes_dim=[6, 4])
     assert rotary.inv_freq_array.tolist() == [0, 1, 1, 0, printed("0.21544"), printed("0.046416"), printed("0.1")]
 
 
-def test_equal_scalings_for_all_axes_are_stored_as_one() -> None:
+def test_equal_scalings_for_all_axes_are_stored_as_one_scaling() -> None:
     assert Rotary(8, scaling=[NTK(2), NTK(2)]) == Rotary(8, scaling=NTK(2))
     assert Rotary(8, scaling=[None, None]) == Rotary(8)
 
@@ -433,12 +433,12 @@ def refused(config: Any, layer_type: str | None = None) -> str:
     return str(caught.value)
 
 
-def test_an_old_config_has_rope_theta_and_rope_scaling() -> None:
+def test_an_old_config_uses_rope_theta_and_rope_scaling() -> None:
     rotary = Rotary.from_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
     assert rotary == Rotary(64, theta=5e5, scaling=Linear(4))
 
 
-def test_a_new_config_has_rope_parameters() -> None:
+def test_a_new_config_uses_rope_parameters() -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = {**LLAMA, "head_dim": 128, "rope_parameters": {**rope, "original_max_position_embeddings": 8192}}
     assert Rotary.from_hf_config(config) == Rotary(128, theta=5e5, scaling=Llama3(8, 1, 4, 8192))
@@ -485,10 +485,10 @@ GEMMA_3_12B = {
     },
     "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
 }
-"""The fields of its config.json that affect the rotation."""
+"""The fields of Gemma 3's config.json that affect the rotation."""
 
 
-def test_gemma_3_as_released_has_a_scaling_and_a_base_per_layer_type() -> None:
+def test_gemma_3_as_released_has_one_scaling_and_one_base_per_layer_type() -> None:
     full, sliding = (Rotary.from_hf_config(GEMMA_3_12B, layer_type=f"{kind}_attention") for kind in ("full", "sliding"))
     assert full == Rotary(256, theta=1e6, scaling=Linear(8))
     assert sliding == Rotary(256, theta=1e4)
@@ -497,7 +497,7 @@ def test_gemma_3_as_released_has_a_scaling_and_a_base_per_layer_type() -> None:
     assert (full, sliding) == (Rotary(256, theta=5e5, scaling=Linear(8)), Rotary(256, theta=5e3))
 
 
-def test_a_null_is_interpreted_like_its_class_or_refused() -> None:
+def test_null_is_read_as_the_class_reads_it_or_is_refused() -> None:
     assert Rotary.from_hf_config({**LLAMA, "head_dim": None}) == Rotary(64)
     assert refused({**LLAMA, "num_attention_heads": None}) == (
         "head_dim: got none in the config, want head_dim, or hidden_size and num_attention_heads"
@@ -600,7 +600,7 @@ def test_an_unknown_rope_type_is_refused_unless_a_scaling_is_passed() -> None:
         ({"type": "longrope", "long_factor": [1.0] * 32}, "short_factor"),
     ],
 )
-def test_a_missing_field_of_a_rope_type_is_named(rope: dict[str, Any], name: str) -> None:
+def test_the_error_for_a_missing_field_of_a_rope_type_names_it(rope: dict[str, Any], name: str) -> None:
     want = f"rope_parameters.{name}: got none, want a value for rope_type {rope['type']!r}"
     assert refused({**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}) == want
 
@@ -672,7 +672,7 @@ def test_sections_and_interleaving_are_read_from_the_text_config() -> None:
     assert Rotary.from_hf_config({**LLAMA, "rope_parameters": interleaved}) == expected
 
 
-def test_interleaved_frames_take_the_pairs_left_by_rows_and_columns() -> None:
+def test_interleaved_frames_get_the_pairs_that_rows_and_columns_leave() -> None:
     config = {"model_type": "qwen3_vl_text", "head_dim": 64, "rope_parameters": {"mrope_section": [12, 6, 5]}}
     assert Rotary.from_hf_config(config).mrope_section == (21, 6, 5)
     config["rope_parameters"] = {"mrope_section": [12, 20, 20]}
@@ -689,7 +689,7 @@ def test_overrides_replace_values_of_the_config() -> None:
     assert Rotary.from_hf_config(text_of("phi", partial_rotary_factor=0.5), head_dim=32) == Rotary(32, rotary_dim=16)
 
 
-def test_a_layer_type_must_be_one_of_the_config() -> None:
+def test_a_layer_type_must_occur_in_the_config() -> None:
     rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     config = text_of("gemma3_text", rope_parameters=rope)
     assert Rotary.from_hf_config(config, layer_type="full_attention") == Rotary(256, theta=1e6)
@@ -810,11 +810,11 @@ def test_model_types_with_unsupported_rotations_are_refused() -> None:
         refused(text_of("nanochat")) == "model_type: got 'nanochat', want another: it rotates in the opposite direction"
     )
     assert refused(text_of("gemma4_vision", num_attention_heads=24)) == (
-        "num_key_value_heads: got 12, want 24 as num_attention_heads"
+        "num_key_value_heads: got 12, want 24 as for num_attention_heads"
     )
 
 
-def test_half_heads_of_gemma_4_are_heads_rotated_by_columns_and_by_rows() -> None:
+def test_half_heads_of_gemma_4_become_heads_rotated_by_columns_and_by_rows() -> None:
     vision = text_of("gemma4_vision", head_dim=72, num_attention_heads=2, num_key_value_heads=2)
     assert Rotary.from_hf_config(vision) == Rotary(36, theta=100.0, allocation="heads", head_axes=[1, 0, 1, 0])
 
@@ -830,10 +830,10 @@ def test_vision_encoders_are_axial_except_for_pixtral() -> None:
     ) == Rotary(64, theta=100.0, allocation="axial")  # fmt: skip
 
 
-# The code of Transformers.
+# Rope types in Transformers.
 
 
-def test_every_rope_type_of_transformers_is_known() -> None:
+def test_every_rope_type_in_transformers_is_known() -> None:
     pytest.importorskip("transformers")
     rope_utils = importlib.import_module("transformers.modeling_rope_utils")
     assert {*rope_utils.ROPE_INIT_FUNCTIONS} <= {*ROPE_TYPES}

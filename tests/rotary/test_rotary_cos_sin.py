@@ -1,4 +1,4 @@
-"""cos and sin from an engine's cache: bit-equal to the engines' formula for all forms of positions."""
+"""cos and sin from an engine's cache: results are bit-equal to the engines' formula for all forms of positions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ROTARY = ROTARIES["sections"]
 
 
 def cache_of(dtype: torch.dtype = FLOAT32, rows: int = ROWS, width: int = 12) -> Tensor:
-    """Return random rows, which no frequencies can produce."""
+    """Return random rows that no frequencies can produce."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(7)).to(dtype).to(DEVICE)
 
 
 def engines(x: Tensor, ids: Tensor, cache: Tensor, rotary: Rotary, *, inverse: bool = False) -> Tensor:
-    """Rotate as vLLM's rotary_embedding does: x, the row and products in float32, rounded once."""
+    """Rotate as vLLM's rotary_embedding does: with x, the row and products in float32, rounding once."""
     out, x32, rows = x.detach().cpu().clone(), x.detach().float().cpu().numpy(), cache.float().cpu().numpy()
     pairs = rotary.rotary_dim // 2
     for token, row in enumerate(ids.T.tolist()):
@@ -62,7 +62,7 @@ def ids_of(table: PositionTable = TABLE) -> Tensor:
     return torch.from_numpy(table.dense()).to(DEVICE)
 
 
-# Triton's interpreter truncates to bfloat16, while a GPU rounds.
+# Triton's interpreter truncates to bfloat16, whereas a GPU rounds.
 @pytest.mark.parametrize(
     ("way", "dtype", "cache_dtype"),
     [
@@ -121,7 +121,7 @@ def test_every_form_and_layout_of_positions_agrees_with_the_engines_formula(way:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stored_keys_are_rotated_by_the_cache_of_cos_and_sin(way: Any) -> None:
+def test_stored_keys_are_rotated_with_the_cache_of_cos_and_sin(way: Any) -> None:
     cache, (q, k), slots = cache_of(), tensors(), torch.arange(2, 15, device=DEVICE)
     v, (keys, values) = heads(13, 1, 20, seed=2).to(DEVICE), torch.zeros(2, 4, 4, 1, 20, device=DEVICE)
     out, _ = rotate_and_store(q, k, v, TABLE, ROTARY, Cache(keys, values, slots), cos_sin=cache, implementation=way)
@@ -131,7 +131,7 @@ def test_stored_keys_are_rotated_by_the_cache_of_cos_and_sin(way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_rotated_back_by_the_same_cache(way: Any) -> None:
+def test_gradients_are_rotated_back_with_the_same_cache(way: Any) -> None:
     cache, (q, k) = cache_of(BFLOAT16), tensors()
     out = apply_rotary(q.requires_grad_(), k.requires_grad_(), TABLE, ROTARY, cos_sin=cache, implementation=way)
     grads = [heads(13, n, 20, seed=9).to(DEVICE) for n in (3, 1)]
@@ -142,9 +142,9 @@ def test_gradients_are_rotated_back_by_the_same_cache(way: Any) -> None:
 
 @pytest.mark.parametrize("implementation", [REFERENCE, AUTO, TRITON])
 @pytest.mark.parametrize("row", [ROWS, -1, 2**31 - 1, -(2**31), 2**32 + 3, 3 - 2**40])
-def test_an_unchecked_id_without_a_row_makes_only_its_own_pairs_nan(row: int, implementation: Any) -> None:
+def test_an_unchecked_id_beyond_the_cache_makes_only_its_own_pairs_nan(row: int, implementation: Any) -> None:
     ids, (q, k) = ids_of().to(torch.int64, copy=True), tensors()
-    cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # rows before and after it are readable memory
+    cache = cache_of(rows=3 * ROWS)[ROWS : 2 * ROWS]  # memory before and after the cache is readable
     ids[1, 4], ids[2, 12] = row, row
     rotation = rotation_of(ids_on(ids_of(), ROTARY, DEVICE), ROTARY, implementation=implementation)
     arguments = ids, cache, *rotation[2:]

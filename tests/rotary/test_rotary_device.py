@@ -1,4 +1,4 @@
-"""Device tables keep their address; rotations keep their frequencies under autocast and mixed precision."""
+"""Device tables keep their addresses; rotations keep their frequencies under autocast and mixed precision."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(error: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def equal(got: Any, expected: Any) -> bool:
-    """Return whether q and k are bit-equal to the expected ones."""
+    """Return whether q and k are bit-equal to the expected q and k."""
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -64,7 +64,7 @@ def test_from_table_copies_the_table() -> None:
     assert positions.dense().tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_the_offset_of_unused_columns_is_the_token_count() -> None:
+def test_the_offset_of_unused_columns_is_the_number_of_tokens() -> None:
     device = DevicePositions.from_table(POSITIONS, capacity=7)
     assert device.table.shape == (13, 7)
     assert torch.equal(device.table[:, :4], torch.from_numpy(POSITIONS.table.copy()))
@@ -83,7 +83,7 @@ def test_row_length_is_the_common_length_of_documents_or_0(positions: PositionTa
 
 @pytest.mark.parametrize("positions", [POSITIONS, EQUAL, HALVES, FAR, POSITIONS.pad(side="left"), table()])
 @pytest.mark.parametrize("spare", [0, 5])
-def test_dense_is_bit_equal_to_dense_of_the_table(positions: PositionTable, spare: int) -> None:
+def test_dense_ids_are_bit_equal_to_those_of_the_table(positions: PositionTable, spare: int) -> None:
     dense = DevicePositions.from_table(positions, capacity=max(1, positions.num_segments + spare)).dense()
     expected = torch.from_numpy(positions.dense())
     assert (dense.dtype, dense.shape) == (expected.dtype, expected.shape)
@@ -173,7 +173,7 @@ def test_autocast_does_not_affect_the_rotation(rotary: Rotary, dtype: torch.dtyp
     assert equal(got, expected)
 
 
-# Mixed precision by FSDP2.
+# FSDP2's mixed precision.
 
 
 class Attention(nn.Module):
@@ -215,7 +215,7 @@ def test_fsdp2_mixed_precision_casts_weights_but_not_positions_or_frequencies() 
     expected.float().square().sum().backward()
     gradient: Any = model.qkv.weight.grad
     assert torch.equal(gradient.full_tensor().to(torch.bfloat16), plain.qkv.weight.grad)  # type: ignore[arg-type]
-    # The policy casts float64 ids to bfloat16, which rounds 9,000,000 to a multiple of 65,536; they are refused.
+    # The policy casts float64 ids to bfloat16, which rounds 9,000,000 to a multiple of 65,536, so they are refused.
     assert refused(InvalidInputError, lambda: model(x, torch.from_numpy(FAR.dense()))) == (
         "positions: got dtype torch.bfloat16, want int32, int64 or float64 ids"
     )

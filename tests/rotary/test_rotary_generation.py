@@ -1,4 +1,4 @@
-"""Rotations of image and video generation models, compared with the classes of diffusers."""
+"""Compare the rotations of image and video generation models with the classes in diffusers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = ("reference", "auto", INTERPRETED)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["exact", "hf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_segments_with_an_id_other_than_0_are_rotated(dtype: Any, precision: Any, way: Any) -> None:
+def test_only_segments_with_a_nonzero_id_are_rotated(dtype: Any, precision: Any, way: Any) -> None:
     table = place(SegmentTable.from_documents([[Text(5), Grid(2, 3)]]), "flux")
     rotary = Rotary(16, allocation="axial", axes_dim=[4, 6, 6], pairing="adjacent", precision=precision)
     q, k = (heads(11, count, 16, dtype, seed=count).to(DEVICE) for count in (4, 2))
@@ -47,7 +47,7 @@ def test_an_ntk_factor_per_axis_agrees_with_cosmos(scales: tuple[float, float, f
     grids = np.meshgrid(np.arange(frames) * 24 / fps, np.arange(rows), np.arange(columns), indexing="ij")
     ids = torch.from_numpy(np.stack([axis.ravel() for axis in grids]))
     angle = rotary.pair_ids(ids.numpy()).T * rotary.inv_freq_array
-    bound = cos_sin(angle, FREQUENCY + 2)  # two roundings more for the ids
+    bound = cos_sin(angle, FREQUENCY + 2)  # the ids add two roundings
     for ours, theirs in zip(tables_of(rotary, ids), (cos, sin), strict=True):
         assert_within(ours, theirs[:, :64], bound)
     q = heads(ids.shape[1], 2, 128)
@@ -61,7 +61,7 @@ def test_an_ntk_factor_per_axis_agrees_with_cosmos(scales: tuple[float, float, f
 
 
 def ltx_tables(monkeypatch: pytest.MonkeyPatch, channels: int, dtype: Any = torch.float64) -> tuple[Any, ...]:
-    """Return the (axes, tokens) ids of a clip, and diffusers' cos and sin for them computed in a dtype."""
+    """Return the (axes, tokens) ids of a clip, and the cos and sin that diffusers computes for them in a dtype."""
     ltx = pytest.importorskip("diffusers.models.transformers.transformer_ltx")
     size, scale = (3, 5, 7), (8 / 25, 32, 32)
     with monkeypatch.context() as patch:
@@ -87,13 +87,13 @@ def ltx(channels: int) -> Rotary:
 
 
 def cut(rotary: Rotary, heads: int, pairing: Any = "adjacent") -> Rotary:
-    """Return the rotation of several heads that share the layout of one long head."""
+    """Return the rotation of several heads that share the layout of a long head."""
     channels = rotary.head_dim // heads
     return replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=heads, pairing=pairing)
 
 
 def as_one_head(x: Any, pairing: str) -> Any:
-    """Reshape (…, heads, head_dim) to one long head with adjacent pairs."""
+    """Reshape (…, heads, head_dim) to a single long head with adjacent pairs."""
     pairs = x.unflatten(-1, (2, -1)).swapaxes(-1, -2) if pairing == "half" else x
     return pairs.flatten(start_dim=x.dim() - 2).unsqueeze(-2)
 
@@ -107,7 +107,7 @@ def test_heads_that_share_a_layout_are_rotated_like_one_long_head(precision: Any
     rotary = cut(long_head, 4, pairing)
     k, q = (heads(18, count, 16, seed=count).to(DEVICE) for count in (4, 8))
     tensors = [q[:, ::2], q[:, 1::2], k]  # two q heads per kv head
-    judge: Any = way if precision == "hf" else "reference"  # float32 cos and sin depend on the implementation
+    judge: Any = way if precision == "hf" else "reference"  # implementations differ in float32 cos and sin
     forms: Any = (table, ids)
     for positions in forms:
         leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
@@ -163,7 +163,7 @@ def test_ltx_rotations_agree_with_diffusers(monkeypatch: pytest.MonkeyPatch) -> 
     assert_within(got.double().numpy(), want[0].view(q.shape).numpy(), rotations(q, bound).numpy())
 
 
-def test_ernie_image_combines_the_first_channels_of_one_rotation_and_the_second_of_another() -> None:
+def test_ernie_image_combines_first_channels_of_one_rotation_with_second_channels_of_another() -> None:
     ernie = pytest.importorskip("diffusers.models.transformers.transformer_ernie_image")
     ids = torch.tensor([[0, 3, 9, 40], [1, 2, 30, 7], [5, 0, 11, 60]])
     angle = ernie.ErnieImageEmbedND3(16, 256, (4, 6, 6))(ids.T[None]).squeeze(0)  # (tokens, 1, head_dim)

@@ -1,4 +1,4 @@
-"""Rotations with an axis per head, as in MHRoPE: every operator in every implementation."""
+"""Rotations with one axis per head, as in MHRoPE: every operator in every implementation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOKENS = TABLE.num_tokens
 
 
 def heads_of(rotary: Rotary, shared: int = 2, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return q, with ``shared`` heads per kv head, and k."""
+    """Return q, which has ``shared`` heads per kv head, and k."""
     assert rotary.head_axes is not None
     count, head_dim = len(rotary.head_axes), rotary.head_dim
     q, k = heads(tokens, shared * count, head_dim, dtype), heads(tokens, count, head_dim, dtype, seed=1)
@@ -71,7 +71,7 @@ def test_a_kv_head_and_its_q_heads_are_rotated_by_one_axis() -> None:
     rotary = Rotary(4, theta=100.0, allocation="heads", head_axes=[0, 2, 1])
     q = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 6, 4)
     got = apply_rotary(q, q[:, :3], torch.tensor([[1], [2], [3]]), rotary)
-    rotated = {  # cos and sin of the id and of a tenth of it
+    rotated = {  # cos and sin of the id and of a tenth of the id
         1: ["0.54030", "0.99500", "0.84147", "0.09983"],
         2: ["-0.41615", "0.98007", "0.90930", "0.19867"],
         3: ["-0.98999", "0.95534", "0.14112", "0.29552"],
@@ -178,7 +178,7 @@ def test_gradients_are_bit_equal_to_the_reference(name: str, pairing: Any) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "shares"), [(4, 3), (16, 4), (8, 7)])
-def test_programs_process_heads_of_one_group_for_any_tiling(block: int, shares: int, tile: Any) -> None:
+def test_each_program_processes_heads_of_one_group_for_any_tiling(block: int, shares: int, tile: Any) -> None:
     tile(block, shares)
     inputs = heads_of(ROTARY, 3)
     want = everything("reference", inputs, ROTARY)
@@ -203,8 +203,8 @@ def test_groups_have_equal_numbers_of_programs_and_consist_of_consecutive_equal_
 
 
 def normed_and_rotated(x: Tensor, weight: Tensor, after: bool) -> Tensor:
-    """Apply torch's norm and the oracle's rotation matrix in float64, differentiable by autograd."""
-    basis = np.tile(np.eye(ROTARY.head_dim), (TOKENS, x.shape[1], 1))  # one head per channel of each head
+    """Apply torch's norm and the oracle's rotation matrix in float64; autograd can differentiate the result."""
+    basis = np.tile(np.eye(ROTARY.head_dim), (TOKENS, x.shape[1], 1))  # a unit vector per channel of each head
     matrix = torch.from_numpy(rotated(basis, ids_of(TABLE), ROTARY)).unflatten(1, (x.shape[1], -1)).to(x.device)
 
     def rotate(y: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def test_cached_keys_are_rerotated_by_the_axis_of_their_head(way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_each_head(way: Any) -> None:
+def test_each_head_reads_an_engines_cache_of_cos_and_sin_by_its_own_axis(way: Any) -> None:
     table = packed("mrope").slice(5, 14)
     rotary = Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, -1, 1])
     flat = Rotary(14, rotary_dim=10, axes=1)
@@ -291,7 +291,7 @@ def test_an_engines_cache_of_cos_and_sin_is_read_by_the_axis_of_each_head(way: A
 
 
 @pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled"])
-def test_tables_of_cos_and_sin_have_a_dimension_for_kv_heads(name: str) -> None:
+def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     rotary = ROTARIES[name]
     want = np.stack([phases(ids_of(TABLE), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
     cos, sin = tables_of(rotary, TABLE)

@@ -1,4 +1,4 @@
-"""The kernel compared with the torch reference bit by bit, on a GPU or in Triton's interpreter."""
+"""Compare the kernel with the torch reference bit by bit, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def integers(x: Tensor) -> Tensor:
 
 
 def assert_same(got: Tensor | None, want: Tensor | None) -> None:
-    """Assert equal bits, or one ulp for bfloat16 in the interpreter, which truncates instead of rounding."""
+    """Assert equal bits; allow one ulp for bfloat16 in the interpreter, which truncates instead of rounding."""
     assert got is not None
     assert want is not None
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
@@ -75,7 +75,7 @@ def everything(
 
 
 def in_both_ways(q: Tensor, positions: Any, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return q rotated by the kernel and by the reference."""
+    """Return q as rotated by the kernel and as rotated by the reference."""
     return (
         apply_rotary(q, None, positions, rotary, implementation="triton")[0],
         apply_rotary(q, None, positions, rotary, implementation="reference")[0],
@@ -184,7 +184,7 @@ def test_every_tiling_agrees(block: int, shares: int, tile: Any) -> None:
     rotary = Rotary(12, rotary_dim=8)
     q, k = device_heads(13, 5, 12), device_heads(13, 4, 12, seed=1)
     assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, 40), rotary)
-    # In place, a head processed by two programs would be rotated twice.
+    # In place, a head that two programs process would be rotated twice.
     want = apply_rotary(q, k, table, rotary, implementation="reference")
     apply_rotary(q, k, table, rotary, inplace=True, implementation="triton")
     assert_same(q, want[0])
@@ -230,7 +230,7 @@ def test_ids_are_correct_for_any_number_of_segments(segments: int) -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 4, 16])
-def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile: Any) -> None:
+def test_heads_split_into_pieces_agree_across_many_programs(block: int, pairing: Any, tile: Any) -> None:
     tile(block, 2)
     rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs
     table = placed([Text(3), Grid(3, 4), Text(3)], "rope-tie-fractional")
@@ -238,7 +238,7 @@ def test_heads_in_pieces_agree_over_many_programs(block: int, pairing: Any, tile
     assert_kernel_agrees(q, k, table, rotary)
 
 
-def test_pairs_are_split_into_pieces_if_their_number_is_no_power_of_two_and_all_channels_rotate() -> None:
+def test_pairs_are_split_into_pieces_if_their_number_is_not_a_power_of_two_and_all_channels_rotate() -> None:
     expected = {80: (8, 5), 72: (4, 9), 96: (16, 3), 24: (4, 3), 128: (64, 1), 20: (16, 1), 2: (1, 1)}
     pieces = {head_dim: tiling.pieces_of(head_dim, head_dim // 2, False) for head_dim in expected}
     assert {head_dim: (x.pairs_padded, x.pieces) for head_dim, x in pieces.items()} == expected
@@ -254,7 +254,7 @@ def test_tilings_split_heads_among_programs_until_warps_fill_a_device() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 5])
-def test_the_tiling_of_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiling_for_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "tiles", own_tiling)
     q, k = device_heads(11, num_heads, 6), device_heads(11, 1, 6, seed=1)
     assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
@@ -275,7 +275,7 @@ def test_launches_disable_fusion_of_products_and_sums() -> None:
 
 
 def as_layout(x: Tensor, layout: str) -> Tensor:
-    """View (39, heads, head_dim) in a layout without a copy."""
+    """View a (39, heads, head_dim) tensor in a layout without copying it."""
     if layout == "thd":
         return x
     four = x.view(3, 13, *x.shape[1:])
@@ -283,7 +283,7 @@ def as_layout(x: Tensor, layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("layout", "pairing"), [("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half")])
-def test_views_of_a_fused_qkv_agree_in_every_layout_out_of_place_and_in_place(layout: Any, pairing: Any) -> None:
+def test_views_of_a_fused_qkv_agree_in_every_layout_both_out_of_place_and_in_place(layout: Any, pairing: Any) -> None:
     rotary = Rotary(12, rotary_dim=8, pairing=pairing)
     table = packed("rope-tie").pad(13)
     fused = device_heads(39, 8, 12)
@@ -326,7 +326,7 @@ def test_unrotated_channels_are_copied_if_the_other_tensor_has_no_heads() -> Non
     q, k = device_heads(32, 3, 8), device_heads(32, 2, 8, seed=1)
     assert_kernel_agrees(q[:, :0], k, table, rotary)
     assert_kernel_agrees(q, k[:, :0], table, rotary)
-    # The gradient of k alone is computed by a call whose q has no heads.
+    # A call whose q has no heads computes the gradient of k alone.
     want = torch.autograd.grad(apply_rotary(q, k.requires_grad_(), table, rotary)[1].sin().sum(), k)  # type: ignore[union-attr]
     got = apply_rotary(q, k, table, rotary, implementation="triton")[1]
     assert got is not None
@@ -346,7 +346,7 @@ def test_hf_precision_agrees_within_an_ulp_of_cos_and_sin(pairing: Any, axes: in
     for positions in (table, ids):
         want = everything("reference", q, k, positions, rotary)
         got = everything("triton", q, k, positions, rotary)
-        # The angles are equal, but libraries differ in cos and sin.
+        # The angles are equal, but the libraries' cos and sin differ.
         assert_within(got, want, [rotations(x, cos_sin()) for x in want])
 
 

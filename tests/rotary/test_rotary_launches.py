@@ -1,4 +1,4 @@
-"""Repeated calls of a known form: they launch the same kernels as first calls and raise the same errors."""
+"""Repeated calls of a known form launch the same kernels and raise the same errors as first calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 HELPER = Path(__file__).parents[1] / "helpers/launches_again.py"
 
 
-def test_calls_of_a_known_form_launch_and_refuse_like_first_calls() -> None:
+def test_calls_of_a_known_form_launch_the_same_kernels_and_raise_the_same_errors_as_first_calls() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(HELPER)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Norm and rotation in one launch and in either order: outputs and gradients compared with float64 formulas."""
+"""Norm and rotation in one launch, in either order: outputs and gradients are compared with float64 formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RELATIVE = ARITHMETIC + gamma(sqrt(128) + 5)
 
 
 def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
-    """Return weights of both signs with mean one half."""
+    """Return weights of both signs with a mean of one half."""
     return (0.5 + torch.randn(head_dim, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
 
 
@@ -40,14 +40,14 @@ def device_heads(*args: Any, **options: Any) -> Tensor:
 
 
 def normalised(value: Any) -> Any:
-    """Normalise heads in float64 without weights."""
+    """Normalise heads in float64, without weights."""
     return value / np.sqrt((value**2).mean(axis=-1, keepdims=True) + EPS)
 
 
 def assert_true(
     got: Tensor | None, x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary, **options: Any
 ) -> None:
-    """Assert that every element is the exact value within the float32 error, rounded once to its dtype."""
+    """Assert that every element is the exact value, up to the float32 error and one rounding to its dtype."""
     assert got is not None
     assert (got.shape, got.dtype) == (x.shape, x.dtype)
     layout = options.pop("layout", None)
@@ -62,7 +62,7 @@ def assert_true(
         value = value if w is None else normalised(value) * scale
         truth = rotated(value, ids_of(table), rotary, **options)
         largest = np.abs(value).max(axis=-1, keepdims=True) * rotary.attention_factor
-    # The error of both channels is relative to the length of the pair, at most √2 times the largest channel.
+    # The error of both channels is relative to the length of the pair, which is at most √2 times the largest channel.
     bound = torch.from_numpy(RELATIVE * 2**0.5 * largest)
     result, want = torch.from_numpy(thd(got, layout)), torch.from_numpy(truth)
     low, high = ((want + sign * bound).to(x.dtype).double() for sign in (-1, 1))
@@ -82,7 +82,7 @@ CASES = {
     "one pair": Rotary(2, axes=1),
 }
 INTERPRETED = ("partial",)
-"""Cases that run in the interpreter without the mark ``slow``."""
+"""Cases that are not marked ``slow`` in the interpreter."""
 
 
 @ORDERS
@@ -96,7 +96,7 @@ INTERPRETED = ("partial",)
     ],
 )
 def test_every_implementation_agrees_with_the_formula(case: str, pairing: Any, way: Any, after: bool) -> None:
-    # An attention factor scales only the rotated channels, so that the order of norm and rotation matters.
+    # An attention factor scales only the rotated channels, so the order of norm and rotation matters.
     rotary = replace(CASES[case], pairing=pairing)
     table = packed(BY_AXES[rotary.axes], 70_000).slice(0, 13)
     q, k = device_heads(13, 3, rotary.head_dim), device_heads(13, 1, rotary.head_dim, seed=1)
@@ -158,7 +158,7 @@ def test_views_in_every_layout_agree_with_the_formula(layout: Any, pairing: Any,
     assert torch.equal(copy[:, 6:], fused[:, 6:])
 
 
-# Triton's interpreter truncates to bfloat16 instead of rounding, so bfloat16 is not measured there.
+# Triton's interpreter truncates to bfloat16 instead of rounding, so bfloat16 is not measured in the interpreter.
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
@@ -193,7 +193,7 @@ def test_the_error_is_as_documented(way: Any, dtype: torch.dtype, tile: Any) -> 
 
 
 def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rotary: Rotary) -> Tensor:
-    """Apply torch's norm and a rotation matrix in float64, differentiable by autograd."""
+    """Apply torch's norm and a rotation matrix in float64; autograd can differentiate the result."""
     basis = np.eye(rotary.head_dim)[None].repeat(x.shape[0], 0)
     matrix = torch.from_numpy(rotated(basis, ids_of(table), rotary)).to(x.device)  # (tokens, channel, head_dim)
 
@@ -206,7 +206,7 @@ def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rota
 
 
 QUICK = {("qkab", "qk", "adjacent"), ("b", "k", "half")}
-"""Kernel cases without the mark ``slow``: wanted gradients (q, k, weights a and b), normalised heads and pairing."""
+"""Kernel cases not marked ``slow``: wanted gradients (q, k, weights a and b), normalised heads, and pairing."""
 
 
 @ORDERS
@@ -253,7 +253,7 @@ def test_gradients_agree_with_separate_operations_in_float64(
 @ORDERS
 @pytest.mark.parametrize("way", ["reference", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype, way: Any, after: bool) -> None:
+def test_half_precision_gradients_are_rounded_once(dtype: torch.dtype, way: Any, after: bool) -> None:
     rotary, table = Rotary(16), packed("rope-tie").slice(0, 13)
     q, w = device_heads(13, 3, 16, dtype).requires_grad_(), weight(16, dtype).requires_grad_()
     grad = device_heads(13, 3, 16, dtype, seed=9)
@@ -271,7 +271,7 @@ def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype, way: A
 
 
 @pytest.mark.parametrize("way", ["auto", "triton"])
-def test_gradients_of_weights_are_deterministic(way: Any) -> None:
+def test_weight_gradients_are_deterministic(way: Any) -> None:
     rotary, table = Rotary(16), packed("rope-tie").slice(0, 19)
     q, k, w = device_heads(19, 3, 16), device_heads(19, 2, 16, seed=1), weight(16).requires_grad_()
     out = apply_rotary(q, k, table, rotary, norm=Norm(w, w), implementation=way)
@@ -324,7 +324,7 @@ def norm_module(name: str) -> Any:
 # Importing Transformers takes seconds.
 @pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Qwen3", "Gemma 3"))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_and_rotation_agree_with_model_norms_within_their_roundings(dtype: Any, name: str) -> None:
+def test_norm_and_rotation_agree_with_model_norms_up_to_rounding(dtype: Any, name: str) -> None:
     modeling = norm_module(name).to(dtype).to(DEVICE)
     with torch.no_grad():
         modeling.weight.copy_(weight(32))
@@ -334,7 +334,7 @@ def test_norm_and_rotation_agree_with_model_norms_within_their_roundings(dtype: 
         want, _ = apply_rotary(modeling(q), None, table, rotary)
         norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
         got, _ = apply_rotary(q, None, table, rotary, norm=norm)
-    # One rounding in ours; up to three in theirs: norm, product with the weight, and rotation.
+    # Ours rounds once; theirs rounds up to three times: norm, product with the weight, and rotation.
     lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
     assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)
     if dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Comparison with the code of Transformers, Liger and timm on the same q, k and ids."""
+"""Compare rotations with those of Transformers, Liger, timm and diffusers on the same q, k and ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def assert_close(got: Any, expected: Any, error: float = cos_sin()) -> None:
-    """Compare rotated heads given the error of cos and sin, by default for the same float32 angles."""
+    """Compare rotated heads, given the error of cos and sin; the default is for equal float32 angles."""
     for ours, theirs in zip(got, expected, strict=True):
         assert_within(ours, theirs, rotations(theirs, error))
 
@@ -89,7 +89,7 @@ def test_rotations_agree_with_transformers_language_models(
     assert_close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
 
 
-def test_deepseek_rotates_adjacent_pairs_and_returns_them_in_halves() -> None:
+def test_deepseek_rotates_adjacent_pairs_and_returns_them_as_halves() -> None:
     rotary = Rotary(head_dim=64, axes=1, pairing="adjacent")
     positions, _, q, k = batch_of(rotary, "flatten")
     cos, sin = mmpos.rotary.cos_sin(Rotary(head_dim=64, axes=1), positions, layout="transformers")
@@ -99,7 +99,7 @@ def test_deepseek_rotates_adjacent_pairs_and_returns_them_in_halves() -> None:
 
 
 @pytest.mark.parametrize(("model", "config", "module"), VISION_MODELS, ids=[row[0] for row in VISION_MODELS])
-def test_rotations_agree_with_vision_encoders_of_transformers(model: str, config: str, module: str) -> None:
+def test_rotations_agree_with_transformers_vision_encoders(model: str, config: str, module: str) -> None:
     hf_config = transformers(model, config, "configuration")()
     rotary = Rotary.from_hf_config(hf_config, precision="hf")
     positions = place(SegmentTable.from_documents([[Grid(6, 8)], [Grid(4, 2, frames=3)]]), "grid-2d")
@@ -109,7 +109,7 @@ def test_rotations_agree_with_vision_encoders_of_transformers(model: str, config
     assert_close(apply_rotary(q, k, positions, rotary), theirs)
 
 
-def test_rotations_agree_with_the_mrope_kernel_of_liger() -> None:
+def test_rotations_agree_with_ligers_mrope_kernel() -> None:
     rotary = Rotary(head_dim=128, theta=1e6, allocation="sections", mrope_section=[16, 24, 24])
     positions, ids, q, k = batch_of(rotary, "mrope")
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -123,7 +123,7 @@ def test_rotations_agree_with_the_mrope_kernel_of_liger() -> None:
     ]
     cos, sin = (torch.stack(tables).to(device) for tables in zip(*by_axis, strict=True))
     expected = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    # Liger's kernel writes to q and k in place if they are contiguous as bshd.
+    # Liger's kernel writes to q and k in place if they are contiguous in layout bshd.
     theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
     assert_close(expected, [x.cpu() for x in theirs], error=0)
     back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
@@ -133,7 +133,7 @@ def test_rotations_agree_with_the_mrope_kernel_of_liger() -> None:
 
 
 def liger(name: str) -> Any:
-    """Load one file of Liger's kernels, since importing the package imports every model of Transformers."""
+    """Load one file of Liger's kernels, since importing the package imports every model in Transformers."""
     package = importlib.util.find_spec("liger_kernel")
     if package is None or package.origin is None:
         pytest.skip("could not import 'liger_kernel'")
@@ -160,7 +160,7 @@ def test_axial_rotations_agree_with_timm(pairing: Any, half: bool) -> None:
     ("axes_dim", "theta"), [([16, 56, 56], 256.0), ([44, 42, 42], 1e4)], ids=["HunyuanVideo", "Wan"]
 )
 def test_rotations_agree_with_video_diffusion_models(axes_dim: list[int], theta: float) -> None:
-    """Compare with diffusers' formula: each axis rotates a block of adjacent pairs as complex float64 numbers."""
+    """In diffusers' formula, each axis rotates a block of adjacent pairs as complex float64 numbers."""
     ids = torch.from_numpy(np.indices((5, 6, 7)).reshape(3, -1))
     q = normal(ids.shape[1], 4, 128)
     rotary = Rotary(128, theta, allocation="axial", axes_dim=axes_dim, pairing="adjacent")

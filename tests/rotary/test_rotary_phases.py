@@ -1,4 +1,4 @@
-"""Phases: cos, sin, turns and angles of int32 ids compared with 60 digits, and float32 angles as in Transformers."""
+"""Phases: cos, sin, turns and angles of int32 ids compared with 60-digit numbers, and Transformers' float32 angles."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_fractions(count: int, seed: int) -> list[Fraction]:
 
 
 def column(values: Sequence[Fraction | int]) -> Ids:
-    """Return ids with one axis."""
+    """Return the values as ids on one axis."""
     return [[value] for value in values]
 
 
@@ -78,7 +78,7 @@ def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str)
     else:
         ids = column([*FRACTIONS, *random_fractions(120, seed)])
         cos, sin = mmpos.rotary.cos_sin(rotary, table_of(ids))
-        cos, sin = cos[0], sin[0]  # one document: a batch of one
+        cos, sin = cos[0], sin[0]  # one document forms a batch of one
     assert (cos.dtype, sin.dtype, cos.shape) == (torch.float32, torch.float32, (len(ids), 64))
     truth = phases(ids, rotary)
     assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
@@ -113,7 +113,7 @@ def test_turns_are_within_their_derived_bounds(theta: float) -> None:
     assert max(map(abs, whole)) <= 1.3
     fractional = turn_errors(column([*FRACTIONS, *random_fractions(200, 4)]), rotary)
     assert max(map(abs, fractional)) <= 3.41
-    # The bounds are tight: each floor may lose almost a unit.
+    # The bounds are tight: each floor can lose almost one unit.
     assert min(whole) < -0.9
     assert min(fractional) < -1.9
 
@@ -139,7 +139,7 @@ def test_turns_of_any_id_and_frequency_are_within_their_bound(
     if not INT32_MIN <= position <= INT32_MAX:
         position %= INT32_MAX
     rotary = Rotary(2, axes=1, inv_freq=[inv_freq])
-    # The fraction is rounded down by up to one unit, which is multiplied by the frequency.
+    # Rounding the fraction down loses up to one unit, and the frequency multiplies this error.
     assert abs(turn_errors([[position]], rotary)[0]) <= 3.25 + abs(inv_freq) / (2 * math.pi)
 
 
@@ -169,7 +169,8 @@ def test_angles_are_wrapped_and_exact() -> None:
     assert np.array_equal(values[:, :16], values[:, 16:])
     assert np.abs(values).max() <= np.float32(np.pi)
     error = (values[:, :16] - phases(ids, rotary) + np.pi) % (2 * np.pi) - np.pi
-    assert np.abs(error).max() < 2 * unit(torch.float32) + 5e-9  # rounding of numbers between 2 and π, and the turn
+    # Numbers between 2 and π are rounded, and the turn has an error.
+    assert np.abs(error).max() < 2 * unit(torch.float32) + 5e-9
 
 
 def test_half_a_turn_is_minus_pi() -> None:
@@ -179,7 +180,7 @@ def test_half_a_turn_is_minus_pi() -> None:
 
 
 def floors(ids: Ids) -> list[list[int]]:
-    """Return ⌊id · 2³²⌋ of every id for each axis."""
+    """Return ⌊id · 2³²⌋ for every id, axis by axis."""
     return [[math.floor(Fraction(value) * TURN) for value in axis] for axis in zip(*ids, strict=True)]
 
 
@@ -226,7 +227,7 @@ def as_transformers(ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_hf_precision_angles_are_bit_equal_to_transformers(theta: float) -> None:
+def test_angles_with_hf_precision_are_bit_equal_to_those_of_transformers(theta: float) -> None:
     rotary = Rotary(128, theta=theta, axes=1, precision="hf")
     inv_freq = 1.0 / (theta ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))
     assert torch.equal(frequencies_of(rotary)[0], inv_freq)
@@ -234,7 +235,7 @@ def test_hf_precision_angles_are_bit_equal_to_transformers(theta: float) -> None
     angles = as_transformers(ids, inv_freq)
     assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
-    # torch's float32 cos and sin differ between vectors and remainders.
+    # torch's float32 cos and sin differ between vectorized elements and the remainder.
     assert_within((cos, sin), (angles.cos(), angles.sin()), cos_sin())
 
 
@@ -248,4 +249,4 @@ def test_float32_angles_have_the_published_errors_and_turns_are_exact(last: int,
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     error = torch.atan2(sin.double(), cos.double()) - truth
     exact_worst = float((error - (error / (2 * math.pi)).round() * (2 * math.pi)).abs().max())
-    assert exact_worst < math.sqrt(2) * EXACT  # √2 since the errors of cos and sin are orthogonal
+    assert exact_worst < math.sqrt(2) * EXACT  # √2, since the errors of cos and sin are orthogonal

@@ -1,4 +1,4 @@
-"""Packed q, k and v with and without a gate: their views are rotated like separate tensors."""
+"""Packed q, k and v, with and without a gate: their views are rotated like separate tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def packed_qkv(gate: bool, *rows: int, dtype: torch.dtype = torch.float32) -> Te
 
 
 def separate(qkv: Tensor, gate: bool) -> tuple[Tensor, ...]:
-    """Split qkv into contiguous q, k, v and gate as Qwen3NextAttention does: each q head, then its gate."""
+    """Split qkv into contiguous q, k, v and gate as Qwen3NextAttention does: each q head precedes its gate."""
     rows = qkv.shape[:-1]
     q, k, v = qkv.split([36 * (2 if gate else 1), 24, 24], dim=-1)
     parts = torch.chunk(q.reshape(*rows, -1, 24), 2, dim=-1) if gate else (q.reshape(*rows, -1, 12),)
@@ -38,7 +38,7 @@ def separate(qkv: Tensor, gate: bool) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("rows", [(13,), (2, 13)])
-def test_parts_are_views_in_the_order_q_with_gates_then_k_then_v(rows: Any, gate: bool) -> None:
+def test_parts_are_views_in_the_order_q_with_gates_k_v(rows: Any, gate: bool) -> None:
     qkv = packed_qkv(gate, *rows)
     parts = split_qkv(qkv, gate=gate, **HEADS)
     assert (parts.gate is not None) == gate
@@ -68,7 +68,7 @@ def test_parts_are_rotated_like_separate_tensors_and_nothing_else_changes(inplac
 
 
 class Operations(TorchDispatchMode):
-    """Record the names of the operations that a block of code runs."""
+    """A mode that records the names of the operations that a block of code runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""rotate_and_store compared with loops over tokens, for every cache, layout, dtype and implementation."""
+"""Compare rotate_and_store with loops over tokens for every cache, layout, dtype and implementation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAIRINGS = ("half", "adjacent")
 TABLE = packed("rope-tie-fractional", 70_000).slice(4, 17)
 ROTARY = Rotary(12, rotary_dim=8)
 SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
-"""Unordered slots of 13 tokens in a cache of 64, with the first and last slot and three tokens without a slot."""
+"""Unordered slots for 13 tokens in a 64-slot cache, including the first and last slot; three tokens have no slot."""
 
 
 own_tiles = tiling.tiles
@@ -48,13 +48,13 @@ def ulps(way: str, dtype: torch.dtype) -> int:
 
 
 def assert_stored(way: str, tensors: list[Tensor], cache: Held, slots: Tensor, **options: Any) -> None:
-    """Call rotate_and_store and compare q, returned k and whole caches with apply_rotary and a loop."""
+    """Call rotate_and_store, and compare q, the returned k and whole caches with apply_rotary and a loop."""
     q, k, v = tensors
     slots = slots.to(DEVICE)
     options = {"positions": TABLE, "rotary": ROTARY, **options}
     shared = {name: options[name] for name in options if name not in ("inplace", "return_k")}
-    want, layout = deepcopy(cache), options.get("layout")  # deepcopy keeps views of shared memory
-    # The kernel adds the squares of a norm in another order; otherwise all implementations give the same bits.
+    want, layout = deepcopy(cache), options.get("layout")  # deepcopy keeps views that share memory
+    # The kernel adds the squares of a norm in a different order; otherwise all implementations give the same bits.
     judge: Any = way if "norm" in options else "reference"
     q_want, k_want = apply_rotary(q, k, implementation=judge, **shared)
     write(want, flat(k_want, layout), flat(v, layout), slots.flatten().tolist())
@@ -81,7 +81,7 @@ def assert_stored(way: str, tensors: list[Tensor], cache: Held, slots: Tensor, *
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
-def test_every_cache_layout_is_written_in_place_only_at_its_slots(cache: str, way: str) -> None:
+def test_every_cache_layout_is_written_in_place_and_only_at_its_slots(cache: str, way: str) -> None:
     for blocks, size in ((13, 5),) if way == "triton" else ((64, 1), (4, 16), (1, 64), (13, 5)):
         assert_stored(way, qkv(), CACHES[cache](blocks, size, 2, 12, torch.float32), torch.tensor(SLOTS))
 
@@ -136,7 +136,7 @@ def test_tokens_past_the_end_of_slot_mapping_are_rotated_but_not_stored(way: str
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dim", "v_dim"), [(6, 10), (24, 16)])
-def test_v_may_have_another_head_dim_than_k(dim: int, v_dim: int, way: str) -> None:
+def test_v_may_have_a_different_head_dim_from_k(dim: int, v_dim: int, way: str) -> None:
     q, k, v = qkv(dim=dim, v_dim=v_dim)
     key, value = filled(4, 16, 2, dim, dtype=torch.float32), filled(4, 2, 16, v_dim, dtype=torch.float32)
     cache = Held(key, value.transpose(1, 2), (key, value), "NHD", 16)
@@ -168,7 +168,7 @@ def test_calls_without_tokens_blocks_or_valid_slots_are_accepted(way: str, monke
 def test_every_tiling_stores_the_same_bits(block: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
     cache = CACHES["k and v side by side"](4, 16, 2, 12, torch.float32)
-    # In place, a head processed by two programs, or read after it was written, would be rotated twice.
+    # In place, a head that two programs process, or that is read after it was written, would be rotated twice.
     assert_stored("triton", qkv(), cache, torch.tensor(SLOTS), return_k=True, inplace=True)
 
 
@@ -176,7 +176,7 @@ def test_every_tiling_stores_the_same_bits(block: int, shares: int, monkeypatch:
 
 
 def gathered(cache: Held, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v of slots in order."""
+    """Return the k and v stored in slots, in the order of the slots."""
     keys, values = ([cache.at(view, slot) for slot in slots.tolist()] for view in (cache.key, cache.value))
     return torch.stack(keys), torch.stack(values)
 
@@ -192,7 +192,7 @@ def test_chunked_prefill_and_decoding_fill_the_cache_like_the_whole_sequence(nam
     whole = place(SegmentTable.from_documents(longer), "rope-tie")
     cache = CACHES[name](12, 4, 2, 12, torch.bfloat16)
     q, k, v = (heads(whole.num_tokens, n, 12, torch.bfloat16, seed) for seed, n in enumerate((3, 2, 2)))
-    # Blocks are assigned alternately from the last one, so that no request has consecutive blocks.
+    # Blocks are assigned alternately, starting with the last block, so no request has consecutive blocks.
     slots = torch.tensor(
         [4 * (11 - 2 * (i // 4)) + i % 4 for i in range(23)] + [4 * (10 - 2 * (i // 4)) + i % 4 for i in range(17)],
         device=DEVICE,
@@ -221,7 +221,7 @@ def test_chunked_prefill_and_decoding_fill_the_cache_like_the_whole_sequence(nam
 def test_caches_with_more_than_2_to_the_31_elements_are_written(way: Any) -> None:
     blocks = 2**31 // (16 * 2 * 12) + 3
     q, k, v = qkv(dtype=torch.float16)
-    # Memory that is not written is not allocated by the system.
+    # The system does not allocate memory that is never written.
     key, value = (torch.empty(blocks, 16, 2, 12, dtype=torch.float16, device=DEVICE) for _ in range(2))
     slots = torch.arange(16 * blocks - 13, 16 * blocks, device=DEVICE)
     rotate_and_store(q, k, v, TABLE, ROTARY, Cache(key, value, slots), implementation=way)
@@ -230,7 +230,7 @@ def test_caches_with_more_than_2_to_the_31_elements_are_written(way: Any) -> Non
     assert_same_bits(value[-1, 3:], v)
 
 
-# Unchecked slots, as on a device.
+# Slots that are not checked, as on a device.
 
 
 def store_unchecked(cache: Held, slots: Tensor, implementation: int) -> tuple[Tensor, Tensor]:
@@ -248,14 +248,14 @@ BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128
 
 @pytest.mark.parametrize("implementation", [REFERENCE, TRITON])
 @pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100], [-1] * 13])
-def test_nothing_is_written_outside_of_a_cache(slots: list[int], implementation: int) -> None:
+def test_nothing_is_written_outside_a_cache(slots: list[int], implementation: int) -> None:
     cache, want = (CACHES["NHD"](4, 16, 2, 12, torch.float32) for _ in range(2))
     v, k = store_unchecked(cache, torch.tensor(slots), implementation)
     write(want, k, v, [slot if slot < 64 else -1 for slot in slots])
     assert_holds(cache, want)
 
 
-def test_slots_not_checked_on_the_host_are_refused_with_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_refuses_slots_that_the_host_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
     pages, slots = torch.zeros(4, 16, 2, 12), torch.tensor([[3, 64]], dtype=torch.int32)
     assert torch.equal(paged.slots_of(slots, 1, 2, pages, validate=False), slots[0])

@@ -1,4 +1,4 @@
-"""rotate_and_store with 8-bit caches: caches and scales compared with float64 and a search for the nearest number."""
+"""rotate_and_store with 8-bit caches: caches and scales are compared with float64 and the nearest 8-bit numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def qkv(dtype: torch.dtype = torch.float32, v_dim: int = 12) -> list[Tensor]:
 
 
 def like(cache: Held) -> list[Tensor]:
-    """Return unwritten scales of k and of v for every slot and head."""
+    """Return unwritten k scales and v scales for every slot and head."""
     return [filled(*x.shape[:-1], dtype=torch.float32) for x in (cache.key, cache.value)]
 
 
@@ -47,7 +47,7 @@ def store(way: str, tensors: list[Tensor], cache: Held, **options: Any) -> tuple
 
 
 def at(cache: Held, view: Tensor) -> Tensor:
-    """Return the rows of a view of a cache for all stored tokens."""
+    """Return the rows of all stored tokens in a view of a cache."""
     return torch.stack([cache.at(view, slot) for slot in SLOTS if slot >= 0]).cpu()
 
 
@@ -57,14 +57,14 @@ def of_slots(cache: Held, scales: Tensor) -> Tensor:
 
 
 def true_keys(k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exact keys in float64 before division, and the error bound of the arithmetic."""
+    """Return the exact float64 keys before division, and the error bound of the arithmetic."""
     x = k.detach().double().cpu().numpy()
     truth, bound = rotated(x, ids_of(TABLE), ROTARY), ARITHMETIC * lengths(x, ROTARY)
     return torch.from_numpy(truth)[STORED], torch.from_numpy(bound)[STORED]
 
 
 def assert_divided(got: Tensor, truth: Tensor, bound: Any, scale: Tensor) -> None:
-    """Assert that every number is the nearest to truth / scale within the errors of arithmetic and division."""
+    """Assert that every number is the nearest to truth / scale, up to the errors of the arithmetic and the division."""
     scale = scale.double().cpu().unsqueeze(-1)
     bound = bound / scale + 2 * unit(torch.float32) * (truth / scale).abs()
     low, high = (nearest(truth / scale + sign * bound, got.dtype) for sign in (-1, 1))
@@ -128,7 +128,7 @@ def test_scales_are_computed_for_each_token_and_head(name: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_without_channels_have_the_smallest_scale(way: str) -> None:
+def test_values_without_channels_get_the_smallest_scale(way: str) -> None:
     cache, (q, k, v) = CACHES["NHD"](4, 16, 2, 12, E4M3), qkv(v_dim=0)
     scale, values = filled(4, 16, 2, dtype=torch.float32), cache.value[..., :0]
     store(way, [q, k, v], cache._replace(value=values), k_scale=torch.ones((), device=DEVICE), v_scale=scale)
@@ -155,7 +155,7 @@ def test_all_implementations_compute_the_same_scales_and_bits(form: str) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["thd", "bshd", "bhsd"])
-def test_queries_are_returned_in_8_bits_with_a_scale_for_each(layout: str, way: str) -> None:
+def test_queries_are_returned_in_8_bits_with_one_scale_per_token_and_head(layout: str, way: str) -> None:
     q, k, v = qkv()
     shape = (13, 3) if layout == "thd" else (1, 13, 3) if layout == "bshd" else (1, 3, 13)
     tensors = [x if layout == "thd" else x[None] if layout == "bshd" else x[None].transpose(1, 2) for x in (q, k, v)]
@@ -206,7 +206,7 @@ def test_q_and_k_in_place_keep_their_dtype_and_caches_may_have_different_dtypes(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # numpy in the interpreter
 @pytest.mark.parametrize("way", WAYS)
-def test_heads_of_zeros_and_heads_with_nan_or_infinity_are_stored(way: str) -> None:
+def test_heads_with_only_zeros_and_heads_with_nan_or_infinity_are_stored(way: str) -> None:
     q, k, v = qkv()
     v[0], v[1, 0, 3], v[2, 0, 3] = 0, torch.nan, torch.inf
     v[4] *= 1e-38
@@ -216,7 +216,7 @@ def test_heads_of_zeros_and_heads_with_nan_or_infinity_are_stored(way: str) -> N
     got, scale = at(cache, cache.value).double(), of_slots(cache, v_scale)
     assert (got[0] == 0).all()
     assert (scale[0] == 2.0**-100).all()
-    # NaN does not affect other channels; channels next to an infinity become zero.
+    # NaN does not affect other channels; infinity makes the other channels of its head zero.
     assert got[1, 0].isnan().nonzero().tolist() == [[3]]
     assert float(scale[1, 0]) == pytest.approx(float(v[1, 0].nan_to_num(0).abs().max()) / 448)
     assert float(scale[2, 0]) == torch.inf
@@ -236,7 +236,7 @@ def error_of_values(dtype: torch.dtype, kind: str, uneven: bool) -> float:
     rotate_and_store(x, x, x, ids, Rotary(64), Cache(none.key, cache.value, slots, v_scale=scale))
     got, scale = cache.value.flatten(0, 1).float(), scale.flatten(0, 1) if scale.dim() == 3 else scale.expand(2)
     scale = scale.unsqueeze(-1)
-    # Half the spacing of normal or of subnormal numbers.
+    # Half the spacing of normal or subnormal numbers.
     bound = torch.maximum(x.abs() * torch.finfo(dtype).eps / 2, scale * torch.finfo(dtype).smallest_normal / 8)
     assert ((got * scale - x).abs() <= bound * (1 + 1e-5)).all()
     return float((got * scale - x).norm() / x.norm())
@@ -255,7 +255,7 @@ def error_of_values(dtype: torch.dtype, kind: str, uneven: bool) -> float:
         (E5M2, "all", False, 0.053),
     ],
 )
-def test_the_error_of_8_bits_is_as_documented(dtype: torch.dtype, kind: str, uneven: bool, error: float) -> None:
+def test_the_error_of_8_bit_values_is_as_documented(dtype: torch.dtype, kind: str, uneven: bool, error: float) -> None:
     assert error_of_values(dtype, kind, uneven) == pytest.approx(error, rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Tables of cos, sin and angles: the formulas of models and engines reproduce our rotation with them."""
+"""Tables of cos, sin and angles: with them, the formulas of models and engines reproduce our rotation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY = place(SegmentTable.from_documents([]))
 LONG = place(SegmentTable.from_documents([[Text(9_000_000), Grid(3, 2), Text(1)]]), "rope-tie-v2")
 HALVES = LONG.slice(8_999_998, 9_000_007)
 
-# The formulas of the peers, as in their code.
+# The peers' formulas, as in their code.
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ QUARTER_TURN: dict[str, Callable[[Tensor], Tensor]] = {"half": rotate_half, "adj
 
 
 def rotated_by(x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
-    """Compute x·cos + rotate(x)·sin on the first channels and keep the rest."""
+    """Compute x·cos + rotate(x)·sin on the first channels, and keep the rest."""
     width = cos.shape[-1]
     first, rest = x[..., :width], x[..., width:]
     return torch.cat((first * cos + QUARTER_TURN[pairing](first) * sin, rest), dim=-1)
@@ -54,7 +54,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
-    """Return q for a table whose documents have one length."""
+    """Return q for a table whose documents have equal lengths."""
     return normal(positions.num_documents, positions.max_seqlen, 3, head_dim)
 
 
@@ -64,7 +64,7 @@ def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
     ids=["packed", "equal", "single", "empty"],
 )
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
-def test_tables_have_documented_shapes_and_dtypes(
+def test_tables_have_the_documented_shapes_and_dtypes(
     positions: PositionTable, leading: tuple[int, ...], pairing: Any
 ) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing)
@@ -110,7 +110,7 @@ def test_a_table_device_positions_and_dense_ids_give_the_same_bits(positions: Po
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_the_formula_of_transformers_with_our_cos_and_sin_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
+def test_transformers_formula_with_our_cos_and_sin_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
     cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
@@ -135,7 +135,7 @@ def test_the_formula_of_transformers_with_our_cos_and_sin_reproduces_our_rotatio
         ("moonshine", "adjacent", "pairs twice"),
     ],
 )
-def test_functions_of_transformers_accept_our_cos_and_sin(model: str, pairing: Any, channels: str) -> None:
+def test_functions_in_transformers_accept_our_cos_and_sin(model: str, pairing: Any, channels: str) -> None:
     rotate = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
     rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
     cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
@@ -147,7 +147,7 @@ def test_functions_of_transformers_accept_our_cos_and_sin(model: str, pairing: A
 
 
 @pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])
-def test_the_formula_of_transformers_accepts_a_packed_batch_as_one_row(positions: PositionTable) -> None:
+def test_transformers_formula_accepts_a_packed_batch_as_one_row(positions: PositionTable) -> None:
     rotary = Rotary(head_dim=16)
     q = normal(1, positions.num_tokens, 3, 16)
     cos, sin = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
@@ -157,7 +157,7 @@ def test_the_formula_of_transformers_accepts_a_packed_batch_as_one_row(positions
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
-def test_the_rope_cache_of_torchtitan_is_cos_then_sin_or_complex(pairing: Any) -> None:
+def test_torchtitans_rope_cache_is_cos_then_sin_or_complex(pairing: Any) -> None:
     rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
     cache = mmpos.rotary.cos_sin(rotary, EQUAL, layout="torchtitan")
     assert isinstance(cache, Tensor)
@@ -171,7 +171,7 @@ def test_the_rope_cache_of_torchtitan_is_cos_then_sin_or_complex(pairing: Any) -
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_the_formula_of_megatron_with_our_angles_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
+def test_megatrons_formula_with_our_angles_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
     rotary = Rotary(head_dim=16, pairing=pairing, scaling=scaling)
     q = bshd(EQUAL)
     freqs, mscale = mmpos.rotary.angles(rotary, EQUAL), rotary.attention_factor
@@ -181,7 +181,7 @@ def test_the_formula_of_megatron_with_our_angles_reproduces_our_rotation(pairing
     assert_within(got.transpose(0, 1), expected, rotations(expected, OF_ANGLES))
 
 
-def test_the_formula_of_megatron_accepts_packed_tokens() -> None:
+def test_megatrons_formula_accepts_packed_tokens() -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12)
     q = normal(15, 3, 16)
     freqs = mmpos.rotary.angles(rotary, PACKED)

@@ -1,4 +1,4 @@
-"""Large tensors read next to their messages: parsing equals protobuf's, refusals included."""
+"""Large tensors kept beside their messages: parsing gives the same results as protobuf, including refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
 
 
 def parse_beside(kind: Kind, raw: bytes) -> Message | None:
-    """Parse a message and put its large tensors back into it; return None if protobuf refuses it."""
+    """Parse a message and put its large tensors back into it; return None if protobuf refuses the message."""
     try:
         message = parsed(kind, raw)
     except DecodeError:
@@ -44,7 +44,7 @@ def parse_beside(kind: Kind, raw: bytes) -> Message | None:
 
 
 def parse_plain(kind: Kind, raw: bytes) -> Message | None:
-    """Parse a message with protobuf; return None if protobuf refuses it."""
+    """Parse a message with protobuf; return None if protobuf refuses the message."""
     try:
         return kind.FromString(raw)
     except DecodeError:
@@ -52,7 +52,7 @@ def parse_plain(kind: Kind, raw: bytes) -> Message | None:
 
 
 def examples() -> list[Message]:
-    """Return a message of each kind, with large and small tensors."""
+    """Return a message of each kind, some with large and some with small tensors."""
     large, small = tensor(np.arange(40), "int64"), tensor([1, 2], "int64")
     ids = positions_pb2.InputIds(input_ids=large, attention_mask=large, image_grid_thw=[1, 2, 3])
     return [
@@ -65,7 +65,7 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_valid_and_broken_messages_are_parsed_like_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_and_broken_messages_are_parsed_as_by_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert parse_beside(kind, raw) == message
@@ -82,12 +82,11 @@ def test_valid_and_broken_messages_are_parsed_like_protobuf(message: Message, mo
     assert 100 < sum(parse_plain(kind, case) is None for case in cases) < len(cases) - 100
 
 
-def test_a_message_of_many_fields_is_left_to_protobuf() -> None:
+def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
     q = tensor(np.zeros(2**16, np.uint8), "uint8")
     for fields, result in ((10, 1), (100, 0)):
-        raw = (
-            b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
-        )  # unknown fields with a number
+        # Begin with unknown numeric fields.
+        raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
         message = parsed(rotary_pb2.RotateRequest, raw)
         assert (len(message.q.data) < 100) == result
         assert bytes(Beside(raw).data(message.q)) == q.data
@@ -98,7 +97,7 @@ def test_an_endless_number_is_refused_at_once() -> None:
         parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 
 
-def test_the_mark_of_another_message_is_data() -> None:
+def test_a_mark_from_another_message_is_treated_as_data() -> None:
     q = tensor(np.arange(2**16, dtype=np.int32), "int32")
     mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
     assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)
@@ -116,14 +115,14 @@ def test_tensors_are_read_in_place() -> None:
     assert get_tensor("k", message.k, memory=memory).tolist() == [1]
 
 
-def test_shared_memory_is_refused_by_its_field_name() -> None:
+def test_errors_name_the_field_whose_shared_memory_is_refused() -> None:
     message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1])
     message.shared.byte_size = 1
     with pytest.raises(UnsupportedError, match=r"^q\.shared: got shared memory, want data$"):
         get_tensor("q", message, memory=Beside())
 
 
-def test_many_documents_keep_their_tensors_in_their_messages() -> None:
+def test_tensors_stay_in_their_messages_if_there_are_many_documents() -> None:
     document: Any = {"parts": [{"token_ids": tensor(np.arange(2**16, dtype=np.int32), "int32")}]}
     raw = sequences_pb2.BuildRequest(query={"documents": [document] * 2}).SerializeToString()  # type: ignore[arg-type]
     assert parsed(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)

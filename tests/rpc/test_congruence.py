@@ -1,4 +1,4 @@
-"""Clients return the results of the same calls in process, with the same types and the same errors."""
+"""Clients return the same results as in-process calls, with the same types and the same errors."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by a sync client, an async client, and a client with all tensors in shared memory, with equal outcomes."""
+    """Calls by a sync client, an async client and a client with all tensors in shared memory, with equal outcomes."""
 
     sync: Client
     others: tuple[Any, ...]
@@ -251,12 +251,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_equal_local_calls(ask: Both, query: PositionsQuery) -> None:
+def test_queries_match_local_calls(ask: Both, query: PositionsQuery) -> None:
     assert_equal(ask("query", query), query.run())
 
 
 @pytest.mark.parametrize("query", WRONG)
-def test_wrong_queries_raise_the_local_errors(ask: Both, query: PositionsQuery) -> None:
+def test_invalid_queries_raise_the_local_errors(ask: Both, query: PositionsQuery) -> None:
     assert_equal(_outcome(lambda: ask("query", query)), _outcome(query.run))
 
 
@@ -266,7 +266,7 @@ def test_one_client_keeps_its_tensors_in_shared_memory(ask: Both) -> None:
     assert names() != set()
 
 
-def test_random_queries_equal_local_calls(ask: Both) -> None:
+def test_random_queries_match_local_calls(ask: Both) -> None:
     def check(request: positions_pb2.PlaceRequest) -> None:
         query = get_query("query", request.query)
         assert_equal(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
@@ -274,22 +274,22 @@ def test_random_queries_equal_local_calls(ask: Both) -> None:
     for_each(places(), 200, check)
 
 
-def test_place_takes_views(ask: Both) -> None:
+def test_place_accepts_views(ask: Both) -> None:
     assert_equal(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
 
 
-def test_a_table_of_the_wrong_type_raises_the_local_error(ask: Both) -> None:
+def test_a_table_of_an_invalid_type_raises_the_local_error(ask: Both) -> None:
     wrong: Any = [[Text(1)]]
     assert_equal(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
 
 
-def test_streams_return_results_in_order_with_errors_in_their_places(ask: Both) -> None:
+def test_streams_return_results_in_order_and_errors_in_place_of_failed_results(ask: Both) -> None:
     queries = [*QUERIES, *WRONG]
     results = list(ask.sync.stream(queries, errors="return"))
     assert_equal(results, [_outcome(query.run) for query in queries])
 
 
-def test_the_profile_sets_scheme_placeholders_and_merge_size(ask: Both) -> None:
+def test_the_profile_determines_scheme_placeholders_and_merge_size(ask: Both) -> None:
     result = ask("query", PositionsQuery(InputIds([1, 258, 258, 1], image_grid_thw=[[1, 2, 4]])), profile="default")
     want = InputIds([1, 258, 258, 1], Placeholders(image=258), [[1, 2, 4]], spatial_merge_size=2)
     assert_equal(result, PositionsQuery(want).run())
@@ -342,22 +342,22 @@ WRONG_PARTS: list[Any] = [
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_sequences_equal_local_builds(ask: Both, parts: list[object]) -> None:
+def test_sequences_match_local_builds(ask: Both, parts: list[object]) -> None:
     assert_equal(ask("build", parts), LOCAL[None].build(parts))
 
 
-def test_builds_take_a_scheme_and_a_start(ask: Both) -> None:
+def test_builds_accept_a_scheme_and_a_start(ask: Both) -> None:
     want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
     assert_equal(ask("build", PARTS[0], scheme="mrope", start=5), want)
     assert_equal(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
 
 
 @pytest.mark.parametrize("parts", WRONG_PARTS)
-def test_wrong_sequences_raise_the_local_errors(ask: Both, parts: list[object]) -> None:
+def test_invalid_sequences_raise_the_local_errors(ask: Both, parts: list[object]) -> None:
     assert_equal(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
 
 
-def test_wrong_arguments_of_builds_are_refused(ask: Both) -> None:
+def test_invalid_build_arguments_are_refused(ask: Both) -> None:
     assert_equal(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
@@ -370,7 +370,7 @@ def test_wrong_arguments_of_builds_are_refused(ask: Both) -> None:
 
 
 BROKEN: list[Any] = [
-    # Only a server refuses these …
+    # Only a server refuses these parts …
     b"not a photo",
     [258],
     [-1],
@@ -386,7 +386,7 @@ BROKEN: list[Any] = [
 ]
 
 
-def test_the_first_of_two_broken_parts_is_named(ask: Both) -> None:
+def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
     documents = [["a", first, "b", second] for first in BROKEN for second in BROKEN]
     documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, broken] for broken in BROKEN]
     want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
@@ -405,19 +405,19 @@ def test_the_first_of_two_broken_parts_is_named(ask: Both) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
-def test_sequences_with_row_separators_equal_local_builds(ask: Both, scheme: str) -> None:
+def test_sequences_with_row_separators_match_local_builds(ask: Both, scheme: str) -> None:
     local = replace(LOCAL["breaks"], scheme=scheme)
     for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
         want, remote = (partial(call, parts) for call in (local.build, partial(ask, "build")))
         assert_equal(_outcome(partial(remote, profile="breaks", scheme=scheme)), _outcome(want))
 
 
-def test_sequences_with_videos_of_known_grids_equal_local_builds(ask: Both) -> None:
+def test_sequences_with_videos_of_known_grids_match_local_builds(ask: Both) -> None:
     parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
     assert_equal(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
 
 
-def test_pixtral_images_equal_local_builds(ask: Both) -> None:
+def test_pixtral_images_match_local_builds(ask: Both) -> None:
     for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
         want = LOCAL["pixtral"].build(parts)
         assert_equal(ask("build", parts, profile="pixtral"), want)
@@ -431,7 +431,7 @@ def test_pixtral_images_equal_local_builds(ask: Both) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
-def test_sequences_with_audio_and_clips_equal_local_builds(ask: Both, scheme: str) -> None:
+def test_sequences_with_audio_and_clips_match_local_builds(ask: Both, scheme: str) -> None:
     clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
     parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
     want = replace(LOCAL["omni"], scheme=scheme).build(parts)
@@ -464,7 +464,7 @@ def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) ->
         ask("build", [Grid(100, 1)] * 501, profile="breaks")
 
 
-def test_a_batch_returns_errors_in_their_places(ask: Both) -> None:
+def test_a_batch_returns_errors_in_place_of_failed_results(ask: Both) -> None:
     documents = [*PARTS, *WRONG_PARTS]
     results = ask("build_batch", documents, errors="return")
     assert [type(item) for item in results[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
@@ -473,7 +473,7 @@ def test_a_batch_returns_errors_in_their_places(ask: Both) -> None:
     assert_equal(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
 
 
-def test_limits_of_the_profile_and_of_the_server_apply(ask: Both) -> None:
+def test_the_limits_of_the_profile_and_the_server_apply(ask: Both) -> None:
     parts = ["x", PHOTO]
     assert_equal(
         _outcome(lambda: ask("build", parts, profile="halves")),
@@ -503,7 +503,7 @@ ROTARIES = [
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
-def test_cos_sin_tables_and_angles_equal_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
+def test_cos_sin_tables_and_angles_match_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
     layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
     for layout in layouts:
         call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
@@ -514,7 +514,7 @@ def test_cos_sin_tables_and_angles_equal_local_calls(ask: Both, rotary: Rotary, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rotations_equal_local_calls(ask: Both, dtype: torch.dtype) -> None:
+def test_rotations_match_local_calls(ask: Both, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(TABLE.num_tokens, heads, 16, generator=generator).to(dtype) for heads in (4, 1))
     for options in ({}, {"conjugate": True}, {"layout": "thd"}):
@@ -530,7 +530,7 @@ def test_rotations_equal_local_calls(ask: Both, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_missing_rotation_comes_from_the_profile_or_is_refused(ask: Both) -> None:
+def test_a_missing_rotation_is_taken_from_the_profile_or_refused(ask: Both) -> None:
     positions = place(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), "mrope")
     assert_equal(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(InvalidInputError, match="rotary: the request and its profile 'default' have no rotation"):
@@ -542,7 +542,7 @@ def test_errors_keep_their_types(ask: Both) -> None:
         ask("place", SegmentTable.from_documents([[Grid(2, 2, frames=2)]]))
 
 
-def test_a_received_table_works_like_a_local_one(ask: Both) -> None:
+def test_a_received_table_behaves_like_a_local_one(ask: Both) -> None:
     result, want = ask("place", SEGMENTS), place(SEGMENTS)
     assert isinstance(result, PositionTable)
     assert_equal(result.decode(3).dense(), want.decode(3).dense())

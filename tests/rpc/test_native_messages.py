@@ -1,4 +1,4 @@
-"""The extension handles messages as Python does: it counts elements before parsing, reads lists, inserts tensors."""
+"""The extension handles messages like Python: it counts elements before parsing, reads lists and inserts tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: Sequence[type[Message]] = [*(kind for kind, _ in REQUESTS.values()), infe
 
 
 def count_both_ways(kind: type[Message], raw: bytes, most: int) -> int:
-    """Return the count of the extension, or -1, after comparing it with Python's."""
+    """Return the extension's count, or -1, after comparing it with Python's."""
     schema = elements._schema(kind.DESCRIPTOR)
     count = CORE.elements(raw, schema, most)
     assert count is not None
@@ -40,7 +40,7 @@ def count_both_ways(kind: type[Message], raw: bytes, most: int) -> int:
 
 
 def nested(*fields: int, content: bytes) -> bytes:
-    """Nest content in the fields of these numbers, outermost first."""
+    """Nest content in fields with these numbers, outermost first."""
     for field in reversed(fields):
         content = bytes([field << 3 | 2]) + _varint(len(content)) + content
     return content
@@ -112,7 +112,7 @@ def test_fields_and_packed_numbers_are_counted(kind: type[Message], raw: bytes, 
 
 
 @pytest.mark.parametrize(("kind", "raw"), BROKEN.values(), ids=BROKEN)
-def test_bytes_that_parsers_refuse_are_refused(way: str, kind: type[Message], raw: bytes) -> None:
+def test_bytes_refused_by_parsers_are_refused(way: str, kind: type[Message], raw: bytes) -> None:
     with pytest.raises(DecodeError):
         kind.FromString(raw)
     assert count_both_ways(kind, raw, ALL) == -1
@@ -121,16 +121,16 @@ def test_bytes_that_parsers_refuse_are_refused(way: str, kind: type[Message], ra
 
 
 def test_counting_stops_at_the_limit(way: str) -> None:
-    """Bytes after the limit, here broken ones, are not read."""
+    """Check that bytes after the limit, which are broken here, are not read."""
     raw = nested(1, content=b"\x0a\0" * 10) + b"\x0e"
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
         count_elements(BUILD, raw, 12)
-    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid varints, at least 100 according to their length
+    long = nested(1, 2, 1, content=b"\xff" * 1000)  # invalid varints, at least 100 given their total length
     assert count_elements(PLACE, long, 50) == 51
 
 
-def test_the_count_of_a_serialised_table_is_known() -> None:
+def test_the_elements_of_a_serialized_table_are_counted() -> None:
     table = table_pb2.SegmentTable(kind=[table_pb2.SEGMENT_KIND_TEXT] * 300, height=[1] * 300, width=[2**40] * 300)
     table.seconds_per_frame.add(numerator=1, denominator=2)
     assert count_both_ways(table_pb2.SegmentTable, table.SerializeToString(), ALL) == 3 * 301 + 3
@@ -153,7 +153,7 @@ def valid_messages(kind: type[Message]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_all_bytes_that_parsers_accept_are_counted(kind: type[Message]) -> None:
+def test_all_bytes_accepted_by_parsers_are_counted(kind: type[Message]) -> None:
     valid = valid_messages(kind)
     pieces = [*valid, *GROUP, b"\x0b", b"\x0c", b"\xff" * 9 + b"\1", b"\x80" * 5]
     chance, seen = random.Random(kind.__name__), [0, 0]
@@ -171,7 +171,7 @@ def test_all_bytes_that_parsers_accept_are_counted(kind: type[Message]) -> None:
 
 
 def test_messages_of_numbers_are_refused_exactly_when_parsers_refuse_them() -> None:
-    """Counting does not check the encoding of texts, so it may accept other messages that parsers refuse."""
+    """Test messages of numbers only: counting does not check encodings, so it may accept text that parsers refuse."""
     kind = positions_pb2.Spans
     valid = valid_messages(kind)
     chance = random.Random(7)
@@ -201,7 +201,7 @@ def test_invalid_messages_and_schemas_are_declined() -> None:
     assert CORE.elements(b"\x0a\0", schema, -1) is None
 
 
-# Lists of integers read from the bytes of a message equal the lists read one by one.
+# Lists of integers read from a message's bytes equal the lists read one by one.
 
 LISTS: dict[type[Any], tuple[str, ...]] = {
     table_pb2.SegmentTable: ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments"),
@@ -221,7 +221,7 @@ def one_by_one(message: Any) -> list[list[int]]:
 
 
 @given(st.sampled_from(sorted(LISTS, key=str)).flatmap(messages))
-def test_all_lists_of_any_message_are_read(message: Any) -> None:
+def test_all_lists_in_any_message_are_read(message: Any) -> None:
     assert read(message) == one_by_one(message)
 
 
@@ -233,7 +233,7 @@ def test_many_numbers_of_every_length_are_read(way: str) -> None:
 
 def test_unknown_fields_are_skipped(way: str) -> None:
     unknown = b"\x98\x06\1" + b"\x9d\x06abcd" + b"\x99\x06abcdefgh" + b"\x9a\x06\2ab"
-    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the second has another wire type
+    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the second field has another wire type
         assert read(positions_pb2.Spans.FromString(b"\x0a\2\1\2" + more)) == [[1, 2], [], [], []]
 
 
@@ -242,7 +242,7 @@ def test_unknown_fields_are_skipped(way: str) -> None:
     [b"\x80", b"\0\0", b"\x0b\x0c", b"\x08", b"\x0d\0\0\0", b"\x0a", b"\x0a\5a", b"\x0a\1\x80", b"\x0a\0\x0a\0"],
     ids=["tag", "field 0", "group", "number", "four bytes", "length", "cut off", "packed number", "a field twice"],
 )
-def test_bytes_that_no_encoder_writes_are_declined(raw: bytes) -> None:
+def test_bytes_never_written_by_an_encoder_are_declined(raw: bytes) -> None:
     assert CORE.integers(raw, b"\1") is None
 
 
@@ -252,7 +252,7 @@ def test_too_many_fields_are_declined() -> None:
 
 
 def test_broken_bytes_are_read_or_declined() -> None:
-    """The sanitizers must find no errors here."""
+    """Read broken bytes, in which sanitizers must find no errors."""
     valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):
@@ -260,7 +260,7 @@ def test_broken_bytes_are_read_or_declined() -> None:
     assert answers == {True, False}
 
 
-# Large tensors inserted into the bytes of an answer give the bytes that protobuf writes.
+# Inserting large tensors into an answer's bytes produces the same bytes that protobuf writes.
 
 SIZES = [1, 100, 127, 128, 16_000, 16_383, 16_384, 70_000]
 """Sizes around the limits at which a message, or a message around it, needs one more byte for its length."""
@@ -272,7 +272,7 @@ def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("least", [0, 128])
-def test_an_answer_has_the_bytes_that_protobuf_writes(
+def test_answers_have_the_same_bytes_as_those_written_by_protobuf(
     way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
 ) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", least)

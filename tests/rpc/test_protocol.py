@@ -1,4 +1,4 @@
-"""The protocol: its generated code is current, and `make check` reports missing comments and breaking changes."""
+"""The protocol: its generated code is up to date, and `make check` reports missing comments and breaking changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def buf(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a folder with a copy of the protocol that a test may change."""
+    """Return a folder with a copy of the protocol, which a test may change."""
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     return tmp_path
@@ -68,7 +68,7 @@ def test_generated_code_is_current(folder: str, tmp_path: Path) -> None:
     assert [name for name in fresh if fresh[name] != committed[name]] == [], "run `make proto`"
 
 
-def test_code_of_every_proto_folder_is_generated() -> None:
+def test_code_is_generated_for_every_proto_folder() -> None:
     folders = {str(path.parent.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto")}
     assert folders == set(GENERATED)
 

@@ -1,4 +1,4 @@
-"""Objects survive the round trip through messages; missing, unknown and contradictory fields are named."""
+"""Objects survive the round trip through messages; errors name missing, unknown and contradictory fields."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -69,7 +69,7 @@ BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
 
 def round_trip(message: M) -> M:
-    """Serialise and parse a message."""
+    """Serialize and parse a message."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -99,7 +99,7 @@ def test_segments_survive_the_round_trip() -> None:
     assert fields(received) == fields(TIMED)
 
 
-def test_every_kind_of_segment_survives_with_its_extra_tokens() -> None:
+def test_every_kind_of_segment_survives_the_round_trip_with_its_extra_tokens() -> None:
     message = table_pb2.SegmentTable()
     positions.put_segments(message, KINDS)
     assert list(message.extra_tokens) == [5, 0, 2]
@@ -127,13 +127,13 @@ SCHEME_OBJECTS: list[Scheme] = [
 
 
 @pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
-def test_every_scheme_survives_with_its_parameters(scheme: Scheme) -> None:
+def test_every_scheme_survives_the_round_trip_with_its_parameters(scheme: Scheme) -> None:
     message = scheme_pb2.Scheme()
     positions.put_scheme(message, scheme)
     assert positions.get_scheme("scheme", round_trip(message)) == scheme
 
 
-def test_every_parameter_of_a_scheme_is_a_field() -> None:
+def test_every_scheme_parameter_is_a_field() -> None:
     known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
     assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
@@ -142,7 +142,7 @@ def test_a_custom_scheme_cannot_be_sent() -> None:
     class Own(Flatten):
         """A subclass of Flatten."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service only knows mmpos\.SCHEMES"):
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
@@ -190,7 +190,7 @@ def test_rotary_positions_survive_the_round_trip() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"])
-def test_arrays_survive_with_any_strides_and_byte_order(dtype: str) -> None:
+def test_arrays_with_any_strides_and_byte_order_survive_the_round_trip(dtype: str) -> None:
     array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
     message = tensor_pb2.Tensor()
     tensors.put_tensor(message, array)
@@ -209,7 +209,7 @@ def test_torch_tensors_survive_the_round_trip(dtype: torch.dtype) -> None:
     received += 1  # the caller owns the tensor
 
 
-def test_scalars_and_empty_arrays_are_tensors() -> None:
+def test_scalars_and_empty_arrays_can_be_sent_as_tensors() -> None:
     for array in (np.array(3, np.int32), np.zeros((0, 4), np.float32)):
         message = tensor_pb2.Tensor()
         tensors.put_tensor(message, array)
@@ -242,7 +242,7 @@ def test_sizes_and_grids_survive_the_round_trip() -> None:
     ],
     ids=repr,
 )
-def test_parts_that_cannot_be_sent_raise_the_errors_of_the_builder(parts: Any) -> None:
+def test_parts_that_cannot_be_sent_raise_the_same_errors_as_in_the_builder(parts: Any) -> None:
     with pytest.raises(MmposError) as want:
         BUILDER.build(parts)
     message = sequences_pb2.Document()
@@ -360,13 +360,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
-def test_errors_name_the_wrong_field_of_a_message(call: Callable[[], object], message: str) -> None:
+def test_errors_name_the_invalid_field_of_a_message(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         call()
     assert str(caught.value) == message
 
 
-def test_a_table_of_too_many_tokens_is_refused() -> None:
+def test_a_table_with_too_many_tokens_is_refused() -> None:
     with pytest.raises(LimitExceededError, match=r"table\.num_tokens: got 2147483648, want at most"):
         table(axes=2, num_tokens=2**31)()
 
@@ -376,7 +376,7 @@ def test_image_margins_survive_the_round_trip() -> None:
     message = sequences_pb2.Sequence()
     sequences.put_sequence(message, builder.build(["a", Grid(1, 2)]))
     assert sequences.get_sequence("sequence", round_trip(message)).image_margins == (0, 0)
-    message.ClearField("image_margins")  # like older servers, which know no other margins
+    message.ClearField("image_margins")  # like older servers, which support no other margins
     assert sequences.get_sequence("sequence", message).image_margins == (1, 1)
     message.image_margins.extend([1, 2])
     with pytest.raises(
@@ -385,7 +385,7 @@ def test_image_margins_survive_the_round_trip() -> None:
         sequences.get_sequence("sequence", message)
 
 
-def test_a_sequence_of_contradictory_lengths_is_refused() -> None:
+def test_a_sequence_with_contradictory_lengths_is_refused() -> None:
     message = sequences_pb2.Sequence()
     sequences.put_sequence(message, BUILDER.build(["ab"]))
     message.input_ids.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_INT32, shape=[1], data=b"1234"))
@@ -415,7 +415,7 @@ def test_errors_and_statuses_convert_both_ways(error: MmposError, status: str, c
     assert type(errors.get_error(message)) is kind
 
 
-def test_overload_is_a_limit_with_a_retry_time() -> None:
+def test_overload_is_sent_as_a_limit_with_a_retry_delay() -> None:
     assert errors.to_status(ServiceOverloadedError("busy", 2)) == ("RESOURCE_EXHAUSTED", "busy")
     result = errors.from_status("RESOURCE_EXHAUSTED", "busy", 0.5)
     assert isinstance(result, ServiceOverloadedError)

@@ -21,7 +21,7 @@ def ids(positions: PositionTable) -> list[tuple[int, ...]]:
 
 @pytest.mark.usefixtures("way")
 def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
-    # Columns 0 and 1 of the thumbnail are columns 0 and 3 of the canvas, which is 2×4 at 2.
+    # The canvas is 2×4 and begins at 2; columns 0 and 1 of the thumbnail are its columns 0 and 3.
     positions = placed(Text(2), Thumbnail(2, 2), Tile(2, 2), Tile(2, 2, tokens_after=1), Text(1))
     assert ids(positions) == [
         *[(0, 0, 0), (1, 1, 1)],
@@ -34,8 +34,8 @@ def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_tokens_between_tiles_end_rows() -> None:
-    # The canvas is 2×2 at 0, so the marker before the thumbnail cannot be at -1.
+def test_tokens_between_tiles_end_a_row() -> None:
+    # The canvas is 2×2 and begins at 0, so the marker before the thumbnail cannot be at -1.
     positions = placed(Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=2), Tile(1, 2))
     assert ids(positions) == [
         *[(0, 0, 0), (0, 0, 0), (0, 2, 2), (0, 0, 0), (0, 0, 0)],
@@ -46,8 +46,9 @@ def test_tokens_between_tiles_end_rows() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_pictures_without_tiles_are_their_own_canvas() -> None:
-    # A thumbnail of 1×2 at 5; after max(1, 2) + 1 ids a grid, without markers, at 8; a thumbnail of 2×1 at 11.
+def test_a_picture_without_tiles_is_its_own_canvas() -> None:
+    # A 1×2 thumbnail begins at 5 and consumes max(1, 2) + 1 ids. A grid, which has no markers, begins at 8, and a 2×1
+    # thumbnail at 11.
     positions = placed(Thumbnail(1, 2, tokens_after=1), Grid(1, 2), Thumbnail(2, 1), Text(1), start=5)
     assert ids(positions) == [
         *[(5, 4, 4), (5, 5, 5), (5, 5, 6), (5, 6, 7), (5, 5, 5)],
@@ -58,7 +59,8 @@ def test_pictures_without_tiles_are_their_own_canvas() -> None:
 
 
 def test_rows_of_unequal_lengths_become_one_row() -> None:
-    # Rows of two tiles and of one become a row of three, with H = 1 and W = 3; its end token is at column 3.
+    # A row of two tiles and a row of one tile become a row of three, with H = 1 and W = 3; its end token is in column
+    # 3.
     positions = placed(Thumbnail(1, 1), Tile(1, 1), Tile(1, 1, tokens_after=1), Tile(1, 1))
     assert ids(positions)[3:] == [*[(0, 0, 0)] * 3, *[(0, 0, 1)] * 3, (0, 0, 3), *[(0, 0, 2)] * 3]
     assert positions.next_positions.tolist() == [4]
@@ -72,8 +74,8 @@ def test_a_tile_beyond_the_canvas_moves_only_the_next_position() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_thumbnail_ids_round_like_linspace() -> None:
-    # Every canvas up to 120 rows with every thumbnail up to 24 rows, including halves that round to odd.
+def test_thumbnail_ids_are_rounded_as_in_linspace() -> None:
+    # Every canvas of up to 120 rows, with every thumbnail of up to 24 rows, including halves that round to odd numbers.
     sizes = [(canvas, rows) for rows in range(1, 25) for canvas in range(1, 121)]
     documents: list[list[Segment]] = [[Thumbnail(rows, 1), Tile(canvas, 1)] for canvas, rows in sizes]
     positions = place(SegmentTable.from_documents(documents), "mrope-canvas")
@@ -86,7 +88,8 @@ def test_thumbnail_ids_round_like_linspace() -> None:
 
 
 def test_a_stretched_row_is_one_run_per_constant_step() -> None:
-    # Columns of a 2×4 thumbnail on a canvas of width 7: 0, 2, 4, 6, one run per row; width 8: 0, 2, 5, 7, three runs.
+    # On a canvas of width 7, a 2×4 thumbnail has the columns 0, 2, 4, 6, one run per row. On a canvas of width 8, it
+    # has 0, 2, 5, 7, three runs per row.
     even = placed(Thumbnail(2, 4), Tile(2, 7))
     odd = placed(Thumbnail(2, 4), Tile(2, 8))
     assert ids(odd)[5:9] == [(0, 1, 0), (0, 1, 2), (0, 1, 5), (0, 1, 7)]

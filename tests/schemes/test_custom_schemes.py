@@ -1,4 +1,4 @@
-"""User-defined schemes: their placements are checked, and they may have any number of axes."""
+"""User-defined schemes: placements are checked, and schemes may have any number of axes."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
 
 @dataclass(frozen=True)
 class Custom(Scheme):
-    """A scheme that returns the options of a test."""
+    """A scheme whose placements a test specifies by options."""
 
     name: ClassVar[str] = "custom"
     options: Any
@@ -60,13 +60,13 @@ def test_an_invalid_placement_is_refused(scheme: Scheme, message: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", Grid2D(order="merged")])
-def test_grids_of_too_many_pieces_are_refused_before_memory_is_allocated(scheme: Any) -> None:
+def test_grids_with_too_many_pieces_are_refused_before_memory_is_allocated(scheme: Any) -> None:
     with pytest.raises(LimitExceededError, match="got grids of 1048577 pieces, want at most 1048576"):
         place(SegmentTable.from_documents([[Grid(1, 1, frames=2**20 + 1)]]), scheme)
 
 
 class Five(Scheme):
-    """Axes: frame, row, column, their sum, and twice the row."""
+    """A scheme with five axes: frame, row, column, their sum, and twice the row."""
 
     name: ClassVar[str] = "five"
     axes = 5
@@ -79,7 +79,7 @@ class Five(Scheme):
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3, 4], [4, 3, 0, 1, 2], [4, 3, 2, 1, 0]])
-def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
+def test_five_axes_in_the_wrong_order_are_identified(order: list[int]) -> None:
     ids = place(SEGMENTS, Five()).dense()
     assert diagnose(ids, SEGMENTS, Five()).equal
     swapped = ", ".join(f"axis {axis}" for axis in order)
@@ -89,7 +89,7 @@ def test_five_axes_in_another_order_are_named(order: list[int]) -> None:
 
 
 class Sixteen(Scheme):
-    """The column, with a different step on every axis."""
+    """A scheme that places patches by column, with a different step on every axis."""
 
     name: ClassVar[str] = "sixteen"
     axes = 16
@@ -101,7 +101,7 @@ class Sixteen(Scheme):
         return Placement([cursor] * 16, step_col=list(range(16)))
 
 
-def test_swapped_axes_are_diagnosed_among_sixteen() -> None:
+def test_swapped_axes_are_diagnosed_even_among_sixteen() -> None:
     segments = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(1)]])
     cause = diagnose(place(segments, Sixteen()).dense()[::-1], segments, Sixteen()).cause
     assert cause is not None
@@ -118,7 +118,7 @@ def test_unnamed_axes_are_printed_and_drawn_by_number() -> None:
 
 @dataclass(frozen=True)
 class Still(Scheme):
-    """All tokens at the start of the document."""
+    """A scheme that places all tokens at the start of the document."""
 
     name: ClassVar[str] = "still"
     axes = 2
@@ -137,7 +137,7 @@ class Still(Scheme):
         return Placement([runs.start] * 2)
 
 
-def test_a_document_entirely_at_id_0_is_not_padding() -> None:
+def test_a_document_whose_ids_are_all_0_is_not_padding() -> None:
     segments = SegmentTable.from_documents([[Text(5), Grid(2, 3, frames=2), Text(1), Grid(1, 4)]])
     positions = place(segments, Still())
     columns = [[1, 1, 1, 0, 0, 0, 1], [4, 3, 1, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1], [1, 4, 1, 0, 1, 0, 0]]

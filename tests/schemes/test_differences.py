@@ -1,4 +1,4 @@
-"""The claims of docs/differences.md about ids, against Transformers' functions and the floats of serving engines."""
+"""Check the claims of docs/differences.md about ids against Transformers' functions and serving engines' floats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, T
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
 
 COUNT = 350
-"""Number of layouts per model, with videos and without: 2,100 in total."""
+"""The number of layouts per model, with and without videos: 2,100 in total."""
 
 
 # Ids.
@@ -34,7 +34,7 @@ COUNT = 350
     ],
 )
 def test_ids_of_random_batches_equal_those_of_transformers(model: str, videos: bool, scheme: str) -> None:
-    """Also compares padding, which has id 0 on both sides."""
+    """Padding, which has id 0 on both sides, is also compared."""
     batches = random_answers(model, videos, COUNT)
     assert len(batches) == COUNT
     for layout, want in batches:
@@ -47,7 +47,7 @@ def test_ids_of_random_batches_equal_those_of_transformers(model: str, videos: b
         assert positions.next_positions.tolist() == (highest + 1).tolist()
 
 
-def test_in_transformers_text_after_a_video_has_ids_below_its_frames_and_contradicts_the_delta() -> None:
+def test_in_transformers_ids_of_text_after_a_video_are_below_its_frames_and_contradict_the_delta() -> None:
     video = Layout(np.array([[1, 2, 3, *[VIDEO] * 20, 4]]), videos=[[5, 4, 4]])
     theirs = rope_index("qwen2_vl", video)
     assert theirs.ids[0, 0].tolist() == [0, 1, 2, *np.repeat([3, 4, 5, 6, 7], 4), 5]
@@ -58,7 +58,10 @@ def test_in_transformers_text_after_a_video_has_ids_below_its_frames_and_contrad
 
 
 def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
-    """Yield for rows with a video and text last whether ids differ from the engines' and the delta from the last id."""
+    """Yield two answers for each row that contains a video and ends with text.
+
+    The first is whether its ids differ from the engines', the second whether its delta contradicts its last id.
+    """
     schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
     for layout, answer in random_answers(model, True, COUNT):
         engines = place(layout.segments(), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
@@ -78,7 +81,7 @@ def test_how_often_transformers_and_the_engines_differ(model: str, counts: tuple
     assert (len(rows), *(sum(column) for column in zip(*rows, strict=True))) == counts
 
 
-def test_an_image_of_several_frames_has_no_time_in_transformers() -> None:
+def test_an_image_with_several_frames_has_no_time_in_transformers() -> None:
     image = Layout(np.array([[1, *[IMAGE] * 3, 2]]), images=[[3, 2, 2]], rate=4)
     assert rope_index("qwen2_5_vl", image).ids[0, 0].tolist() == [0, 1, 2, 3, 2]
     assert place(image.segments(), "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 3, 2]
@@ -96,7 +99,7 @@ def test_packed_documents_do_not_restart_in_transformers() -> None:
     assert [positions.dense()[0, a:b].tolist() for a, b in pairwise(cuts)] == [[0, 1, 2, 3], [0, 1, 2]]
 
 
-# Frames in seconds: each function returns the frame ids of a video from its seconds per frame, the rate and its frames.
+# Frame times: each function computes a video's frame ids from its seconds per frame, the rate and the frame count.
 
 
 def transformers_times(seconds: float, rate: int, frames: int, listed: bool = False) -> Array:
@@ -114,17 +117,17 @@ def exact_times(seconds: float, rate: int, frames: int) -> Array:
 
 
 def engines_times(seconds: float, rate: int, frames: int) -> Array:
-    """Multiply in float32, seconds first, like SGLang, and vLLM until January 2026."""
+    """Multiply in float32, by the seconds first, as SGLang does and vLLM did until January 2026."""
     return (torch.arange(frames) * torch.tensor(seconds) * rate).long().numpy()
 
 
 def newer_vllm_times(seconds: float, rate: int, frames: int) -> Array:
-    """Multiply in float64 after rounding the seconds to float32, like newer vLLM."""
+    """Multiply in float64 after rounding the seconds to float32, as newer versions of vLLM do."""
     return (np.arange(frames) * (torch.tensor(seconds).item() * rate)).astype(np.int64)
 
 
 def binary_value_times(seconds: float, rate: int, frames: int) -> Array:
-    """Return exact floors for the binary value of the float instead of the decimal one."""
+    """Return exact floors for the float's binary value instead of its decimal value."""
     return np.array([int(t * Fraction(seconds) * rate) for t in range(frames)])
 
 
@@ -135,11 +138,11 @@ OTHERS: dict[str, tuple[Callable[[float, int, int], Array], int]] = {
     "newer vLLM": (newer_vllm_times, 826),
     "binary": (binary_value_times, 1929),
 }
-"""Other computations, and the number of frames, of 21,888, whose id differs from ours."""
+"""Other computations, and how many of the 21,888 frame ids differ from ours."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_exact_floors_equal_transformers_and_differ_from_other_computations(name: str) -> None:
+def test_exact_floors_equal_those_of_transformers_and_differ_from_other_computations(name: str) -> None:
     compute, wrong = OTHERS[name]
     videos = [(2 / fps, rate, 384) for rate in (2, 4, 25) for fps in FRAME_RATES]
     assert sum(frames for _, _, frames in videos) == 21_888
@@ -153,15 +156,15 @@ def test_at_25_frames_per_second_the_floats_of_engines_lose_ids() -> None:
     assert newer_vllm_times(*video).tolist() == [0, 1, 3, 5, 7, 9]
 
 
-def test_frames_shorter_than_a_second_have_different_ids() -> None:
+def test_frames_shorter_than_a_second_have_distinct_ids() -> None:
     assert exact_times(0.5, 2, 4).tolist() == transformers_times(0.5, 2, 4).tolist() == [0, 1, 2, 3]
-    assert exact_times(1e-6, 2, 4).tolist() == [0, 0, 0, 0]  # as in older versions, which floored the seconds
+    assert exact_times(1e-6, 2, 4).tolist() == [0, 0, 0, 0]  # older versions floored the seconds and gave these ids
 
 
 # Fractions, and encoders.
 
 
-def test_floored_ids_are_asymmetric_if_one_side_is_odd_and_the_other_even() -> None:
+def test_floored_ids_are_asymmetric_if_exactly_one_side_is_odd() -> None:
     def symmetric(scheme: Scheme, height: int, width: int) -> bool:
         ids = exact(placed([Text(4), Grid(height, width), Text(1)], scheme))
         return all(ids[4][axis] - 3 == ids[-1][axis] - ids[-2][axis] for axis in (0, 1))
@@ -195,11 +198,11 @@ def test_take_selects_the_attention_windows_of_qwen2_5() -> None:
     assert taken.slice(0, int(cu_seqlens[1])).dense().max(axis=1).tolist() == [7, 7]  # 112 pixels: 8×8 patches
 
 
-# Input that one side refuses; tests/segments compares the whole messages.
+# Input that one side refuses; tests/segments compares the full messages.
 
 
 class Legal(NamedTuple):
-    """Valid input that Transformers cannot process, and its correct ids."""
+    """Valid input that Transformers cannot process, and the correct ids."""
 
     layout: Layout
     ids: list[list[int]]
@@ -231,7 +234,7 @@ def test_valid_input_on_which_transformers_raises_is_placed(name: str) -> None:
 
 
 class Illegal(NamedTuple):
-    """Input that is refused with this name, and the first axis of Transformers' ids, or the type of its error."""
+    """Input that mmpos refuses with this name, and Transformers' ids on the first axis or the type of its error."""
 
     name: str
     theirs: list[int] | type[Exception]
@@ -290,7 +293,7 @@ ILLEGAL = {
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_invalid_input_that_transformers_accepts_or_does_not_locate_is_refused_by_name(name: str) -> None:
+def test_invalid_input_that_transformers_accepts_or_does_not_locate_is_refused_with_its_location(name: str) -> None:
     named, theirs, layout = ILLEGAL[name]
     model = "qwen2_vl" if layout.seconds is None else "qwen2_5_vl"
     if isinstance(theirs, list):

@@ -1,4 +1,4 @@
-"""Schemes of generation models: hand-written ids of every axis, and refusals."""
+"""Schemes of generation models: handwritten ids on every axis, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mmpos.segments.kinds import Audio, Segment
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_ids_equal_hand_written_ids(case: str) -> None:
+def test_ids_equal_handwritten_ids(case: str) -> None:
     scheme, document, axes = LAYOUTS[case]
     positions = placed(document, scheme)
     assert exact(positions) == [*zip(*map(numbers, axes), strict=True)]
@@ -42,7 +42,7 @@ def test_ids_equal_hand_written_ids(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_documents_of_a_batch_are_independent_and_count_from_their_start(case: str) -> None:
+def test_documents_in_a_batch_are_independent_and_count_from_their_start(case: str) -> None:
     scheme, document, _ = LAYOUTS[case]
     alone = exact(placed(document, scheme))
     batch = exact(place(SegmentTable.from_documents([document, document[:1], document]), scheme))
@@ -52,7 +52,7 @@ def test_documents_of_a_batch_are_independent_and_count_from_their_start(case: s
         assert later == [tuple(value + 5 for value in position) for position in alone]
 
 
-def test_images_before_text_that_counts_from_1_have_the_next_plane() -> None:
+def test_images_before_text_that_starts_at_1_are_on_the_next_plane() -> None:
     positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
     assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
 
@@ -65,7 +65,7 @@ def test_one_start_per_document_is_refused_by_schemes_that_cannot_be_resumed() -
         place(segments, "flux", np.array([0, 1]))
 
 
-def test_an_image_of_bagel_takes_one_id() -> None:
+def test_an_image_in_bagel_consumes_one_id() -> None:
     assert ids_consumed("bagel", [Grid(24, 24), Grid(1, 1)]).tolist() == [1, 1]
     assert placed([Grid(1, 3)], "bagel").is_grid.tolist() == [True]
     pictures: list[list[Segment]] = [[Thumbnail(1, 1, tokens_after=1)], [Thumbnail(1, 1), Tile(1, 1)]]
@@ -74,8 +74,8 @@ def test_an_image_of_bagel_takes_one_id() -> None:
             placed(wrong, "bagel")
 
 
-def test_cogvideox_as_released_has_another_step_over_a_region_that_does_not_begin_at_0() -> None:
-    # 45 rows over all 30 rows of the base grid; 30 columns over 20 of its 45 columns, from column 12.
+def test_cogvideox_as_released_has_a_different_step_in_a_region_that_does_not_begin_at_0() -> None:
+    # 45 rows cover all 30 rows of the base grid; 30 columns cover 20 of its 45 columns, starting at column 12.
     released, intended = (
         [row[2] for row in exact(placed([Grid(45, 30)], CogVideoX(as_released=as_released)))[:30]]
         for as_released in (True, False)
@@ -85,7 +85,7 @@ def test_cogvideox_as_released_has_another_step_over_a_region_that_does_not_begi
     assert {b - a for a, b in pairwise(intended)} == {Fraction(20, 30)}
 
 
-def test_text_at_constant_ids_is_not_padding() -> None:
+def test_text_with_constant_ids_is_not_padding() -> None:
     table = placed([Text(3), Grid(2, 2)], "flux").pad(9)
     assert table.is_padding.tolist() == [False, False, True]
     assert table.real_lengths.tolist() == [7]

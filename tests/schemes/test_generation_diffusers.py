@@ -1,4 +1,4 @@
-"""Ids of generation schemes equal those of diffusers' classes and pipelines for random sizes and texts."""
+"""Ids of generation schemes equal those of diffusers' classes and pipelines for random image sizes and text lengths."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Ids = npt.NDArray[np.float64]
 
 
 class Rotations(NamedTuple):
-    """Rotations of tokens computed by a class of diffusers.
+    """Rotations of tokens as computed by a class in diffusers.
 
     Args:
         cos: (tokens, pairs).
         sin: (tokens, pairs).
-        dims: number of channels of each axis.
+        dims: number of channels on each axis.
         theta: base of the frequencies.
     """
 
@@ -53,11 +53,11 @@ class Rotations(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A random document and its ids or rotations in diffusers.
+    """A random document, and its ids or rotations in diffusers.
 
     Args:
-        scheme: scheme to compare.
-        document: segments of the document.
+        scheme: scheme to be compared.
+        document: segments in the document.
         ids: (axes, tokens) ids, or the rotations of tokens.
         tokens: tokens that ``ids`` describes.
     """
@@ -74,7 +74,7 @@ def model(name: str) -> Any:
 
 @cache
 def rope(file: str, name: str, *arguments: Any) -> Any:
-    """Return a rotary module, cached because its tables are large."""
+    """Return a rotary module; it is cached because its tables are large."""
     return getattr(model(file), name)(*arguments)
 
 
@@ -92,13 +92,13 @@ def ids(*parts: Any) -> Ids:
 
 
 def interleaved(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
-    """Convert cos and sin of every channel, where adjacent channels form a pair."""
+    """Convert the cos and sin of every channel to rotations whose pairs are adjacent channels."""
     cos, sin = (part.double().numpy().reshape(-1, part.shape[-1])[:, ::2] for part in cos_and_sin)
     return Rotations(cos, sin, dims, theta)
 
 
 def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
-    """Convert cos and sin of every channel, where channel c and channel c + channels/2 form a pair."""
+    """Convert the cos and sin of every channel to rotations whose pairs are channels c and c + channels/2."""
     cos, sin = (part.double().numpy()[:, : part.shape[-1] // 2] for part in cos_and_sin)
     return Rotations(cos, sin, dims, theta)
 
@@ -125,7 +125,7 @@ def flux(draw: random.Random) -> Drawn:
     prepare = pipeline("flux.pipeline_flux").FluxPipeline._prepare_latent_image_ids
     parts = [prepare(1, *grid.extents[1:], None, torch.float32) for grid in grids]
     for k, part in enumerate(parts):
-        part[:, 0] = k  # FluxKontextPipeline writes 1, and BriaFiboEditPipeline the number of the reference
+        part[:, 0] = k  # FluxKontextPipeline writes 1; BriaFiboEditPipeline writes the number of the reference
     return Drawn("flux", [Text(text), *grids], ids(torch.zeros(text, 3), *parts))
 
 
@@ -190,7 +190,7 @@ def z_image(draw: random.Random) -> Drawn:
     embedded = of.patchify_and_embed(transformer, [image], [words], 2, 1)
     image_ids, text_ids = embedded[3][0], embedded[4][0][: -(-text // 32) * 32]  # the text is padded twice
     padding = [Text(1)] * (len(image_ids) > f * h * w)
-    assert not image_ids[f * h * w :].any()  # padding of the image is not compared
+    assert not image_ids[f * h * w :].any()  # image padding is not compared
     document: list[Segment] = [Text(len(text_ids)), Grid(h, w, frames=f)]
     return Drawn(
         Lumina2(first=1), [*document, *padding], ids(text_ids, image_ids[: f * h * w]), slice(len(text_ids) + f * h * w)
@@ -241,7 +241,7 @@ def chronoedit(draw: random.Random) -> Drawn:
 
 
 def wan_animate(draw: random.Random) -> Drawn:
-    """Rotate the reference of Wan-Animate 2 by one table per axis, with the offsets of its config."""
+    """Rotate the reference of Wan-Animate 2 with one table per axis and the offsets in its config."""
     f, h, w = video(draw)
     rope_params = model("wan_animate_2").rope_params
     tables = [rope_params(512, dim, offset=offset) for dim, offset in zip(WAN, (1, 0, w), strict=True)]
@@ -308,7 +308,7 @@ def easyanimate(draw: random.Random) -> Drawn:
 
 
 def cogvideox_as_meant(draw: random.Random) -> Drawn:
-    """Compute ids with ``np.linspace`` without the endpoint over the region of diffusers."""
+    """Compute ids with ``np.linspace`` over diffusers' region, without the endpoint."""
     h, w = sizes(draw, 60)
     (top, left), (bottom, right) = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid(
         (h, w), 45, 30
@@ -419,13 +419,13 @@ OF_MODELS: list[Callable[[random.Random], Drawn]] = [
     qwen_image, qwen_image_21, lumina2, z_image, wan, chronoedit, wan_animate, anyflow_far, hunyuan_video,
     hunyuan_image, glm_image, easyanimate, allegro, ltx2, cosmos, kandinsky, joyimage,
 ]  # fmt: skip
-"""Layouts that need modules of models only."""
+"""Layouts that require only model modules."""
 
 OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
     flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx, cosmos3,
     minimax_h3,
 ]  # fmt: skip
-"""Layouts that also need pipelines, whose imports are slow."""
+"""Layouts that also require pipelines, whose imports are slow."""
 
 
 def compare(drawn: Drawn) -> None:
@@ -441,7 +441,8 @@ def compare(drawn: Drawn) -> None:
     frequencies = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
     angles = np.concatenate([axis[:, None] * inv_freq for axis, inv_freq in zip(got, frequencies, strict=True)], axis=1)
     assert angles.shape == cos.shape
-    # Frequencies, fractional ids and their products are rounded to float32; means of rotations a few times more.
+    # Frequencies, fractional ids and their products are rounded to float32; means of rotations are rounded a few more
+    # times.
     bound = cos_sin(angles, FREQUENCY + 8)
     assert (np.abs(np.cos(angles) - cos) <= bound).all()
     assert (np.abs(np.sin(angles) - sin) <= bound).all()

@@ -1,4 +1,4 @@
-"""Schemes: ids of every scheme against the oracle, and literals from the literature."""
+"""Schemes: ids of every scheme are compared with the oracle and with literals from the literature."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STARTS = st.integers(-20, 10_000)
 @EVERY_CASE
 @settled
 @given(data=st.data())
-def test_ids_of_a_batch_equal_the_oracle(case: Case, data: st.DataObject) -> None:
+def test_ids_of_a_batch_equal_those_of_the_oracle(case: Case, data: st.DataObject) -> None:
     batch = data.draw(batches(case))
     start: int | list[int] = data.draw(STARTS)
     if case.resumable and data.draw(st.booleans()):
@@ -80,7 +80,7 @@ def test_page_rows_places_text_and_images_on_lines() -> None:
     assert exact(positions) == [position for line in page for position in line]
 
 
-def test_class_tokens_are_at_the_start_when_patches_count_from_one() -> None:
+def test_class_tokens_are_at_the_start_if_patches_count_from_one() -> None:
     before = placed([Text(1), Text(1), Grid(2, 2), Grid(1, 2)], Grid2D("merged", 1, first=1))
     assert exact(before) == [(0, 0), (0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 1), (1, 2)]
     after = placed([Grid(1, 2), Text(1)], Grid2D(first=1), 4)
@@ -114,7 +114,7 @@ def test_common_factors_of_seconds_and_rates_cancel_before_limits_are_checked() 
 
 @dataclass(frozen=True)
 class Diagonal(Scheme):
-    """A user-defined scheme: patches along the diagonal, one id per row."""
+    """A user-defined scheme that places patches along the diagonal, one id per row."""
 
     name: ClassVar[str] = "diagonal"
     axes = 2
@@ -141,8 +141,8 @@ def test_xd_rope_numbers_images_and_has_a_column_for_row_separators() -> None:
     assert positions.next_positions.tolist() == [13, 8]
 
 
-def test_xd_rope_over_the_batch_continues_after_the_number_of_the_last_image() -> None:
-    """Of four documents with one token each, the last has ids 0, 0, 0, 3, so its next position is 4."""
+def test_xd_rope_counting_over_the_batch_continues_after_the_number_of_the_last_image() -> None:
+    """The last of four one-token documents has ids 0, 0, 0, 3, so its next position is 4."""
     segments = SegmentTable.from_documents([[Grid(1, 1)]] * 4)
     positions = place(segments, XDRope(counting="batch"))
     assert positions.dense().tolist() == [[0] * 4, [0] * 4, [0] * 4, [0, 1, 2, 3]]
@@ -151,7 +151,7 @@ def test_xd_rope_over_the_batch_continues_after_the_number_of_the_last_image() -
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_name_and_a_default_object_are_the_same_scheme(name: str) -> None:
+def test_a_name_and_a_default_object_specify_the_same_scheme(name: str) -> None:
     document: Document = [Text(3), Grid(2, 3), Text(2)] if SCHEMES[name].text else [Grid(2, 3)]
     by_name, by_object = placed(document, name), placed(document, SCHEMES[name]())
     np.testing.assert_array_equal(by_name.table, by_object.table)
@@ -170,7 +170,7 @@ def test_the_dtype_of_ids_depends_on_the_scheme(scheme: str | Scheme, fractional
 
 @dataclass(frozen=True)
 class Wide(Scheme):
-    """Every grid consumes ``width`` ids, a parameter without a default."""
+    """A scheme whose grids consume ``width`` ids each; the parameter has no default."""
 
     name: ClassVar[str] = "wide"
     axes = 2

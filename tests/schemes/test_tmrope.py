@@ -1,4 +1,4 @@
-"""TMRoPE: ids of video and audio against literals and a loop over tokens; next positions; refusals."""
+"""TMRoPE: ids of video and audio, compared with literals and a loop over tokens; next positions and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def times(positions: PositionTable) -> list[Any]:
     return [position[0] for position in exact(positions)]
 
 
-def test_frames_of_two_thirds_of_a_second_at_13_ids_a_second() -> None:
+def test_frames_of_two_thirds_of_a_second_at_13_ids_per_second() -> None:
     fractional = placed([THIRDS, Text(1)], "tmrope-qwen3")
     assert times(fractional) == [0, F(26, 3), F(52, 3), F(55, 3)]
     assert placed([THIRDS, Text(1)], TMRopeQwen3(engine="serving")).dense()[0].tolist() == [0, 8, 17, 18]
@@ -71,7 +71,7 @@ def test_qwen2_5_interleaves_a_clip_by_chunk() -> None:
 def test_text_continues_after_the_last_run_and_generation_after_the_highest_id() -> None:
     tall = Clip(9, 1, frames=1, audio=2)
     positions = placed([Text(1), tall, Text(1)], "tmrope")
-    assert times(positions)[-4:] == [3, 4, 4, 5]  # audio at 2 and 3, though rows reach 10
+    assert times(positions)[-4:] == [3, 4, 4, 5]  # audio is at 2 and 3, although rows reach 10
     assert positions.next_positions.tolist() == [11]
     assert placed([Text(1), tall, Text(1)], TMRope(engine="serving")).next_positions.tolist() == [15]
 
@@ -140,7 +140,7 @@ def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any]
 
 
 def chunks(times: list[Fraction], size: int) -> list[list[int]]:
-    """Cut tokens where their time reaches the next chunk, opening at most one chunk per token."""
+    """Cut tokens where their time reaches the next chunk; each token opens at most one chunk."""
     parts: list[list[int]] = [[]]
     for n, time in enumerate(times):
         if time >= len(parts) * size:
@@ -158,7 +158,7 @@ def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tupl
             ids += placed_ids
             highest = max(highest, after)
         elif isinstance(part, Grid):
-            # The same as a clip without markers and audio.
+            # Like a clip without markers and audio.
             seconds = F(1) if part.seconds_per_frame is None else part.seconds_per_frame
             steps = [t * seconds * scheme.tokens_per_second for t in range(part.frames)]
             steps = steps if scheme.fractional else [F(floor(step)) for step in steps]
@@ -194,7 +194,7 @@ BATCHES = st.lists(st.lists(parts(), min_size=1, max_size=4), min_size=1, max_si
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
-def test_ids_of_clips_equal_a_loop_over_tokens(scheme: Scheme) -> None:
+def test_ids_of_clips_equal_those_of_a_loop_over_tokens(scheme: Scheme) -> None:
     @settled
     @given(BATCHES, st.integers(-40, 40))
     def check(batch: list[list[Segment]], start: int) -> None:
@@ -245,7 +245,7 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         (
             lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),
             LimitExceededError,
-            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want less",
+            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want smaller ids",
         ),
     ],
 )
@@ -254,7 +254,7 @@ def test_invalid_schemes_and_clips_are_refused(make: Callable[[], object], error
         make()
 
 
-def test_documents_with_different_times_need_no_common_denominator() -> None:
+def test_documents_with_different_times_require_no_common_denominator() -> None:
     documents: list[list[Segment]] = [
         [Grid(1, 1, frames=2, seconds_per_frame=F(1, p)), Text(1)] for p in (65537, 65539)
     ]

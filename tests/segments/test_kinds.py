@@ -47,7 +47,7 @@ CLIP_OF_3 = Clip(2, 2, frames=3, audio=5, seconds_per_frame=0.5)
 TILED = (Thumbnail(2, 3), Tile(1, 4, tokens_after=1), Tile(1, 4))
 
 
-def test_a_table_with_every_kind() -> None:
+def test_a_table_can_contain_every_kind_of_segment() -> None:
     segments = SegmentTable.from_documents([[Text(3), Audio(4), CLIP_OF_3], [*TILED, Grid(1, 1)]])
     assert fields(segments) == {
         "kind": [TEXT, AUDIO, CLIP, THUMBNAIL, TILE, TILE, GRID],
@@ -57,14 +57,15 @@ def test_a_table_with_every_kind() -> None:
         "row_separator": None,
         "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
-    # A clip: 12 patches, 5 audio tokens, 4 markers. Thumbnail and tiles: patches, 2 markers, a token after one tile.
+    # A clip: 12 patches, 5 audio tokens, 4 markers. The thumbnail and tiles: patches, 2 markers each, and a token after
+    # one tile.
     assert segments.lengths.tolist() == [3, 4, 21, 8, 7, 6, 1]
     assert repr(segments) == (
         "SegmentTable(2 documents, 7 segments (1 grid, 1 audio run, 1 clip, 1 thumbnail, 2 tiles), 50 tokens)"
     )
 
 
-def test_arrays_and_spans_build_the_same_table() -> None:
+def test_arrays_and_spans_give_the_same_table() -> None:
     documents: list[list[Segment]] = [[Text(2), Audio(3), Text(1), CLIP_OF_3], [*TILED, Text(4)]]
     want = SegmentTable.from_documents(documents)
     arrays = {name: values for name, values in fields(want).items() if values is not None}
@@ -95,7 +96,7 @@ def test_arrays_and_spans_build_the_same_table() -> None:
         (lambda: CropMarkers(1, 2, 1, 4, 5), "CropMarkers.tile_start must differ from thumbnail_start, got 1"),
     ],
 )
-def test_parts_check_themselves(make: Callable[[], object], message: str) -> None:
+def test_parts_check_their_own_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(message)):
         make()
 
@@ -161,13 +162,15 @@ def table(kind: int, extra: int | None, extents: tuple[int, int, int] = (1, 1, 2
         ),
     ],
 )
-def test_tables_check_their_kinds(make: Callable[[], object], error: type[MmposError], message: str) -> None:
+def test_tables_check_the_kinds_of_their_segments(
+    make: Callable[[], object], error: type[MmposError], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
-def test_audio_has_the_ids_of_text_in_every_scheme(case: Case) -> None:
+def test_audio_has_the_same_ids_as_text_in_every_scheme(case: Case) -> None:
     @settled
     @given(batches(case), st.data())
     def check(documents: list[Document], data: st.DataObject) -> None:
@@ -205,7 +208,7 @@ def test_token_types_distinguish_audio_patches_and_markers() -> None:
     assert token_types(segments).tolist() == want
 
 
-def test_padding_keeps_every_column() -> None:
+def test_padding_keeps_all_columns() -> None:
     ids = np.full((2, 6), 1)
     ids[0, 2:5] = 9
     mask = [[1] * 6, [0, 0, 1, 1, 1, 1]]
@@ -225,7 +228,7 @@ def test_padding_keeps_every_column() -> None:
 
 
 def test_block_keys_depend_on_the_tokens_after_tiles() -> None:
-    # The first seven tokens have the same ids; in the second table the picture has one more token after them.
+    # The first seven tokens have the same ids, but in the second table one more token of the picture follows them.
     one, other = (SegmentTable.from_documents([[Thumbnail(1, 1), Tile(1, 1, tokens_after=after)]]) for after in (1, 2))
     (first,), (second,) = (
         block_keys(table, place(table, "mrope-canvas"), 7, image_hashes=["a", "b"]) for table in (one, other)
@@ -234,7 +237,7 @@ def test_block_keys_depend_on_the_tokens_after_tiles() -> None:
 
 
 @pytest.mark.parametrize("hashes", [None, ["a", "b", "c"]])
-def test_a_key_hashes_the_audio_length_of_clips_only(hashes: list[str] | None) -> None:
+def test_a_key_hashes_the_audio_length_only_for_clips(hashes: list[str] | None) -> None:
     segments = SegmentTable.from_documents([[Audio(2), Clip(1, 1, frames=1, audio=1, seconds_per_frame=1), Grid(2, 3)]])
     positions = place(segments, "tmrope")
     shapes: list[tuple[int, ...]] = [(0, 1, 1, 2, AUDIO), (2, 1, 1, 1, CLIP, 1), (8, 1, 2, 3, 0)]
@@ -245,7 +248,7 @@ def test_a_key_hashes_the_audio_length_of_clips_only(hashes: list[str] | None) -
     assert block_keys(segments, positions, 14, image_hashes=hashes) == [[hashlib.sha256(root + block).digest()]]
 
 
-def test_block_keys_take_a_hash_for_each_segment_with_content() -> None:
+def test_block_keys_require_one_hash_per_segment_with_content() -> None:
     segments = SegmentTable.from_documents([[Audio(4), CLIP_OF_3, Grid(1, 1), Text(2)]])
     positions = place(segments, "tmrope")
     with pytest.raises(InvalidInputError, match=r"^image_hashes: got 2, want 3, one per grid and audio run and clip$"):

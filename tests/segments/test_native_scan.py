@@ -1,4 +1,4 @@
-"""The C scan of token ids builds the same tables as the Python code, and Python words its errors."""
+"""The C scan of token ids builds the same tables as the Python code, which raises the errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {
 
 
 class Batch:
-    """Documents of random parts, and their grids before merging."""
+    """Documents with random parts, and their grids before merging."""
 
     def __init__(self, random: Random, kinds: Placeholders, merge: int, apart: bool) -> None:
         self.random, self.kinds, self.merge, self.apart = random, kinds, merge, apart
@@ -91,7 +91,7 @@ class Batch:
         return ids
 
     def arguments(self) -> dict[str, Any]:
-        """Draw arguments of from_input_ids, in any form."""
+        """Draw the arguments of from_input_ids in any of their forms."""
         random, arguments = self.random, {"placeholders": self.kinds, "spatial_merge_size": self.merge}
         arguments["frames_apart"] = self.apart
         for name, token in (("image_grid_thw", self.kinds.image), ("video_grid_thw", self.kinds.video)):
@@ -138,7 +138,7 @@ def outcome(arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_scan_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_gives_the_same_result_as_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random, scans = Random(name), 0
     scan: Callable[..., Any] = tables.scan
 
@@ -165,7 +165,7 @@ def test_the_scan_equals_python(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_scan_of_arbitrary_numbers_never_reads_out_of_bounds() -> None:
-    """Every result is a valid table, or nothing."""
+    """Every result is either a valid table or None."""
     random, absent, tables_built = Random("numbers"), -(2**63), 0
     wide = [0, 1, 2, 3, 4, -1, 7, 100, 2**31 - 1, 2**31, 2**62, -(2**63), 2**63 - 1]
 

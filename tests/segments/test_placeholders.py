@@ -1,4 +1,4 @@
-"""from_input_ids against documents written by hand."""
+"""Compare from_input_ids with handwritten documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONVERSIONS: list[Callable[..., Any]] = [list, np.asarray, torch.tensor, np.atle
 
 
 class Tokens(NamedTuple):
-    """One tokenised document: its ids, its grids before merging, and its segments."""
+    """A tokenised document: its ids, its grids before merging, and its segments."""
 
     ids: list[int]
     images: list[list[int]]
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 @st.composite
 def tokens(draw: st.DrawFn, merge: int, apart: bool) -> Tokens:
-    """Draw a document of words, images and videos; grids may be adjacent, separate frames follow a timestamp."""
+    """Draw a document of words, images and videos; grids may be adjacent, and separate frames follow timestamps."""
     tokenized = Tokens([], [], [], [], [])
     for kind in draw(st.lists(st.sampled_from(["text", "image", "video"]), min_size=1, max_size=5)):
         if kind == "text":
@@ -178,7 +178,7 @@ def test_zero_documents_are_accepted(input_ids: npt.ArrayLike, options: dict[str
     assert fields(segments) == fields(SegmentTable.from_documents([]))
 
 
-def test_the_callers_arrays_are_not_written() -> None:
+def test_the_callers_arrays_are_not_modified() -> None:
     ids, mask, thw = np.array([[0, 1, IMAGE]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
     copies = ids.copy(), mask.copy(), thw.copy()
     SegmentTable.from_input_ids(ids, Placeholders(image=IMAGE), thw, attention_mask=mask)
@@ -194,7 +194,7 @@ def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options:
     return str(error.value)
 
 
-def test_the_first_grid_without_matching_placeholders_is_named() -> None:
+def test_the_first_grid_without_matching_placeholders_is_reported() -> None:
     ids = [1, IMAGE, IMAGE, 2, 3, IMAGE, IMAGE, IMAGE]
     grids = [[1, 1, 2], [1, 2, 2]]
     assert refused([*ids, 4], grids, cu_seqlens=[0, 4, 9]) == (
@@ -214,7 +214,7 @@ def test_a_run_ends_with_its_document() -> None:
     )
 
 
-def test_a_merge_size_that_fits_is_proposed() -> None:
+def test_the_error_suggests_a_merge_size_that_fits() -> None:
     assert refused([1, *[IMAGE] * 4], [[1, 4, 4]]) == (
         "image_grid_thw[0]: got a run of 4 placeholders at document 0, token 1, want 16 for 1x4x4 after merging"
         " (fits with spatial_merge_size=2)"
@@ -226,7 +226,7 @@ def test_a_merge_size_that_fits_is_proposed() -> None:
 
 
 def test_a_hint_never_hides_the_error() -> None:
-    """Without merging, this grid exceeds the limit of a segment, which must not replace the message."""
+    """Without merging, this grid exceeds the limit of a segment, but that error must not replace the message."""
     side = 2**16
     assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
         "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging"
@@ -248,7 +248,7 @@ def test_missing_and_surplus_grids_are_refused() -> None:
     )
 
 
-def test_adjacent_frames_without_text_in_between_are_accepted() -> None:
+def test_frames_without_text_between_them_are_accepted() -> None:
     segments = SegmentTable.from_input_ids(
         [VIDEO] * 4, Placeholders(image=IMAGE, video=VIDEO), None, [[2, 1, 2]], frames_apart=True
     )
@@ -257,7 +257,7 @@ def test_adjacent_frames_without_text_in_between_are_accepted() -> None:
 
 def test_a_video_of_absurd_length_allocates_no_memory() -> None:
     assert refused([1, VIDEO, 2], None, [[2**31 - 1, 1, 1]], frames_apart=True) == (
-        "video_grid_thw: got 2147483647 frames, want at most 1, the placeholders"
+        "video_grid_thw: got 2147483647 frames, want at most 1, the number of placeholders"
     )
 
 
@@ -267,8 +267,8 @@ def test_a_video_of_absurd_length_allocates_no_memory() -> None:
         ([[1, 1, 1], [1, 0, 1]], "attention_mask[1]: got a hole, want ones in one run, padded left or right"),
         ([[1, 1, 1], [0, 0, 0]], "attention_mask[1]: got no tokens, want ones in one run, padded left or right"),
         ([[1, 2, 1], [0, 0, 1]], "attention_mask: got values 0 to 2, want 0 and 1"),
-        ([[1, 1, 1]], "attention_mask: got int64 of shape (1, 3), want 0 and 1 of shape (2, 3)"),
-        ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want 0 and 1 of shape (2, 3)"),
+        ([[1, 1, 1]], "attention_mask: got int64 of shape (1, 3), want zeros and ones of shape (2, 3)"),
+        ([[1.0] * 3] * 2, "attention_mask: got float64 of shape (2, 3), want zeros and ones of shape (2, 3)"),
     ],
 )
 def test_invalid_masks_are_refused(mask: Any, message: str) -> None:
@@ -325,7 +325,7 @@ def test_other_invalid_input_is_refused(input_ids: Any, options: dict[str, Any],
     assert refused(input_ids, **options) == message
 
 
-def test_a_grid_beyond_the_limit_is_named_by_its_argument() -> None:
+def test_the_error_for_a_grid_beyond_the_limit_names_its_argument() -> None:
     with pytest.raises(LimitExceededError) as error:
         SegmentTable.from_input_ids([IMAGE], Placeholders(image=IMAGE), [[2**10, 2**11, 2**10]])
     assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"
@@ -343,15 +343,15 @@ def test_a_grid_beyond_the_limit_is_named_by_its_argument() -> None:
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
         (
             {"image": 8, "rows": (5, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (5, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (5, 8)",
         ),
         (
             {"audio": 8, "rows": (8, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
         ),
         (
             {"image": 8, "audio": 5, "rows": (8, 8)},
-            "rows must differ from the other ids, or be twice the id of patches, got (8, 8)",
+            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
         ),
         ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
         ({"crops": MARKERS, "image": NEWLINE}, f"crops must differ from the ids of patches, got {MARKERS}"),
@@ -365,14 +365,14 @@ def test_conflicting_placeholder_ids_are_refused(fields: dict[str, Any], message
     assert str(caught.value) == f"Placeholders.{message}"
 
 
-# Rows that end in one more placeholder.
+# Rows that end with an extra placeholder.
 
 FRAMED = Placeholders(IMAGE, rows=(IMAGE, IMAGE))
 
 
 @pytest.mark.usefixtures("way")
-def test_rows_may_end_in_an_extra_placeholder_and_images_be_framed_by_two() -> None:
-    """Two rows of two in a frame, and a single patch without: runs of 2·3 + 2 and of 1·2 placeholders."""
+def test_rows_may_end_with_an_extra_placeholder_and_images_may_be_framed_by_two() -> None:
+    """One image has two framed rows of two patches, the other a single unframed patch: 2·3 + 2 and 1·2 placeholders."""
     ids = [1, *[IMAGE] * 8, 2, 0, 0], [0, 0, *[IMAGE] * 2, 3, *[IMAGE] * 7]
     segments = SegmentTable.from_input_ids(
         ids,
@@ -402,11 +402,11 @@ def test_rows_may_end_in_an_extra_placeholder_and_images_be_framed_by_two() -> N
         ),
     ],
 )
-def test_runs_of_wrong_length_with_row_ends_are_refused(grids: Any, message: str) -> None:
+def test_runs_of_the_wrong_length_are_refused_if_rows_end_with_a_placeholder(grids: Any, message: str) -> None:
     assert refused([1, *[IMAGE] * 4, 2, *[IMAGE] * 3], grids, placeholders=FRAMED) == message
 
 
-# Audio, alone and in clips.
+# Audio on its own and in clips.
 
 ALL = Placeholders(IMAGE, VIDEO, AUDIO)
 
@@ -441,7 +441,11 @@ def test_audio_runs_end_with_the_document_and_skip_padding() -> None:
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
-        ([AUDIO] * 2, {"audio_lengths": [3]}, "audio_lengths[0]: got 3, want 2, the audio tokens in input_ids"),
+        (
+            [AUDIO] * 2,
+            {"audio_lengths": [3]},
+            "audio_lengths[0]: got 3, want 2, the number of audio tokens in input_ids",
+        ),
         ([AUDIO, 1, AUDIO], {"audio_lengths": [1]}, "audio_lengths: got 1 length, want 2, one per run of audio tokens"),
         (
             [1],
@@ -480,7 +484,7 @@ def test_crops_include_their_markers_and_the_newlines_after_them() -> None:
     assert fields(got) == fields(SegmentTable.from_documents([want]))
 
 
-def test_crops_exclude_newlines_of_the_next_document_and_of_padding() -> None:
+def test_crops_exclude_newlines_in_the_next_document_and_in_padding() -> None:
     ids = [BEGIN, IMAGE, END, NEWLINE]
     packed = SegmentTable.from_input_ids([*ids, 0], CROPS, [[1, 1, 1]], cu_seqlens=[0, 3, 5])
     assert fields(packed) == fields(SegmentTable.from_documents([[Thumbnail(1, 1)], [Text(2)]]))

@@ -1,4 +1,4 @@
-"""Row separators: a token after the patches of every row, in sequences, batches, masks and shards."""
+"""Row separators, which follow the patches of every row, in sequences, batches, masks and shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def example(*pieces: tuple[Any, bool], builder: SequenceBuilder = BUILDER, **opt
 
 
 def test_the_builder_puts_a_row_marker_after_every_row() -> None:
-    """L = 1, K = 13: rows 5, 9 and columns 4, 7, 10 and 13 of the separators."""
+    """By hand, with L = 1 and K = 13: rows 5 and 9, columns 4, 7 and 10, and separators in column 13."""
     sequence = BUILDER.build(["a", Grid(2, 3), "b"])
     assert sequence.input_ids.tolist() == [97, BEGIN, *[PATCH] * 3, ROW, *[PATCH] * 3, ROW, END, 98]
     assert sequence.token_type_ids.tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0]
@@ -58,7 +58,7 @@ def test_the_builder_puts_a_row_marker_after_every_row() -> None:
     assert sequence.segments.row_separator.tolist() == [False, True, False]
 
 
-def test_row_markers_do_not_change_the_patches_of_photographs_and_videos() -> None:
+def test_row_markers_do_not_change_the_patches_of_photos_and_videos() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
     images = ImageProcessor("pillow", patch_size=4, min_pixels=64)
     parts = [photo, Video([photo[:8], photo], times=[0, 1], timestamp="t")]
@@ -70,7 +70,7 @@ def test_row_markers_do_not_change_the_patches_of_photographs_and_videos() -> No
     assert at_patches[0] == at_patches[1]
 
 
-def test_schemes_without_row_separators_refuse_them() -> None:
+def test_schemes_that_do_not_support_row_separators_refuse_them() -> None:
     with pytest.raises(UnsupportedError, match=r"^documents\[0\]\[1\]: got a grid with row separators, want none in"):
         replace(BUILDER, scheme="mrope").build([Grid(2, 2)])
 
@@ -96,22 +96,22 @@ def test_separator_tokens_are_listed_for_every_table() -> None:
     ("kind", "grid", "extra", "tokens"),
     [(GRID, [2, 2, 1], 0, 8), (AUDIO, [1, 1, 3], 0, 3), (CLIP, [2, 2, 1], 2, 10), (THUMBNAIL, [1, 2, 3], 1, 9)],
 )
-def test_only_grids_of_spans_get_row_separators(kind: int, grid: list[int], extra: int, tokens: int) -> None:
-    """A clip has two markers before and two after its 4 patches and 2 audio tokens, a thumbnail one on each side."""
+def test_from_spans_gives_row_separators_only_to_grids(kind: int, grid: list[int], extra: int, tokens: int) -> None:
+    """A clip has two markers on each side of its 4 patches and 2 audio tokens; a thumbnail has one on each side."""
     table = SegmentTable.from_spans([14], [1], [grid], row_separator=True, kind=[kind], extra_tokens=[extra])
     assert table.lengths.tolist() == [1, tokens, 13 - tokens]
     separators = None if table.row_separator is None else table.row_separator.tolist()
     assert separators == ([False, True, False] if kind == GRID else None)
 
 
-def test_separators_have_labels_only_with_train_markers() -> None:
+def test_separators_have_labels_only_if_train_markers_is_set() -> None:
     parts = (("a", True), (Grid(2, 1), True), (Grid(1, 1), False))
     assert example(*parts).labels.tolist() == [97] + [-100] * 10
     with_markers = example(*parts, train_markers=True).labels.tolist()
     assert with_markers == [97, BEGIN, -100, ROW, -100, ROW, END] + [-100] * 4
 
 
-def test_a_slice_of_an_example_keeps_separators_and_seconds() -> None:
+def test_slices_of_an_example_keep_separators_and_seconds() -> None:
     timed = Grid(1, 2, frames=2, seconds_per_frame=0.5)
     whole = example(
         ("abc", True), (timed, True), ("de", True), (Grid(1, 1), True), builder=replace(BUILDER, scheme="flatten")
@@ -171,14 +171,14 @@ def examples_of(documents: list[list[int | tuple[int, int]]]) -> list[Example]:
 
 @settings(settled, max_examples=8)
 @given(some_documents.filter(lambda documents: 0 < len(documents) <= 3), st.sampled_from(["left", "right"]))
-def test_masks_join_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
+def test_masks_connect_the_rows_of_an_image(documents: Any, side: Literal["left", "right"]) -> None:
     examples = examples_of(documents)
     packed, padded = PackedCollator()(examples), PaddedCollator(side=side)(examples)
     lengths = [whole.num_tokens for whole in examples]
     for batch, sizes in ((packed, lengths), (padded, [max(lengths)] * len(lengths))):
         begins = np.cumsum(sizes) - sizes + (np.subtract(sizes, lengths) if side == "left" else 0)
         spans = [
-            (begin + first, begin + stop - 1)  # the last separator is masked like [/IMG]
+            (begin + first, begin + stop - 1)  # the last separator is treated like [/IMG]
             for begin, whole in zip(begins.tolist(), examples, strict=True)
             for first, stop in whole.sequence.image_spans.tolist()
         ]
@@ -215,7 +215,7 @@ PIXTRAL = SequenceBuilder(
 IMG, BREAK, LAST = 256, 257, 258
 
 
-def test_pixtral_images_have_no_margins_and_end_in_another_token() -> None:
+def test_pixtral_images_have_no_margins_and_end_with_a_different_token() -> None:
     sequence = PIXTRAL.build(["a", Grid(2, 3), Grid(1, 1), "b"])
     image = [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, LAST]
     assert sequence.input_ids.tolist() == [97, *image, IMG, LAST, 98]
@@ -251,7 +251,7 @@ def build(builder: SequenceBuilder, document: list[int | tuple[int, int]]) -> An
 @settings(settled, max_examples=60)
 @given(around, rows, st.lists(parts, min_size=1, max_size=3), st.sampled_from([1, 2]), st.sampled_from("plr"))
 def test_rows_are_read_back_from_their_ids(ends: Any, separators: Any, documents: Any, merge: int, way: str) -> None:
-    """Rows are packed, or padded on the left or right; with any markers the table equals the builder's."""
+    """Rows are packed, or padded on the left or right; whatever the markers, the table equals the builder's."""
     (begin, end), (row, last_row) = ends, separators
     builder = SequenceBuilder(scheme="flatten", markers=Markers(begin, end, 256, row, last_row))
     sequences = [build(builder, document) for document in documents]
@@ -336,7 +336,7 @@ INCLUDED = "ends of rows included"
         ),
     ],
 )
-def test_wrong_rows_are_refused(ids: list[int], grids: Any, message: str) -> None:
+def test_incorrect_rows_are_refused(ids: list[int], grids: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         SegmentTable.from_input_ids(ids, Placeholders(8, rows=(5, 6)), grids)
     assert str(caught.value) == f"image_grid_thw{message}"
@@ -348,14 +348,14 @@ def test_rows_end_with_their_document() -> None:
         SegmentTable.from_input_ids([8, 5, 8, 5], placeholders, [[1, 2, 1]], cu_seqlens=[0, 2, 4])
 
 
-def test_rows_without_row_tokens_suggest_placeholders_rows() -> None:
+def test_the_error_for_undeclared_row_tokens_suggests_placeholders_rows() -> None:
     with pytest.raises(
         InvalidInputError, match=r"want 4 for 1x2x2 after merging; where a token .* name it in placeholders.rows$"
     ):
         SegmentTable.from_input_ids([8, 8, 5, 8, 8, 6], Placeholders(image=8), [[1, 2, 2]])
 
 
-def test_images_without_markers_have_no_labels_and_may_be_cut_and_packed() -> None:
+def test_images_without_markers_have_no_labels_and_can_be_cut_and_packed() -> None:
     whole = example(("ab", True), (Grid(1, 2), True), (Grid(1, 1), False), ("cd", True), builder=PIXTRAL)
     assert whole.labels.tolist() == [97, 98, *[-100] * 5, 99, 100]
     trained = example((Grid(1, 2), True), builder=PIXTRAL, train_markers=True)

@@ -19,7 +19,7 @@ from mmpos.segments.table import GRID, PAD, TEXT
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 
 
-def test_a_table_from_documents() -> None:
+def test_from_documents_builds_a_table() -> None:
     video = Grid(2, 2, frames=3, seconds_per_frame=0.5)
     segments = SegmentTable.from_documents([[Text(3), Grid(1, 4), video], [Grid(2, 3, row_separator=True)]])
     assert fields(segments) == {
@@ -44,7 +44,7 @@ def test_zero_documents_are_accepted() -> None:
     assert fields(SegmentTable.from_arrays([], [], [0])) == nothing
 
 
-def test_grid_from_thw_takes_frames_height_width() -> None:
+def test_grid_from_thw_expects_frames_height_and_width() -> None:
     grid = Grid.from_thw(np.array([3, 1, 2]), row_separator=True)
     assert grid == Grid(1, 2, frames=3, row_separator=True)
     assert grid.extents == (3, 1, 2)
@@ -78,7 +78,7 @@ def merged(document: Document) -> Document:
 
 @settled
 @given(batches(ANYTHING), st.booleans(), st.sampled_from([list, np.asarray, torch.tensor]))
-def test_spans_and_arrays_build_the_same_table_as_documents(
+def test_spans_and_arrays_give_the_same_table_as_documents(
     batch: list[Document], separator: bool, kind: Callable[..., Any]
 ) -> None:
     lengths, offsets, grid_thw, owner, seconds = [], [], [], [], []
@@ -122,14 +122,14 @@ def test_spans_and_arrays_build_the_same_table_as_documents(
     assert fields(arrays) == fields(want)
 
 
-def test_spans_of_one_document_need_no_document_indices() -> None:
+def test_spans_of_one_document_require_no_document_indices() -> None:
     segments = SegmentTable.from_spans([12], [0, 8], [[1, 2, 3], [2, 1, 1]])
     assert fields(segments) == fields(
         SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
     )
 
 
-def test_padding_has_id_zero_and_shifts_no_other_ids() -> None:
+def test_padding_has_id_zero_and_does_not_shift_other_ids() -> None:
     segments = SegmentTable.from_arrays([PAD, TEXT, GRID, PAD], [[1] * 4, [1, 1, 2, 1], [2, 1, 2, 3]], [0, 4])
     positions = place(segments, "mrope", 5)
     assert positions.dense()[1].tolist() == [0, 0, 5, 6, 6, 7, 7, 0, 0, 0]
@@ -184,7 +184,7 @@ def test_invalid_spans_are_refused(
         (1.5, "seconds_per_frame: got 1.5, want a list of seconds"),
     ],
 )
-def test_invalid_seconds_of_spans_are_refused(seconds: list[float], message: str) -> None:
+def test_invalid_seconds_in_spans_are_refused(seconds: list[float], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_spans([5], [0], [[1, 1, 1]], seconds_per_frame=seconds)
     assert str(error.value) == message

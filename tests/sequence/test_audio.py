@@ -27,11 +27,11 @@ from mmpos.schemes import TMRopeQwen3
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 
 
-def test_a_clip_is_one_part_in_the_token_order_of_the_scheme() -> None:
+def test_a_clip_is_one_part_and_has_the_token_order_of_the_scheme() -> None:
     sequence = BUILDER.build(["a", CLIP, "b"])
     assert sequence.input_ids.tolist() == [97, *CLIP_IDS, 98]
     assert sequence.token_type_ids.tolist() == [0, *CLIP_TYPES, 0]
-    # The two markers before the clip share an id, as do the two after it; frame 1 has time 2 + 2.
+    # The two markers before the clip share an id, as do the two markers after it; frame 1 is at 2 + 2.
     assert sequence.positions.dense().tolist() == [
         [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 5, 6],
         [0, 1, 1, 2, 2, 2, 3, 2, 2, 4, 5, 5, 6],
@@ -44,8 +44,8 @@ def test_a_clip_is_one_part_in_the_token_order_of_the_scheme() -> None:
     assert (sequence.audio_spans.tolist(), sequence.image_hashes, sequence.patches) == ([], (None,), None)
 
 
-def test_another_scheme_has_another_token_order() -> None:
-    # A frame precedes the first audio token that is not earlier.
+def test_another_scheme_has_a_different_token_order() -> None:
+    # A frame precedes the first audio token whose time is not earlier than the frame's.
     builder = replace(BUILDER, scheme=TMRopeQwen3(tokens_per_second=1))
     sequence = builder.build([Clip(1, 1, frames=3, audio=4, seconds_per_frame=1)])
     assert sequence.token_type_ids.tolist() == [0, 0, 1, 3, 1, 3, 1, 3, 3, 0, 0]
@@ -77,7 +77,7 @@ def test_audio_markers_are_optional(begin: str | None, end: str | None) -> None:
     assert sequence.marked_spans.tolist() == [[1, sequence.input_ids.size - 1]]
 
 
-def test_videos_of_one_grid_use_the_video_placeholder() -> None:
+def test_videos_that_form_one_grid_use_the_video_placeholder() -> None:
     parts = [Grid(1, 1, frames=2), Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
     sequence = BUILDER.build(parts)
     assert sequence.input_ids.tolist() == [BEGIN, VIDEO, VIDEO, END, *(BEGIN, IMAGE, END) * 2]
@@ -125,7 +125,7 @@ def test_markers_around_audio_require_an_audio_placeholder(name: str) -> None:
         SequenceBuilder(markers=Markers(**{name: 9}))
 
 
-def test_schemes_without_clips_refuse_them() -> None:
+def test_schemes_that_do_not_support_clips_refuse_them() -> None:
     with pytest.raises(UnsupportedError, match="its video and its audio apart"):
         replace(BUILDER, scheme="mrope").build([CLIP])
 
@@ -135,12 +135,12 @@ def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
         BUILDER.build(["a", part])
     assert str(caught.value) == (
-        f"parts[1]: got a {type(part).__name__.lower()}, want input_ids and sizes of its model's processor, "
+        f"parts[1]: got a {type(part).__name__.lower()}, want input_ids and sizes from its model's processor, "
         "which mmpos.from_hf_config(config).segments reads"
     )
 
 
-def test_text_that_spells_an_audio_marker_stays_text() -> None:
+def test_text_that_spells_an_audio_marker_remains_text() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     names = {"[UNK]": 0, "[IMG]": 1, "[/IMG]": 2, "[PATCH]": 3, "[A]": 4, "[": 5, "A]": 6}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]"))
@@ -149,7 +149,7 @@ def test_text_that_spells_an_audio_marker_stays_text() -> None:
     assert sequence.input_ids.tolist() == [5, 6, 4]
 
 
-def test_clips_and_audio_as_frames_of_a_video_are_refused() -> None:
+def test_clips_and_audio_are_refused_as_frames_of_a_video() -> None:
     for part in (CLIP, Audio(1)):
         with pytest.raises(InvalidInputError, match=rf"Video\.frames\[0\]: got {type(part).__name__}, want an image"):
             Video([part], times=[0])
@@ -176,13 +176,13 @@ def assert_refused(error: type[MmposError], message: str, segments: SegmentTable
         positions.token_types(segments)
 
 
-def test_token_types_of_other_documents_are_refused() -> None:
+def test_token_types_refuses_segments_of_other_documents() -> None:
     assert_refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
     other = SegmentTable.from_documents([[Text(1), Clip(1, 1, frames=2, audio=5)]])
     assert_refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
 
 
-def test_token_types_of_several_documents_are_listed() -> None:
+def test_token_types_lists_the_tokens_of_several_documents() -> None:
     segments = SegmentTable.from_documents([[CLIP, Text(1)], [Grid(1, 2), CLIP]])
     types = place(segments, BUILDER.scheme, start=np.array([0, 7])).token_types(segments)
     assert types.tolist() == [*CLIP_TYPES, 0, 1, 1, *CLIP_TYPES]

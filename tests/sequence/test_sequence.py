@@ -70,7 +70,7 @@ def test_the_segments_equal_those_of_from_input_ids() -> None:
     assert (place(segments).table == sequence.positions.table).all()
 
 
-def test_a_photo_gives_the_patches_and_the_hash_of_the_processor() -> None:
+def test_a_photo_has_the_same_patches_and_hash_as_in_the_processor() -> None:
     photo = pixels(24, 40)
     sequence = SequenceBuilder(images=PROCESSOR).build(["x", photo])
     alone = PROCESSOR.process(photo)
@@ -115,12 +115,12 @@ def test_token_ids_are_used_unchanged(ids: Any) -> None:
     assert SequenceBuilder().build([ids, "a"]).input_ids.tolist() == [5, 6, 97]
 
 
-def test_adjacent_texts_are_one_segment() -> None:
+def test_adjacent_texts_form_one_segment() -> None:
     assert SequenceBuilder().build(["a", [7], "b", ""]).segments.lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("text", ["[IMG]", "a [/IMG] b", "[PATCH][PATCH]", "[[IMG]]", "[IMG[IMG]]"])
-def test_a_marker_spelled_in_user_text_stays_text(text: str) -> None:
+def test_a_marker_spelled_out_in_user_text_remains_text(text: str) -> None:
     for tokenizer in (ByteTokenizer(), trained_bpe()):
         builder = SequenceBuilder(tokenizer)
         sequence = builder.build([text])
@@ -136,7 +136,7 @@ def test_text_that_encodes_to_a_marker_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("marker", "text"), [("||", "a|||b"), ("aba", "xababay")])
-def test_a_marker_that_overlaps_itself_in_text_stays_text(marker: str, text: str) -> None:
+def test_a_marker_that_overlaps_itself_in_text_remains_text(marker: str, text: str) -> None:
     tokenizer = ByteTokenizer(special_tokens=(marker, "[/IMG]", "[PATCH]"))
     builder = SequenceBuilder(tokenizer, markers=Markers(begin=marker))
     pieces = list(builder._pieces("text", text))
@@ -152,7 +152,7 @@ def test_a_text_that_spells_too_many_markers_is_refused_early() -> None:
 
 
 class OwnSpecialTokens(Plain):
-    """A tokenizer that never encodes text to a special token but knows the ids of special tokens."""
+    """A tokenizer that never encodes text as special tokens, but can look up their ids."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -168,7 +168,7 @@ def test_a_tokenizer_provides_the_ids_of_its_special_tokens() -> None:
 
 
 @pytest.mark.parametrize(("ids", "message"), [([1.5], "dtype float64"), (["h"], "dtype"), ([-1], "got -1")])
-def test_ids_of_a_tokenizer_are_checked(ids: Any, message: str) -> None:
+def test_ids_returned_by_a_tokenizer_are_checked(ids: Any, message: str) -> None:
     class Odd(Plain):
         def encode(self, text: str) -> Any:
             return ids
@@ -178,7 +178,7 @@ def test_ids_of_a_tokenizer_are_checked(ids: Any, message: str) -> None:
         builder.build(["a"])
 
 
-def test_markers_may_be_ids() -> None:
+def test_markers_can_be_given_as_token_ids() -> None:
     builder = SequenceBuilder(Plain(), markers=Markers(begin=1, end=2, patch=3))
     assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
 
@@ -191,7 +191,7 @@ def test_markers_may_be_ids() -> None:
         (Markers(end=-1), r"markers.end: got -1, want >= 0"),
     ],
 )
-def test_markers_that_are_not_single_ids_are_refused(markers: Markers, message: str) -> None:
+def test_markers_that_do_not_have_a_single_id_are_refused(markers: Markers, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         SequenceBuilder(markers=markers)
 
@@ -202,7 +202,7 @@ def test_scheme_and_start_determine_the_positions() -> None:
 
 
 def photographs(count: int) -> list[Any]:
-    """Return files, arrays and Pillow images in turn, of several sizes."""
+    """Return files, arrays and Pillow images of several sizes in turn."""
     images = []
     for i in range(count):
         image, file = Image.fromarray(pixels(16 + 8 * (i % 3), 24, seed=i)), io.BytesIO()
@@ -212,7 +212,7 @@ def photographs(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 2, 5])
-def test_a_batch_is_the_same_with_any_number_of_threads(threads: int | None) -> None:
+def test_a_batch_does_not_depend_on_the_number_of_threads(threads: int | None) -> None:
     images = photographs(8)
     documents = [["a", images[i], [5], images[-1 - i], Grid(1, 2)][: 4 - i % 2] for i in range(8)]
     documents.append([Video(images[:3], times=[0, 1, 1]), images[1]])
@@ -236,13 +236,13 @@ def test_only_files_and_arrays_are_processed_in_threads(monkeypatch: pytest.Monk
     monkeypatch.setattr(ImageProcessor, "process", recording)
     builder = SequenceBuilder(images=PROCESSOR)
     builder.build_batch([photographs(6), ["a", ImageSize(16, 16)]], threads=2)
-    assert calls == {False: 4, True: 3}  # Pillow images and sizes are processed in the main thread
+    assert calls == {False: 4, True: 3}  # the main thread processes Pillow images and sizes
     builder.build_batch([photographs(6)], threads=1)
     assert calls == {False: 4, True: 9}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_first_broken_document_is_named_even_if_later_ones_fail_first(threads: int) -> None:
+def test_the_first_broken_document_is_reported_even_if_later_ones_fail_earlier(threads: int) -> None:
     good = photographs(1)[0]
     builder = SequenceBuilder(images=PROCESSOR)
     for documents, message in (
@@ -284,7 +284,7 @@ def test_zero_threads_are_refused() -> None:
         ),
     ],
 )
-def test_invalid_parts_are_named(parts: Any, message: str) -> None:
+def test_invalid_parts_are_refused(parts: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         SequenceBuilder(images=PROCESSOR).build(parts)
 
@@ -294,7 +294,7 @@ def test_an_image_without_a_processor_is_refused() -> None:
         SequenceBuilder().build([b""])
 
 
-def test_errors_of_a_batch_name_the_document_and_part_and_keep_their_type() -> None:
+def test_errors_in_a_batch_name_the_document_and_part_and_keep_their_type() -> None:
     small = ImageProcessor(backend="pillow", max_source_pixels=100)
     with pytest.raises(LimitExceededError, match=r"documents\[1\]\.parts\[2\]: image: "):
         SequenceBuilder(images=small).build_batch([["a"], ["b", "c", pixels(30, 30)]])

@@ -26,7 +26,7 @@ def trained_bpe() -> Any:
 
 
 class Plain:
-    """A tokenizer that encodes every character as its code point, and [X] as one id."""
+    """A tokenizer that encodes every character as its code point, and [X] as a single id."""
 
     def encode(self, text: str) -> list[int]:
         return [7] if text == "[X]" else [ord(c) for c in text]
@@ -48,7 +48,7 @@ def test_ids_outside_the_byte_vocabulary_are_refused() -> None:
         ByteTokenizer().decode([259])
 
 
-def test_a_tokenizers_object_encodes_without_additions() -> None:
+def test_a_tokenizers_object_encodes_without_adding_tokens() -> None:
     inner = trained_bpe()
     tokenizer = adapt(inner)
     text = "the dog is café"
@@ -58,7 +58,7 @@ def test_a_tokenizers_object_encodes_without_additions() -> None:
     assert tokenizer.token_to_id("[X]") is None
 
 
-def test_a_transformers_object_encodes_without_additions() -> None:
+def test_a_transformers_object_encodes_without_adding_tokens() -> None:
     transformers = pytest.importorskip("transformers")
     inner = transformers.PreTrainedTokenizerFast(tokenizer_object=trained_bpe(), unk_token="[IMG]")
     tokenizer = adapt(inner)
@@ -69,7 +69,7 @@ def test_a_transformers_object_encodes_without_additions() -> None:
 
 
 def words() -> Any:
-    """Build a tokenizer of six words and the special tokens of images, with ids in this order."""
+    """Build a tokenizer of six words and the special tokens for images, with ids in the order listed."""
     names = ["an", "old", "dog", "of", "my", "town", "[IMG]", "[/IMG]", "[PATCH]", "<pad>"]
     tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -88,7 +88,7 @@ def limited(tokenizer: Any, limits: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("library", ["tokenizers", "transformers"])
 @pytest.mark.parametrize("limits", LIMITS)
-def test_truncation_and_padding_of_a_tokenizer_do_not_apply_to_parts(library: str, limits: dict[str, Any]) -> None:
+def test_a_tokenizers_truncation_and_padding_do_not_apply_to_parts(library: str, limits: dict[str, Any]) -> None:
     inner = backend = limited(words(), limits)
     if library == "transformers":
         inner = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
@@ -102,7 +102,7 @@ def test_truncation_and_padding_of_a_tokenizer_do_not_apply_to_parts(library: st
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_a_tokenizer_may_be_limited_after_adaptation(limits: dict[str, Any]) -> None:
+def test_a_tokenizer_may_be_limited_after_it_was_adapted(limits: dict[str, Any]) -> None:
     inner = words()
     tokenizer = adapt(inner)
     assert tokenizer.encode("an old dog") == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_a_tokenizer_may_be_limited_after_adaptation(limits: dict[str, Any]) -> 
     assert tokenizer.encode("of my town") == [3, 4, 5]
 
 
-def test_a_truncating_and_padding_call_of_transformers_changes_no_part() -> None:
+def test_a_truncating_and_padding_call_in_transformers_changes_no_part() -> None:
     kind: Any = pytest.importorskip("transformers").PreTrainedTokenizerFast
     inner = kind(tokenizer_object=words(), pad_token="<pad>")
     tokenizer = adapt(inner)

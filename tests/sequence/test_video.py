@@ -34,14 +34,14 @@ PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
 
 
-def test_a_video_becomes_frames_each_after_its_timestamp() -> None:
+def test_a_video_becomes_frames_that_each_follow_their_timestamp() -> None:
     video = Video([Grid(1, 2), Grid(1, 1)], times=[0, 0.5], timestamp="{seconds:.1f}s")
     sequence = SequenceBuilder().build(["a", video, "b"])
     assert sequence.input_ids.tolist() == [97, *b"0.0s", 256, 258, 258, 257, *b"0.5s", 256, 258, 257, 98]
     assert sequence.grid_thw.tolist() == [[1, 1, 2], [1, 1, 1]]
     assert sequence.image_spans.tolist() == [[6, 8], [14, 15]]
     assert sequence.part_offsets.tolist() == [0, 1, 16, 17]
-    # Text to 5, the image at L = 5 with K = 5 + 3·2 = 11, text 11 to 16, K = 16 + 2·2 = 20.
+    # Text ends at L = 5, so the image has K = 5 + 3·2 = 11; text from 11 to 16, so the next has K = 16 + 2·2 = 20.
     rows = [0, 1, 2, 3, 4, 5, 8, 8, 11, 12, 13, 14, 15, 16, 18, 20, 21]
     cols = [0, 1, 2, 3, 4, 5, 7, 9, 11, 12, 13, 14, 15, 16, 18, 20, 21]
     assert sequence.positions.dense().tolist() == [rows, cols]
@@ -59,7 +59,7 @@ def test_a_video_equals_the_list_of_its_frames() -> None:
     assert sequence.part_offsets.tolist() == want.part_offsets[[0, 1, 7, 8]].tolist()
 
 
-def test_frames_may_be_any_images() -> None:
+def test_frames_may_be_images_of_any_kind() -> None:
     tensor = torch.from_numpy(PIXELS).permute(0, 3, 1, 2)
     builder = SequenceBuilder(images=PROCESSOR)
     want = builder.build([Video(PIXELS, times=range(3))])
@@ -73,7 +73,7 @@ def test_frames_may_be_any_images() -> None:
 @settings(settled, max_examples=5)
 @given(data=st.data())
 @pytest.mark.parametrize("case", [case for case in CASES if case.text], ids=lambda case: case.label)
-def test_another_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
+def test_adding_a_frame_changes_nothing_before_it(case: Case, data: st.DataObject) -> None:
     sides = st.integers(1, 4)
     frames = data.draw(st.lists(st.builds(Grid, sides, sides), min_size=2, max_size=4))
     seconds = data.draw(st.lists(st.fractions(0, 9, max_denominator=9), min_size=len(frames), max_size=len(frames)))
@@ -87,7 +87,7 @@ def test_another_frame_changes_nothing_before_it(case: Case, data: st.DataObject
 
 
 @pytest.mark.parametrize("scheme", [RopeTie(axes=3), RopeTieFractional(axes=3), RopeTieLcm(axes=3), RopeTieV2(axes=3)])
-def test_another_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
+def test_adding_a_frame_to_one_symmetric_grid_moves_the_frames_before_it(scheme: Scheme) -> None:
     three, four = (exact(placed([Text(1), Grid(2, 3, frames=frames)], scheme)) for frames in (3, 4))
     assert all(before != after for before, after in zip(three[1:], four[1:], strict=False))
 
@@ -97,8 +97,8 @@ def test_another_frame_of_one_symmetric_grid_moves_the_frames_before_it(scheme: 
     [
         (3, "<{seconds:.1f} seconds>", "<3.0 seconds>"),
         (Fraction(1, 3), "{seconds:.3f}", "0.333"),
-        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves round to even, although the float 0.05 is larger
-        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # … and the float 0.15 is smaller
+        (Fraction(1, 20), "{seconds:.1f}", "0.0"),  # halves round to even; the float 0.05 exceeds 1/20
+        (Fraction(3, 20), "{seconds:.1f}", "0.2"),  # the float 0.15 is below 3/20
         (0.15, "{seconds:.1f}", "0.2"),
         (Fraction(5, 4), "{seconds:.1f}", "1.2"),
         (0.1 + 0.2, "{seconds:.9f}", "0.300000000"),
@@ -114,14 +114,16 @@ def test_a_timestamp_is_formatted_from_the_exact_time(seconds: Any, timestamp: A
 
 @settled
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 12))
-def test_digits_of_a_timestamp_are_correct_to_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
+def test_the_digits_of_a_timestamp_are_correct_to_within_half_a_unit(
+    numerator: int, denominator: int, decimals: int
+) -> None:
     time = Fraction(numerator, denominator)
     (text,) = timestamps("timestamp", f"{{seconds:.{decimals}f}}", [time])
     assert abs(Fraction(text) - time) <= Fraction(1, 2 * 10**decimals)
     assert len(text.partition(".")[2]) == decimals
 
 
-def test_frames_at_a_rate_have_exact_times() -> None:
+def test_frames_at_a_fixed_rate_have_exact_times() -> None:
     ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
     assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
     assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)
@@ -171,7 +173,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: Video([GRID, Grid(1, 1, frames=2)], times=[0, 1]),
-        "Video.frames[1]: got a grid of 2 frames, want one of 1",
+        "Video.frames[1]: got a grid of 2 frames, want 1 frame",
     ),
     (lambda: Video([GRID] * 3, times=[0, 1]), "Video.times: got 2 times, want 3, one per frame"),
     (lambda: Video([GRID], times=3), "Video.times: got 3, want a list of seconds"),  # type: ignore[arg-type]
@@ -186,19 +188,19 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: Video([GRID], seconds_per_frame=0), "Video.seconds_per_frame: got 0, want > 0 (a float: >= 1e-06)"),
     (
         lambda: Video([GRID], times=[0], timestamp="{second:.1f}"),
-        "Video.timestamp: got '{second:.1f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{second:.1f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds:.١f}"),
-        "Video.timestamp: got '{seconds:.١f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds:.١f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds}"),
-        "Video.timestamp: got '{seconds}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{seconds!r:.1f}"),
-        "Video.timestamp: got '{seconds!r:.1f}', want fields such as {seconds:.1f} only",
+        "Video.timestamp: got '{seconds!r:.1f}', want only fields such as {seconds:.1f}",
     ),
     (
         lambda: Video([GRID], times=[0], timestamp="{"),
@@ -228,7 +230,7 @@ def test_a_time_beyond_the_limit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_broken_frame_is_named(threads: int) -> None:
+def test_a_broken_frame_is_reported(threads: int) -> None:
     builder = SequenceBuilder(images=PROCESSOR)
     parts = ["a", Video([PIXELS[0], b"broken", PIXELS[1]], times=[0, 1, 2])]
     with pytest.raises(InvalidInputError, match=r"^parts\[1\]\.frames\[1\]: image: got a file"):

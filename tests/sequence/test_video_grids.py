@@ -1,4 +1,4 @@
-"""Grids with frames under every scheme that supports them: ids computed by hand."""
+"""Grids with frames under every scheme that supports them: hand-computed ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmpos.schemes import (
 
 
 class Case1x2(NamedTuple):
-    """Frames of one row and two columns after one text token at id 0, and one text token after them."""
+    """Frames of one row and two columns, after one text token at id 0 and before another text token."""
 
     scheme: str | Scheme
     frames: int
@@ -44,24 +44,24 @@ BY_HAND = [
     ),
     # lcm(3, 2, 3) = 6.
     Case1x2(RopeTieLcm(axes=3), 2, [(2, 3, 2), (2, 3, 4), (4, 3, 2), (4, 3, 4)], 6, 7),
-    # Centre 5/2 on every axis.
+    # The centre is 5/2 on every axis.
     Case1x2(RopeTieV2(axes=3), 2, [(2, F(5, 2), 2), (2, F(5, 2), 3), (3, F(5, 2), 2), (3, F(5, 2), 3)], 5, 6),
     Case1x2(RopeTieV2(axes=3, rounding="floor"), 2, [(2, 2, 2), (2, 2, 3), (3, 2, 2), (3, 2, 3)], 5, 6),
     Case1x2("flatten", 2, [(1,), (2,), (3,), (4,)], 5, 6),
     Case1x2("v2pe", 3, [(F(k, 4),) for k in range(1, 7)], 3, 4),
     Case1x2("mrope", 3, [(t, 1, j) for t in (1, 2, 3) for j in (1, 2)], 4, 5),
-    # Text continues at 1 + max(1, 2) = 3; the next position is larger than all ids, the frames' included.
+    # Text continues at 1 + max(1, 2) = 3; the next position is larger than all ids, including those of frames.
     Case1x2("mrope-transformers", 4, [(t, 1, j) for t in (1, 2, 3, 4) for j in (1, 2)], 3, 5),
     # ⌊t · 2.9 · 2⌋ = 0, 5.
     Case1x2(MRopeTransformers(tokens_per_second=2), 2, [(t, 1, j) for t in (1, 6) for j in (1, 2)], 3, 7),
     # ⌊t · 2.9 · 2⌋ = 0, 5, 11.
     Case1x2("mrope-qwen2.5", 3, [(t, 1, j) for t in (1, 6, 12) for j in (1, 2)], 13, 14),
-    # ⌊t · 29/10 · 10/3⌋ = ⌊t · 29/3⌋ = 0, 9, 19, 29, exact at frame 3.
+    # ⌊t · 29/10 · 10/3⌋ = ⌊t · 29/3⌋ = 0, 9, 19, 29; exact at frame 3.
     Case1x2(MRopeQwen25(tokens_per_second=F(10, 3)), 4, [(t, 1, j) for t in (1, 10, 20, 30) for j in (1, 2)], 31, 32),
     Case1x2("mrope-interleave-reset", 3, [(t, 0, j) for t in (1, 2, 3) for j in (0, 1)], 4, 5),
     # ⌊t · 2.9 · 25⌋ = 0, 72, 145.
     Case1x2("tmrope", 3, [(t, 1, j) for t in (1, 73, 146) for j in (1, 2)], 147, 148),
-    # t · 2.9 · 13 = t · 37.7, whole at frame 10.
+    # t · 2.9 · 13 = t · 37.7, which is a whole number at frame 10.
     Case1x2("tmrope-qwen3", 11, [(1 + F(377, 10) * t, 1, j) for t in range(11) for j in (1, 2)], 379, 380),
     Case1x2("videorope", 2, [(1, 1, 1), (1, 1, 2), (3, 3, 3), (3, 3, 4)], 4, 5),
     Case1x2("vrope", 2, [(1, 2, 1, 2), (2, 1, 2, 1), (3, 4, 3, 4), (4, 3, 4, 3)], 5, 6),
@@ -69,7 +69,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize("case", BY_HAND, ids=lambda case: str(case.scheme))
-def test_ids_of_frames_equal_ids_by_hand(case: Case1x2) -> None:
+def test_ids_of_frames_equal_hand_computed_ids(case: Case1x2) -> None:
     video = Grid(1, 2, frames=case.frames, seconds_per_frame=2.9)
     positions = placed([Text(1), video, Text(1)], case.scheme)
     assert exact(positions) == [(0,) * positions.axes, *case.ids, (case.text,) * positions.axes]
@@ -86,7 +86,7 @@ def test_every_scheme_with_frames_is_tested() -> None:
 
 
 SEPARATED = [
-    # Column 3 of the same grid has id K on the column axis, except with v2, whose strides leave a gap.
+    # Separators are column 3 of the same grid, with id K on the column axis, except in v2, whose strides leave a gap.
     (RopeTie(axes=3), [(t, 9, j) for t in (6, 12) for j in (6, 12, 18)], 18),
     (RopeTieFractional(axes=3), [(F(t, 3), F(5, 2), F(j, 3)) for t in (5, 10) for j in (5, 10, 15)], 5),
     (RopeTieLcm(axes=3), [(t, 3, j) for t in (2, 4) for j in (2, 4, 6)], 6),
@@ -96,6 +96,6 @@ SEPARATED = [
 
 
 @pytest.mark.parametrize(("scheme", "ids", "text"), SEPARATED, ids=[str(scheme) for scheme, _, _ in SEPARATED])
-def test_row_separators_of_frames_equal_ids_by_hand(scheme: str | Scheme, ids: list[Id], text: int) -> None:
+def test_row_separators_of_frames_have_hand_computed_ids(scheme: str | Scheme, ids: list[Id], text: int) -> None:
     positions = placed([Text(1), Grid(1, 2, frames=2, row_separator=True), Text(1)], scheme)
     assert exact(positions)[1:] == [*ids, (text,) * positions.axes]

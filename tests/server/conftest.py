@@ -1,4 +1,4 @@
-"""Fixtures: servers with a scripted method, of the Open Inference Protocol, and one in its own process."""
+"""Fixtures: servers with a scripted method or the Open Inference Protocol, and a server in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmpos_server.testing import running
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Yield a function that starts servers as ``serving`` does; they stop after the test."""
+    """Yield a function that starts servers as ``serving`` does, and stop them after the test."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Serving:
@@ -37,14 +37,14 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[TritonClient]:
-    """Yield Triton's client of the server."""
+    """Yield Triton's client, connected to the server."""
     with triton.InferenceServerClient(address) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def infer(address: str) -> Iterator[Infer]:
-    """Yield a call that sends raw messages, including messages that no client writes."""
+    """Yield a call that sends raw messages, including messages that no client would write."""
     with grpc.insecure_channel(address) as channel:
         yield stub(channel)
 

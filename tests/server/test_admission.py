@@ -1,4 +1,4 @@
-"""Test gates, pools, rates, stream windows, messages in transit and calls, each without a server."""
+"""Test gates, pools, rates, stream windows, messages in transit and calls, all without a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmpos_server.transit import Transit
 
 
 class Clock:
-    """Clock that a test sets."""
+    """Clock that tests set."""
 
     now = 0.0
 
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def refusal(enter: Callable[..., object], *arguments: object) -> tuple[str, float]:
-    """Return the message and the retry delay of a refusal, or "" and 0 if the call is accepted."""
+    """Return the message and retry delay of a refusal, or "" and 0 if the call is accepted."""
     try:
         enter(*arguments)
     except ServiceOverloadedError as error:
@@ -56,7 +56,7 @@ def message(enter: Callable[..., object], *arguments: object) -> str:
 # Gates
 
 
-def test_a_full_gate_refuses_every_client_and_a_client_with_its_full_share_is_refused() -> None:
+def test_a_gate_refuses_every_client_when_full_and_a_client_that_uses_its_full_share() -> None:
     gate = Gate("slots", 5, 0.5)
     results = [message(gate.enter, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
     share = "clients.max_share of slots for 'a': got 2 of 2 in use"
@@ -69,7 +69,7 @@ def test_a_full_gate_refuses_every_client_and_a_client_with_its_full_share_is_re
 
 
 @pytest.mark.parametrize(("limit", "share", "most"), [(1, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (4, 0.0, 4), (4, 1.0, 4)])
-def test_a_client_may_take_its_share_but_at_least_one_slot_and_all_slots_without_a_share(
+def test_a_client_may_take_its_share_or_one_slot_if_that_is_more_and_all_slots_if_no_share_is_set(
     limit: int, share: float, most: int
 ) -> None:
     gate = Gate("slots", limit, share)
@@ -103,7 +103,7 @@ def test_the_retry_delay_follows_the_duration_of_calls() -> None:
     assert refusal(gate.enter, "b")[1] == 0.05
 
 
-def test_a_gate_counts_correctly_in_many_threads() -> None:
+def test_a_gate_counts_correctly_across_many_threads() -> None:
     gate, entered = Gate("slots", 8, 0.5), [0]
 
     def work(name: str) -> None:
@@ -138,7 +138,7 @@ def test_a_refusal_shortens_the_queue_until_a_second_passes_without_one(clock: C
     assert {message(pool.enter, "a") for _ in range(14)} == {""}
 
 
-def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_of_others() -> None:
+def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_for_others() -> None:
     pool = WorkPool("pool", 1, Gate("slots", 20, 0.5))
     for _ in range(10):
         pool.enter("a")
@@ -166,14 +166,14 @@ def test_a_rate_allows_a_burst_and_then_one_request_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_is_the_setting_or_one_second_of_requests_but_at_least_one(
+def test_the_burst_defaults_to_one_second_of_requests_and_at_least_one_request(
     per_second: float, burst: int, at_once: int
 ) -> None:
     rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
     assert [bool(message(rates.take, "a")) for _ in range(at_once + 1)] == [False] * at_once + [True]
 
 
-def test_idle_clients_and_the_oldest_ones_above_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clients_and_the_oldest_clients_above_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_module, "_MOST_IDLE", 3)
     clock = Clock()
     rates = Rates(ClientLimits(requests_per_second=1, burst=1), clock)
@@ -209,7 +209,7 @@ def test_a_window_admits_few_items_until_an_answer_shows_their_size() -> None:
     assert filled(window) > 10
 
 
-def test_a_window_counts_unread_answers_and_expects_the_next_ones_to_be_as_large() -> None:
+def test_a_window_counts_unread_answers_and_expects_later_ones_to_be_as_large() -> None:
     window = ItemWindow(100, 1000)
     filled(window)
     window.answered(300)  # 340 bytes are held, and three times 300 are expected
@@ -217,10 +217,10 @@ def test_a_window_counts_unread_answers_and_expects_the_next_ones_to_be_as_large
     window.leave(310)
     window.answered(300)
     window.leave(310)
-    assert filled(window) == 2  # 20 bytes are held and 600 expected, then 40 and 1200
+    assert filled(window) == 2  # 20 bytes are held and 600 expected, then 40 held and 1200 expected
 
 
-def test_a_first_item_may_always_be_read_but_never_more_items_than_the_window() -> None:
+def test_a_first_item_may_always_be_read_but_never_more_items_than_fit_in_the_window() -> None:
     window, seen = ItemWindow(100, 1000), []
     for _ in range(2):
         seen.append(window.full)
@@ -236,7 +236,7 @@ def test_a_first_item_may_always_be_read_but_never_more_items_than_the_window() 
 
 
 @pytest.mark.parametrize("how", ["leave", "close"])
-def test_a_reader_waits_for_room_or_for_the_end_of_the_stream(how: str) -> None:
+def test_a_reader_waits_for_room_or_the_end_of_the_stream(how: str) -> None:
     window, results = ItemWindow(1, 1000), list[bool]()
     window.enter(1)
     reader = threading.Thread(target=lambda: results.append(window.room()))
@@ -291,7 +291,7 @@ def transit(log: io.StringIO) -> Transit:
     return Transit(Connections(receive_seconds=30.0, send_seconds=100.0), Logs("info", file=log))
 
 
-def test_a_missing_message_is_refused_and_a_call_ends_with_its_client(transit: Transit) -> None:
+def test_a_missing_message_is_refused_and_a_call_ends_when_its_client_leaves(transit: Transit) -> None:
     assert transit.request(iter([b"a"]), Transport()) == b"a"
     with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
         transit.request(iter([]), Transport())
@@ -328,13 +328,13 @@ def test_a_request_that_does_not_arrive_in_time_ends_its_call(
     assert eventually(lambda: '"event": "request did not arrive in time"' in log.getvalue())
 
 
-def test_an_answer_holds_bytes_until_it_is_read_or_its_time_is_up(transit: Transit, clock: Clock) -> None:
+def test_an_answer_holds_bytes_until_it_is_read_or_times_out(transit: Transit, clock: Clock) -> None:
     admission = Admission(Concurrency(), ClientLimits())
     slow, quick, gone = Transport(), Transport(), Transport()
     gone.callbacks = None
     for transport in (slow, quick, gone):
         transit.send(Call("id", "a", admission, transport), transport, 100)
-    assert admission.bytes.taken == 200  # a client that has left holds none
+    assert admission.bytes.taken == 200  # a client that has left holds no bytes
     transit.renew(Connections(send_seconds=50.0))
     for callback in quick.callbacks or ():
         callback()
@@ -372,13 +372,13 @@ def test_a_call_takes_one_slot_of_each_pool_and_returns_all(admission: Admission
         call.join(pool)
     assert taken(admission) == [1, 1, 0, 0, 1, 100]
     call.release()
-    assert taken(admission) == [0, 0, 0, 0, 0, 100]  # an answer may be in transit
+    assert taken(admission) == [0, 0, 0, 0, 0, 100]  # an answer may still be in transit
     call.free()
     call.free()
     assert taken(admission) == [0] * 6
 
 
-def test_work_runs_in_parallel_in_the_threads_of_its_pool(admission: Admission) -> None:
+def test_work_runs_in_parallel_in_pool_threads(admission: Admission) -> None:
     call, together = Call("id", "a", admission, Transport()), threading.Barrier(2, timeout=60)
 
     def work(number: int) -> tuple[int, str]:
@@ -400,12 +400,14 @@ def test_the_first_error_ends_a_call_and_cancels_its_queued_work(admission: Admi
 
     with pytest.raises(KeyError):
         Call("id", "a", admission, Transport()).map("image", fail, [(number,) for number in range(50)])
-    admission.pools["image"].executor.submit(int).result(60)  # the queue holds no more work of the call
+    admission.pools["image"].executor.submit(int).result(60)  # the queue now holds none of the call's work
     assert len(begun) < 50
 
 
 @pytest.mark.parametrize("how", ["gone", "late"])
-def test_queued_work_ends_with_its_client_or_its_deadline(admission: Admission, clock: Clock, how: str) -> None:
+def test_queued_work_ends_when_its_client_leaves_or_its_deadline_passes(
+    admission: Admission, clock: Clock, how: str
+) -> None:
     transport, busy = Transport(), threading.Event()
     call = Call("id", "a", admission, transport, None if how == "gone" else float("inf"))
 
@@ -435,7 +437,7 @@ def test_queued_work_ends_with_its_client_or_its_deadline(admission: Admission, 
     assert (begun, taken(admission), seen()) == ([], [0] * 6, None)
 
 
-def test_a_full_pool_refuses_a_call_but_an_item_of_a_stream_waits(admission: Admission) -> None:
+def test_a_full_pool_refuses_a_call_but_a_stream_item_waits(admission: Admission) -> None:
     others = [Call("id", "b", admission, Transport()) for _ in range(2)]
     for other in others:
         other.join("image")
@@ -455,7 +457,7 @@ def test_a_full_pool_refuses_a_call_but_an_item_of_a_stream_waits(admission: Adm
     assert taken(admission) == [0] * 6
 
 
-def test_bytes_beyond_the_limit_are_refused_to_a_call_but_an_item_waits() -> None:
+def test_bytes_beyond_the_limit_are_refused_for_a_call_but_a_stream_item_waits() -> None:
     admission = Admission(Concurrency(max_in_flight_bytes=1024), ClientLimits(max_share=1))
     one, other = (Call("id", name, admission, Transport()) for name in "ab")
     one.hold(400)
@@ -473,7 +475,7 @@ def test_bytes_beyond_the_limit_are_refused_to_a_call_but_an_item_waits() -> Non
     admission.close()
 
 
-def test_a_waiting_item_ends_when_its_client_leaves(admission: Admission) -> None:
+def test_a_waiting_stream_item_ends_when_its_client_leaves(admission: Admission) -> None:
     other, transport = Call("id", "b", admission, Transport()), Transport()
     other.hold(2**30)
     item = Call("id", "a", admission, transport).of_item(1)
@@ -514,7 +516,7 @@ def test_calls_are_counted_and_refused_once_the_server_is_about_to_stop(admissio
     assert admission.arrivals == 2
 
 
-def test_a_call_knows_whether_it_is_late_and_whether_its_server_stops(admission: Admission) -> None:
+def test_a_call_reports_whether_it_is_late_and_whether_its_server_is_stopping(admission: Admission) -> None:
     calls = [Call("id", "a", admission, Transport(), deadline) for deadline in (None, float("inf"), 0.0)]
     assert [call.late for call in calls] == [False, False, True]
     assert [call.stopping for call in calls] == [False] * 3

@@ -1,4 +1,4 @@
-"""Test the files of deploy/: lint them, compare them with the program, and run the unit in systemd if possible."""
+"""Test the files in deploy/: lint them, compare them with the program, and run the unit in systemd if possible."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def image_arguments() -> list[str]:
 
 
 def hadolint(text: str) -> list[str]:
-    """Return the rules that a Dockerfile breaks."""
+    """Return the hadolint rules that a Dockerfile breaks."""
     command = [str(HADOLINT), "--format", "json", "-"]
     completed = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     return [rule["code"] for rule in json.loads(completed.stdout)]
@@ -81,14 +81,14 @@ def test_the_dockerfile_breaks_no_rule() -> None:
     assert "DL3002" in hadolint(text.replace("USER 10001:10001", "USER root"))
 
 
-def test_the_image_includes_the_sources_of_the_package() -> None:
+def test_the_image_includes_the_package_sources() -> None:
     included = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
     assert all((ROOT / name).exists() for name in included)
     assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(included)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
-def test_a_manifest_has_only_fields_of_its_kind(manifest: dict[str, object]) -> None:
+def test_a_manifest_contains_only_fields_of_its_kind(manifest: dict[str, object]) -> None:
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**manifest, "spce": {}}, KUBERNETES, strict=True)
@@ -113,7 +113,7 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
 
 
-def test_the_settings_of_the_manifest_are_valid_and_fit_its_memory() -> None:
+def test_the_settings_in_the_manifest_are_valid_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
     reserved = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
     assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
@@ -125,7 +125,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Return the manifests that the chart renders, by kind, without the checksum of the settings."""
+    """Return the manifests rendered by the chart, by kind, without the settings checksum."""
     completed = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
     assert completed.returncode == 0, completed.stderr
     kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(completed.stdout)}
@@ -140,7 +140,7 @@ def test_the_chart_renders_the_manifest() -> None:
     assert rendered() == KINDS
 
 
-def test_values_of_the_chart_reach_the_manifests() -> None:
+def test_chart_values_reach_the_manifests() -> None:
     flags = [
         "autoscaling.enabled=false",
         "replicas=2",
@@ -192,7 +192,7 @@ def test_systemd_waits_longer_than_the_notice_and_the_drain() -> None:
     assert stop_timeout > options["notice_seconds"] + options["drain_seconds"]
 
 
-def test_the_image_exposes_the_ports_of_its_server() -> None:
+def test_the_image_exposes_the_server_ports() -> None:
     text, options = (DEPLOY / "Dockerfile").read_text(), options_of(image_arguments())
     assert (options["host"], options["port"]) == ("0.0.0.0", None)
     assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
@@ -204,7 +204,7 @@ HAPROXY = shutil.which("haproxy")
 
 
 def number(pattern: str) -> int:
-    """Return the number in the only match of a pattern in the proxy's file."""
+    """Return the number in the only match of a pattern in the proxy's configuration."""
     (result,) = re.findall(pattern, PROXY)
     return int(result)
 
@@ -220,13 +220,13 @@ def test_the_proxy_agrees_with_the_servers() -> None:
 
 
 @pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
-def test_the_proxy_refuses_calls_of_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
+def test_the_proxy_refuses_calls_from_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
     page, port, config = free_port(), free_port(), tmp_path / "haproxy.cfg"
     server = start("--metrics-port", str(page))
     text = PROXY
     for old, new in (
         ("bind :50051 proto", f"bind 127.0.0.1:{port} proto"),
-        ("maxconn 4000", "maxconn 100"),  # connections are files, and the tests may open only a few
+        ("maxconn 4000", "maxconn 100"),  # connections use file descriptors, of which the tests may open only a few
         ("127.0.0.1:50061", server.address),
         ("connect port 9090", f"connect port {page}"),
         ("sc0_http_req_rate gt 5000", "sc0_http_req_rate gt 50"),
@@ -258,7 +258,7 @@ def test_the_units_are_valid_and_sandboxed(tmp_path: Path) -> None:
         assert command != ["verify"] or completed.stderr == ""
 
 
-# Starts a service as systemd does: with a socket as descriptor 3, and the process id in the environment.
+# Start a service as systemd does, with a socket as descriptor 3 and the process id in the environment.
 SOCKET_ACTIVATION = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -268,7 +268,7 @@ os.execv(sys.executable, [sys.executable, "-m", "mmpos_server", *sys.argv[2:]])
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_service_takes_its_socket_and_notifies_systemd_of_its_start_and_stop(
+def test_a_service_uses_its_socket_and_notifies_systemd_when_it_starts_and_stops(
     torchless: dict[str, str], tmp_path: Path, workers: str
 ) -> None:
     notified = str(tmp_path / "notify")
@@ -287,7 +287,7 @@ def test_a_service_takes_its_socket_and_notifies_systemd_of_its_start_and_stop(
             assert server.wait(60) == 0
 
 
-# systemd runs in its own namespaces, where it neither sees nor changes this machine.
+# systemd runs in its own namespaces, from which it can neither see nor change this machine.
 SYSTEM = """
 set -e
 mount -t proc proc /proc
@@ -305,7 +305,7 @@ NAMESPACES = ["unshare", "--fork", "--kill-child", "--pid", "--mount", "--uts", 
 
 
 def can_run_systemd() -> bool:
-    """Return whether systemd is installed and may run in its own namespaces."""
+    """Return whether systemd is installed and is allowed to run in its own namespaces."""
     if SYSTEMD is None or shutil.which("nsenter") is None or os.geteuid() != 0:
         return False
     mount = [*NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/run"]
@@ -314,12 +314,12 @@ def can_run_systemd() -> bool:
 
 @pytest.fixture
 def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
-    """Start the unit in systemd; yield the words before systemctl, the port of gRPC and the port of the page."""
+    """Start the unit in systemd; yield the command prefix for systemctl, the gRPC port and the metrics page's port."""
     if not can_run_systemd():
         pytest.skip("systemd requires root and namespaces")
     port, page, units = free_port(), free_port(), tmp_path / "units"
     units.mkdir()
-    # Only the targets that a service requires exist; no unit of this machine is loaded.
+    # Only the targets that a service requires exist; none of this machine's units is loaded.
     for target in ("sysinit", "basic", "sockets", "shutdown", "network-online"):
         (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
     (units / "test.target").write_text("[Unit]\nDefaultDependencies=no\nRequires=mmpos.service\n")

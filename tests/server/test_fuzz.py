@@ -1,4 +1,4 @@
-"""Test the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health checks."""
+"""Run the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = 400
 
 
 def verdict(**changes: object) -> Verdict:
-    """Return the verdict on a faultless run, with these changes."""
+    """Return the verdict on a faultless run, with these fields changed."""
     rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
     verdict_ = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
     for name, value in changes.items():
@@ -24,7 +24,7 @@ def verdict(**changes: object) -> Verdict:
     return verdict_
 
 
-def test_faults_are_named() -> None:
+def test_the_verdict_names_faults() -> None:
     bad = Tally()
     bad.add("OK", "a")
     bad.add("UNKNOWN", "a", "how")

@@ -1,4 +1,4 @@
-"""Test the Open Inference Protocol with Triton's client: descriptors, readiness, metadata, streams, statistics."""
+"""Test the Open Inference Protocol with Triton's client: descriptors, readiness, metadata, streams and statistics."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mmpos_server.testing import running
 SPANS: dict[str, Any] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
 
 
-# Compatibility with Triton's client.
+# Compatibility with Triton's client
 
 
 def fields_of(message: Any) -> dict[str, Any]:
-    """Return the number, type and oneof of each field of a message type and its nested types, by full name."""
+    """Return the number, type and oneof of each field in a message type and its nested types, by full name."""
     result = {
         f"{message.full_name}.{field.name}": (
             field.number,
@@ -55,7 +55,7 @@ KSERVE = {"properties": 6, "PropertiesEntry.key": 1, "PropertiesEntry.value": 2}
 """Field numbers of a map from strings to strings in KServe's ModelMetadataResponse, which Triton lacks."""
 
 
-def test_every_field_and_enum_value_equals_its_counterpart_in_triton() -> None:
+def test_every_field_and_enum_value_matches_its_counterpart_in_triton() -> None:
     theirs: dict[str, Any] = {}
     enums: dict[str, int] = {}
     for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
@@ -74,7 +74,7 @@ def test_every_field_and_enum_value_equals_its_counterpart_in_triton() -> None:
     assert values == {name: number for name, number in enums.items() if name.startswith("inference.DataType.")}
 
 
-def test_every_method_equals_its_counterpart_in_triton() -> None:
+def test_every_method_matches_its_counterpart_in_triton() -> None:
     def methods(file: Any) -> dict[str, Any]:
         return {
             method.name: (
@@ -145,7 +145,7 @@ def test_models_that_need_torch_are_not_ready_without_it(client: TritonClient, m
     assert [client.is_model_ready(name) for name in ("rotate", "positions")] == [False, True]
 
 
-def test_a_server_about_to_stop_is_live_but_not_ready() -> None:
+def test_a_server_that_is_about_to_stop_is_live_but_not_ready() -> None:
     server = Server(config())
     (address,) = server.start()
     try:
@@ -211,7 +211,7 @@ OMITTED = {
 }
 
 
-# The scheme of "flat" cannot place text, so "sequences" is not tested, and the document of "positions" is an image.
+# The scheme of "flat" cannot place text, so "sequences" is not tested, and "positions" receives an image.
 @pytest.mark.parametrize(
     ("model", "version"),
     [
@@ -246,7 +246,7 @@ def test_models_match_their_metadata(client: TritonClient, model: str, version: 
 # Requests.
 
 
-def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonClient) -> None:
+def test_versions_are_profiles_and_the_first_is_the_default(client: TritonClient) -> None:
     image = {"lengths": [6], "offsets": [0], "grid_thw": [[1, 2, 3]]}
     for version, scheme in (("", "rope-tie"), ("default", "rope-tie"), ("flat", "grid-2d")):
         response = client.infer("positions", [input_tensor(name, values) for name, values in image.items()], version)
@@ -255,12 +255,12 @@ def test_a_version_is_a_profile_and_the_first_one_is_the_default(client: TritonC
         assert response.get_response().model_version == (version or "default")
 
 
-def test_a_response_has_the_id_of_its_request(client: TritonClient) -> None:
+def test_a_response_carries_the_id_of_its_request(client: TritonClient) -> None:
     assert client.infer("positions", [input_tensor("lengths", [1])], request_id="a b").get_response().id == "a b"
     assert client.infer("positions", [input_tensor("lengths", [1])]).get_response().id == ""
 
 
-def test_only_the_requested_outputs_are_returned_in_their_order(client: TritonClient) -> None:
+def test_only_the_requested_outputs_are_returned_in_the_requested_order(client: TritonClient) -> None:
     assert list(ask(client, "positions", SPANS, ["deltas", "position_ids"])) == ["deltas", "position_ids"]
 
 
@@ -283,7 +283,7 @@ def test_a_stream_answers_in_order_including_errors(address: str) -> None:
         assert result.as_numpy("position_ids").tolist() == [list(range(i + 1))] * 2
 
 
-def test_an_error_in_a_stream_has_the_id_of_its_request(address: str) -> None:
+def test_an_error_in_a_stream_carries_the_id_of_its_request(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
         stream: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)
@@ -362,7 +362,7 @@ def test_perf_analyzer_measures_a_model(tmp_path: Path, flags: list[str]) -> Non
         name: {"content": np.ravel(values).tolist(), "shape": list(np.shape(values))} for name, values in SPANS.items()
     }
     (tmp_path / "data.json").write_text(json.dumps({"data": [data]}))
-    # perf_analyzer reads versions as numbers. Any spread will do: the test checks answers, not speed.
+    # perf_analyzer reads versions as numbers. Timings may vary freely: the test checks answers, not speed.
     with running(ServerConfig.model_validate({"profiles": {"1": {"images": {"backend": "pillow"}}}})) as address:
         words = f"-m positions -u {address} -i grpc --input-data data.json --measurement-interval 500 -s 1000 -r 4"
         command = ["perf_analyzer", *words.split(), *flags, "--concurrency-range", "2"]

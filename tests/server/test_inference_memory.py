@@ -1,4 +1,4 @@
-"""Test the Open Inference Protocol with tensors in shared memory, with Triton's client and its regions."""
+"""Test the Open Inference Protocol with tensors in shared memory, using Triton's client and its regions."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def region(client: TritonClient) -> Iterator[MakeRegion]:
 
 
 def shared_input(name: str, datatype: str, shape: list[int], region: str, byte_size: int, offset: int = 0) -> Any:
-    """Return an input in a region of shared memory."""
+    """Return an input that is stored in a shared memory region."""
     tensor = triton.InferInput(name, shape, datatype)
     tensor.set_shared_memory(region, byte_size, offset)
     return tensor
 
 
 def shared_output(name: str, region: str, byte_size: int, offset: int = 0) -> Any:
-    """Return a requested output that the server writes to a region of shared memory."""
+    """Return a requested output that the server writes to a shared memory region."""
     output = triton.InferRequestedOutput(name)
     output.set_shared_memory(region, byte_size, offset)
     return output
@@ -164,12 +164,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tensor", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_inputs_are_refused(client: TritonClient, region: MakeRegion, tensor: object, message: str) -> None:
+def test_invalid_inputs_are_refused(client: TritonClient, region: MakeRegion, tensor: object, message: str) -> None:
     region("in", 64)
     assert refusal(lambda: client.infer("positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_incomplete_references_and_contents_next_to_them_are_refused(client: TritonClient, region: MakeRegion) -> None:
+def test_incomplete_references_and_references_with_contents_are_refused(
+    client: TritonClient, region: MakeRegion
+) -> None:
     region("in", 64)
     incomplete, both = (shared_input("lengths", "INT64", [1], "in", 8) for _ in range(2))
     del incomplete._get_tensor().parameters["shared_memory_byte_size"]
@@ -181,7 +183,7 @@ def test_incomplete_references_and_contents_next_to_them_are_refused(client: Tri
         assert refusal(partial(client.infer, "positions", [tensor])) == ("INVALID_ARGUMENT", message)
 
 
-def test_bytes_in_shared_memory_have_a_limit(client: TritonClient, region: MakeRegion) -> None:
+def test_bytes_in_shared_memory_are_limited(client: TritonClient, region: MakeRegion) -> None:
     region("in", 2 * LIMIT)
     status, message = refusal(
         lambda: client.infer("positions", [shared_input("lengths", "INT64", [513], "in", LIMIT + 8)])
@@ -210,7 +212,7 @@ def test_a_server_lists_shared_memory_only_if_it_accepts_it(client: TritonClient
         assert other.get_system_shared_memory_status(as_json=True) == {}
 
 
-def test_memory_of_a_gpu_is_refused(client: TritonClient) -> None:
+def test_gpu_memory_is_refused(client: TritonClient) -> None:
     client.unregister_cuda_shared_memory()
     client.unregister_cuda_shared_memory("a")
     assert client.get_cuda_shared_memory_status(as_json=True) == {}
@@ -220,6 +222,6 @@ def test_memory_of_a_gpu_is_refused(client: TritonClient) -> None:
     )
     assert refusal(lambda: client.register_cuda_shared_memory("a", b"aGFuZGxl", 0, 64)) == (
         "UNIMPLEMENTED",
-        "region: memory of a GPU is not supported, want system shared memory",
+        "region: GPU memory is not supported, want system shared memory",
     )
     assert "cuda_shared_memory" not in client.get_server_metadata().extensions

@@ -1,4 +1,4 @@
-"""Compare the answers of the models of the Open Inference Protocol with the results of the library."""
+"""Compare the answers of the Open Inference Protocol models with the library's results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_byt
 
 
 def assert_same(outputs: dict[str, object], wanted: PositionTable) -> None:
-    """Check that the outputs equal these positions, including their dtypes."""
+    """Check that the outputs equal these positions, including dtypes."""
     arrays = {
         "position_ids": wanted.dense(),
         "cu_seqlens": wanted.cu_seqlens,
@@ -37,7 +37,7 @@ def assert_same(outputs: dict[str, object], wanted: PositionTable) -> None:
         np.testing.assert_array_equal(outputs[name], array, err_msg=name, strict=True)
 
 
-def test_random_batches_of_spans_and_input_ids_equal_the_library(client: TritonClient) -> None:
+def test_random_batches_of_spans_and_input_ids_match_the_library(client: TritonClient) -> None:
     random = np.random.default_rng(7)
     for _ in range(10):
         documents: list[list[Text | Grid]] = []
@@ -86,7 +86,7 @@ def test_a_padded_batch_is_placed_with_its_attention_mask(client: TritonClient) 
     assert padded["cu_seqlens"].tolist() == [0, 4, 8]
 
 
-def test_views_are_json_messages_of_our_own_protocol(client: TritonClient) -> None:
+def test_views_are_sent_as_json_messages_of_our_own_protocol(client: TritonClient) -> None:
     wanted = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]]))
     spans = {"lengths": [11, 4], "offsets": [3], "grid_thw": [[1, 2, 3]], "documents": [0]}
     views = [
@@ -106,7 +106,7 @@ def test_views_are_json_messages_of_our_own_protocol(client: TritonClient) -> No
     assert_same(ask(client, "positions", spans, parameters={"views": both}), wanted.pad(12, "left").shard(1, 2))
 
 
-def test_typed_contents_equal_raw_bytes(infer: Infer) -> None:
+def test_typed_contents_give_the_same_answer_as_raw_bytes(infer: Infer) -> None:
     contents = {
         "input_ids": ("INT32", [4], pb.InferTensorContents(int_contents=[1, 5, 5, 1])),
         "image_grid_thw": ("INT64", [1, 3], pb.InferTensorContents(int64_contents=[1, 2, 1])),
@@ -126,7 +126,7 @@ def test_typed_contents_equal_raw_bytes(infer: Infer) -> None:
     assert list(answer.raw_output_contents) == [wanted.astype("<i4").tobytes()]
 
 
-def test_a_version_defines_its_placeholder_and_its_merge_size(client: TritonClient) -> None:
+def test_a_version_defines_its_placeholder_and_merge_size(client: TritonClient) -> None:
     ids = {"input_ids": [1, 258, 1], "image_grid_thw": [[1, 2, 2]]}
     wanted = place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), RopeTieFractional(axes=3))
     assert_same(ask(client, "positions", ids, model_version="halves"), wanted)
@@ -137,7 +137,7 @@ def test_a_version_defines_its_placeholder_and_its_merge_size(client: TritonClie
 # Sequences.
 
 
-def test_sequences_are_the_packed_results_of_the_builder(client: TritonClient) -> None:
+def test_sequences_match_the_packed_results_of_the_builder(client: TritonClient) -> None:
     builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
     documents: list[list[str | bytes]] = [["A cup: ", PHOTO, " é"], ["b"], [PHOTO, "c", PHOTO]]
     parts = [part.encode() if isinstance(part, str) else part for document in documents for part in document]
@@ -166,7 +166,7 @@ def test_sequences_are_the_packed_results_of_the_builder(client: TritonClient) -
     assert_same(result, positions)
 
 
-def test_parts_without_kinds_are_the_texts_of_one_document(client: TritonClient) -> None:
+def test_parts_without_kinds_are_read_as_the_texts_of_one_document(client: TritonClient) -> None:
     result = ask(client, "sequences", {"parts": [b"ab", "é".encode()]}, ["input_ids", "cu_seqlens", "patches"])
     assert {name: array.tolist() for name, array in result.items()} == {
         "input_ids": list("abé".encode()),
@@ -176,7 +176,7 @@ def test_parts_without_kinds_are_the_texts_of_one_document(client: TritonClient)
     assert result["patches"].shape == (0, 14, 14, 3)
 
 
-def test_a_batch_may_be_empty(client: TritonClient) -> None:
+def test_a_batch_can_be_empty(client: TritonClient) -> None:
     nothing = {"parts": np.empty(0, object), "parts_per_document": np.empty(0, np.int64)}
     result = ask(client, "sequences", nothing, ["input_ids", "cu_seqlens", "position_ids"])
     assert {name: array.shape for name, array in result.items()} == {
@@ -201,7 +201,7 @@ TABLE = place(SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)]]), "ro
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "BF16"])
 @pytest.mark.parametrize("by", ["table", "ids"])
-def test_rotations_equal_the_results_of_the_library(infer: Infer, datatype: str, by: str) -> None:
+def test_rotations_match_the_library_results(infer: Infer, datatype: str, by: str) -> None:
     dtype = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[datatype]
     torch.manual_seed(3)
     tensors = {"q": torch.randn(7, 4, 16).to(dtype), "k": torch.randn(7, 2, 16).to(dtype)}
@@ -228,7 +228,7 @@ def test_rotations_equal_the_results_of_the_library(infer: Infer, datatype: str,
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_batch_is_rotated_with_the_rotary_settings_of_the_request(client: TritonClient, layout: str) -> None:
+def test_a_batch_is_rotated_with_the_rotary_settings_in_the_request(client: TritonClient, layout: str) -> None:
     rotary = Rotary(head_dim=8, theta=500.0, pairing="adjacent")
     positions = place(SegmentTable.from_documents([[Text(1), Grid(1, 2)], [Text(3)]]))
     q = np.random.default_rng(3).standard_normal((2, 3, 5, 8) if layout == "bshd" else (2, 5, 3, 8)).astype(np.float32)

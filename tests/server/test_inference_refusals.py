@@ -1,4 +1,4 @@
-"""Test that the models of the Open Inference Protocol refuse wrong requests by name, before they do the work."""
+"""Test that the Open Inference Protocol models refuse invalid requests by name, before they do any work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS = {"documents": 3, "images": 3, "segments": 20, "tokens": 10_000, "respon
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[TritonClient]:
-    """Yield a client of a server with small limits."""
+    """Yield a client connected to a server with small limits."""
     with running(config(limits=LIMITS)) as address, triton.InferenceServerClient(address) as client:
         yield client
 
@@ -58,7 +58,7 @@ def one_input(
 
 
 def twice(request: pb.ModelInferRequest) -> pb.ModelInferRequest:
-    """Add the first input and the first raw bytes of a request to it once more, and return it."""
+    """Duplicate the first input and first raw bytes of a request, and return the request."""
     request.inputs.append(request.inputs[0])
     request.raw_input_contents.append(request.raw_input_contents[0])
     return request
@@ -83,7 +83,7 @@ INPUTS = (
     "input_ids, image_grid_thw, video_grid_thw, attention_mask, cu_seqlens, start"
 )
 NO_ARRAY = "want a shape that an array can have"
-# Name, type, shape and bytes of the one input.
+# Name, type, shape and bytes of the only input
 TENSORS: list[tuple[tuple[str, str, list[int], bytes], str]] = [
     (("lengths", "INT64", [2], ONE_INT64), "lengths: got 8 bytes, want 16 for INT64 of shape (2,)"),
     (("lengths", "INT64", [1] * 100_000, ONE_INT64), "lengths.shape: got 100000 axes, want (-1,)"),
@@ -132,7 +132,9 @@ MALFORMED: list[tuple[pb.ModelInferRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED, ids=[message[:60] for _, message in MALFORMED])
-def test_malformed_requests_are_refused_by_field(infer: Infer, request_: pb.ModelInferRequest, message: str) -> None:
+def test_errors_name_the_malformed_field_of_a_request(
+    infer: Infer, request_: pb.ModelInferRequest, message: str
+) -> None:
     assert refusal(lambda: infer(request_)) == ("INVALID_ARGUMENT", message)
 
 
@@ -142,7 +144,7 @@ VALID_INPUTS: dict[str, dict[str, object]] = {"positions": {"lengths": [1]}, "ro
 SOURCES = "want position_ids, or table and table_documents"
 NESTED = "[" * 500 + "]" * 500
 DIGITS = "9" * 5000
-# Values of a parameter next to valid inputs.
+# Parameter values, sent with valid inputs
 PARAMETERS: dict[tuple[str, str], list[tuple[object, str]]] = {
     ("positions", "views"): [
         ("[", "parameters['views']: got '[', want JSON (Expecting value: line 1 column 2 (char 1))"),
@@ -197,14 +199,14 @@ WRONG: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), WRONG, ids=[case[3][:60] for case in WRONG])
-def test_wrong_requests_are_refused_by_field(
+def test_errors_name_the_invalid_field_of_a_request(
     client: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, details = refusal(lambda: ask(client, model, inputs, parameters=options))
     assert (status, details[: len(message)]) == ("INVALID_ARGUMENT", message)
 
 
-def test_unknown_names_are_not_found(client: TritonClient) -> None:
+def test_unknown_names_raise_not_found(client: TritonClient) -> None:
     models = "model: got 'x', want one of 'sequences', 'positions', 'rotate'"
     versions = "version of 'positions': got '1', want one of 'default', 'halves', 'flat'"
     calls: list[Callable[[str, str], object]] = [
@@ -266,7 +268,7 @@ def test_unknown_and_repeated_outputs_are_refused(client: TritonClient) -> None:
 
 DOCUMENTS, IMAGES = "documents: got 4, want at most 3", "images: got 4, want at most 3"
 TOKENS = "tokens: got 10001, want at most 10000"
-# Most have a second mistake, which only later work would find.
+# Most requests contain a second mistake, which only later work would find.
 INPUTS_BEYOND: dict[str, list[tuple[dict[str, object], str]]] = {
     "positions": [
         ({"lengths": [0] * 4}, DOCUMENTS),
@@ -310,19 +312,19 @@ BEYOND: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("model", "inputs", "options", "message"), BEYOND)
-def test_requests_beyond_a_limit_are_refused_with_its_name(
+def test_errors_name_the_limit_that_a_request_exceeds(
     small: TritonClient, model: str, inputs: dict[str, object], options: dict[str, object], message: str
 ) -> None:
     status, details = refusal(lambda: ask(small, model, inputs, parameters=options))
     assert (status, details[: len(message)]) == ("RESOURCE_EXHAUSTED", message)
 
 
-def test_only_requested_outputs_count_towards_the_limit_of_a_response(small: TritonClient) -> None:
+def test_only_requested_outputs_count_towards_the_response_limit(small: TritonClient) -> None:
     spans, scheme = {"lengths": [10_000]}, {"scheme": '{"name": "rope-tie-v2", "axes": 3}'}
     assert ask(small, "positions", spans, ["cu_seqlens"], parameters=scheme)["cu_seqlens"].tolist() == [0, 10_000]
     status, message = refusal(partial(ask, small, "positions", spans, ["position_ids"], parameters=scheme))
     assert (status, message.partition(",")[0]) == ("RESOURCE_EXHAUSTED", "response_bytes: got 240000")
-    # The table of 20 segments is small, so a larger one is passed to the function itself.
+    # A table of 20 segments is small, so a larger table is passed to the function itself.
     table = place(SegmentTable.from_documents([[Text(1)]] * 100))
     profile: Any = None
     call: Any = SimpleNamespace(memory=Exchange(), answer_bytes=0)
@@ -335,7 +337,7 @@ def test_only_requested_outputs_count_towards_the_limit_of_a_response(small: Tri
             check_outputs(table, request, call, Limits(response_bytes=1024))
 
 
-# JSON in parameters: every value is answered or refused, never INTERNAL.
+# JSON in parameters: every value is answered or refused, and none leads to INTERNAL
 
 ODD = [
     *("null", "true", "0", "-1", "3", "1.5", "1e308", "1e400", "-1e400", "1e-400", "NaN", "Infinity"),
@@ -384,7 +386,7 @@ VALID_PARAMETERS: dict[tuple[str, str], list[object]] = {
 
 
 def replaced(value: object) -> Iterator[Any]:
-    """Yield copies of a value with PLACEHOLDER instead of it, instead of one nested value, or as one more key."""
+    """Yield copies of a value with PLACEHOLDER in place of the value or of a nested value, or as an additional key."""
     yield PLACEHOLDER
     if isinstance(value, list):
         for i, inner in enumerate(value[:2]):
@@ -396,7 +398,7 @@ def replaced(value: object) -> Iterator[Any]:
 
 
 def odd_requests() -> Iterator[pb.ModelInferRequest]:
-    """Yield requests with every odd value at every place of valid parameters."""
+    """Yield requests with every odd value in every place of valid parameters."""
     spans: dict[str, object] = {"lengths": [11], "offsets": [3], "grid_thw": [[1, 2, 3]]}
     inputs: dict[str, dict[str, object]] = {"positions": spans, "rotate": ROTATION, "sequences": {"parts": [b"a"]}}
     quoted = json.dumps(PLACEHOLDER)
@@ -414,7 +416,7 @@ def odd_requests() -> Iterator[pb.ModelInferRequest]:
 
 
 def check_answers(infer: Infer, requests: Iterable[pb.ModelInferRequest]) -> None:
-    """Check that every request is answered, or refused with a sentence."""
+    """Check that every request is either answered or refused with a sentence."""
     statuses = set()
     for request in requests:
         status, details = ending(partial(infer, request, timeout=60))
@@ -429,5 +431,5 @@ def test_odd_requests_are_answered_or_refused(infer: Infer) -> None:
 
 
 @pytest.mark.slow
-def test_every_odd_value_at_every_place_is_answered_or_refused(infer: Infer) -> None:
+def test_every_odd_value_in_every_place_is_answered_or_refused(infer: Infer) -> None:
     check_answers(infer, odd_requests())

@@ -1,4 +1,4 @@
-"""Compare plain queries, answered from bytes to bytes, with the same queries parsed as messages."""
+"""Compare plain queries, which are answered directly from bytes to bytes, with the same queries parsed as messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def by_messages(profiles: Profiles, limits: Limits, memory: SharedMemory) -> lis
 
 
 class Both:
-    """Two servers, the second one without the path for plain queries."""
+    """Two servers, the second of them without the path for plain queries."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.servers = Server(config, methods=lambda *of: methods(*of)[:1]), Server(config, methods=by_messages)
@@ -66,7 +66,7 @@ class Both:
         return result
 
     def counts(self) -> list[dict[str, float]]:
-        """Return the metrics of both servers, without times."""
+        """Return the metrics of both servers, without timings."""
         return [
             {
                 f"{sample.name}{sample.labels}": sample.value
@@ -84,14 +84,14 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[Both]:
-    """Yield two servers with the limits of the embedded settings."""
+    """Yield two servers with the limits from the embedded settings."""
     servers = Both(CONFIG)
     yield servers
     servers.stop()
 
 
 def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **arguments: Any) -> bytes:
-    """Return the bytes of a request of Place."""
+    """Return the bytes of a Place request."""
     request = pb.PlaceRequest()
     put_query(request.query, PositionsQuery(SegmentTable.from_documents(documents), **arguments), profile)
     return request.SerializeToString()
@@ -120,7 +120,7 @@ PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", PLAIN.values(), ids=PLAIN)
-def test_a_plain_query_has_the_same_answer_on_both_paths(both: Both, raw: bytes) -> None:
+def test_a_plain_query_gets_the_same_answer_on_both_paths(both: Both, raw: bytes) -> None:
     both.answers(raw)  # the first call registers the shapes
     answer = both.answers(raw)
     assert answer.failed is None
@@ -135,7 +135,7 @@ def test_a_plain_query_has_the_same_answer_on_both_paths(both: Both, raw: bytes)
 
 
 def field(number: int, content: bytes, kind: int = 2) -> bytes:
-    """Return a field with its length, if that is below 128, or a field of another wire type with these bytes."""
+    """Return a field of these bytes: with their length, which must be below 128, or with another wire type."""
     return bytes([number << 3 | kind]) + (bytes([len(content)]) + content if kind == 2 else content)
 
 
@@ -188,7 +188,7 @@ NOT_PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_other_or_wrong_queries_are_parsed_as_messages(both: Both, raw: bytes) -> None:
+def test_other_and_invalid_queries_are_parsed_as_messages(both: Both, raw: bytes) -> None:
     both.answers(raw)
     assert both.plain.answer(raw) is None
 
@@ -213,8 +213,8 @@ OVER: dict[str, tuple[bytes, str | None]] = {
 }
 
 
-def test_values_over_a_limit_name_the_limit() -> None:
-    # Set directly: a settings file may not contain limits this small.
+def test_errors_name_the_limit_that_a_value_exceeds() -> None:
+    # The limits are set directly, since a settings file may not contain limits this small.
     limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
     for name, (raw, limit) in OVER.items():
         limited.answers(raw)  # the first call registers the shapes
@@ -228,11 +228,11 @@ def test_values_over_a_limit_name_the_limit() -> None:
 
 
 @given(places())
-def test_any_query_has_the_same_answer_on_both_paths(both: Both, request: Any) -> None:
+def test_any_query_gets_the_same_answer_on_both_paths(both: Both, request: Any) -> None:
     both.answers(request.SerializeToString())
 
 
-def test_mutated_bytes_have_the_same_answer_on_both_paths(both: Both) -> None:
+def test_mutated_bytes_get_the_same_answer_on_both_paths(both: Both) -> None:
     pieces = [*PLAIN.values(), *NOT_PLAIN.values()]
     for_each(messages(pb.PlaceRequest), 60, lambda message: pieces.append(message.SerializeToString()))
     small = [raw for raw in pieces if len(raw) < 500]
@@ -249,7 +249,7 @@ def test_mutated_bytes_have_the_same_answer_on_both_paths(both: Both) -> None:
     assert both.counts()[0] == both.counts()[1]
 
 
-def test_items_of_a_stream_have_the_same_answers_on_both_paths(both: Both) -> None:
+def test_stream_items_get_the_same_answers_on_both_paths(both: Both) -> None:
     requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
     items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
     context: Any = SimpleNamespace(**{**vars(CONTEXT), "add_callback": lambda ended: True})
@@ -263,7 +263,7 @@ def test_shapes_and_settings_are_cached_and_evicted() -> None:
     forget_plans()
     plain = PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits)
     new = query([[Text(1), Grid(3, 7), Text(1)]])
-    assert plain.answer(new) is None  # until the scheme has planned this shape for a message
+    assert plain.answer(new) is None  # not before the scheme has planned this shape for a message
     PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
     assert plain.answer(new) is not None
     for stride in range(1, 200):
@@ -283,7 +283,7 @@ def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch
     assert PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits).answer(PLAIN["ids"]) is None
 
 
-def test_the_extension_declines_wrong_arguments() -> None:
+def test_the_extension_declines_invalid_arguments() -> None:
     served, most = native.core.served, PlainQueries(Profiles.from_config(load()), Limits())._most
     raw = PLAIN["the default scheme"]
     assert served(raw, False, {}, most) == b""
@@ -295,7 +295,7 @@ def test_the_extension_declines_wrong_arguments() -> None:
 
 
 def test_a_plain_call_runs_few_python_functions(both: Both) -> None:
-    """Count functions, because loading the code of one into the cache takes longer than running it."""
+    """Count the functions, because loading a function's code into the cache takes longer than running it."""
     both.answers(PLAIN["a scheme"])
     seen: set[object] = set()
 

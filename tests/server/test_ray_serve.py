@@ -1,4 +1,4 @@
-"""Compare the services behind the ingress of Ray Serve, on a local Ray, with the server."""
+"""Compare the services behind Ray Serve's ingress, on a local Ray cluster, with the server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ray = pytest.importorskip("ray")
 # Ray warns about its own defaults.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),  # two Rays that start at once exceed their timeouts on two cores
+    pytest.mark.xdist_group("ray"),  # if two Rays start at once on two cores, they exceed their timeouts
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
 ]
 
@@ -69,7 +69,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path, port = tmp_path_factory.mktemp("settings") / FILE, free_port()
     path.write_text(SETTINGS)
     with pytest.MonkeyPatch.context() as patch:
-        for check in ("READY", "HEALTH"):  # these checks kill a proxy that starts slowly on a busy machine
+        for check in ("READY", "HEALTH"):  # these checks would kill a proxy that starts slowly on a busy machine
             patch.setenv(f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S", "300")
         patch.chdir(path.parent)
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
@@ -123,7 +123,7 @@ def stream(channel: grpc.Channel) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Place", "Build", "CosSin", "Rotate", "GetInfo"])
-def test_answers_and_refusals_equal_the_server_byte_for_byte(kind: str, pair: Pair) -> None:
+def test_answers_and_refusals_match_those_of_the_server_byte_for_byte(kind: str, pair: Pair) -> None:
     with grpc.insecure_channel(pair.ingress) as ingress, grpc.insecure_channel(pair.server) as server:
         rng = random.Random(kind)
         for _ in range(20):
@@ -181,7 +181,7 @@ def test_a_broken_stream_ends_with_its_status_and_a_cancelled_stream_frees_its_s
         left = threading.Event()
         first = stream(channel)(_items_until(left), timeout=60)
         next(first)
-        # The only slot is taken. The ingress sends no metadata with a failed stream, and so no retry delay.
+        # The only slot is taken. The ingress sends no metadata with a failed stream, and therefore no retry delay.
         second = stream(channel)(iter([b""]), timeout=60)
         with pytest.raises(grpc.RpcError) as raised:
             next(second)
@@ -207,7 +207,7 @@ def _answers_streams(channel: grpc.Channel) -> bool:
         return False
 
 
-def test_a_refused_call_has_a_retry_delay(pair: Pair) -> None:
+def test_a_refused_call_carries_a_retry_delay(pair: Pair) -> None:
     positions, refused = place(SegmentTable.from_documents([[Text(4000)]])), list[ServiceOverloadedError]()
     q, rotary, enough = torch.randn(4000, 4, 8), Rotary(head_dim=8), threading.Event()
 
@@ -226,7 +226,7 @@ def test_a_refused_call_has_a_retry_delay(pair: Pair) -> None:
     assert 0 < refused[0].retry_after <= 30
 
 
-def test_the_ingress_has_every_method_of_the_server_and_the_health_check() -> None:
+def test_the_ingress_offers_every_server_method_and_the_health_check() -> None:
     replica, added = Replica(load(), "error"), dict[str, list[str]]()
 
     class Server:
@@ -240,12 +240,12 @@ def test_the_ingress_has_every_method_of_the_server_and_the_health_check() -> No
         names = wanted.setdefault(method.service, [])
         names.extend([method.name, *([method.twin.name] if method.twin else [])])
     assert {name: sorted(result) for name, result in added.items()} == {name: sorted(w) for name, w in wanted.items()}
-    # Serve routes by the last part of the path alone.
+    # Serve routes only by the last part of the path.
     names = [name for result in added.values() for name in result]
     assert len(set(names)) == len(names)
 
 
-def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
@@ -253,7 +253,7 @@ def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch: pytest.
     assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
 
 
-def test_the_deployment_file_of_the_documentation_is_valid() -> None:
+def test_the_deployment_file_in_the_documentation_is_valid() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     yaml: Any = pytest.importorskip("yaml")
@@ -274,13 +274,13 @@ def test_the_deployment_file_of_the_documentation_is_valid() -> None:
         ({"config": "/none.toml"}, "/none.toml: got No such file or directory, want a file that can be read"),
     ],
 )
-def test_wrong_arguments_are_refused_before_a_replica_starts(arguments: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused_before_a_replica_starts(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         app(arguments)
     assert str(raised.value) == message
 
 
-def test_a_replica_accepts_one_call_more_than_its_gates(tmp_path: Path) -> None:
+def test_a_replica_accepts_one_more_call_than_its_gates(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(SETTINGS)
     config = load(tmp_path / FILE)
     deployment = application(config, num_replicas=3)._bound_deployment

@@ -1,4 +1,4 @@
-"""Test tokens and their rotation, the calls that need no token, and the names of clients."""
+"""Test tokens and their rotation, calls that need no token, and client names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
 
 
 def connected(address: str) -> Any:
-    """Return a channel, typed as Any."""
+    """Return a channel typed as Any."""
     return grpc.insecure_channel(address)
 
 
@@ -61,14 +61,14 @@ def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
 # The token file
 
 
-def test_tokens_have_the_names_of_the_file_and_a_name_may_have_several_tokens(file: Path) -> None:
+def test_tokens_are_named_by_the_file_and_several_tokens_can_share_a_name(file: Path) -> None:
     file.write_text(f"alice {ALICE}\nbob {BOB}\nalice {ALICE}2\n")
     tokens = TokenFile(file, Logs("error"))
     candidates = (ALICE, BOB, f"{ALICE}2", f"{ALICE}3", "")
     assert [tokens.name(token) for token in candidates] == ["alice", "bob", "alice", None, None]
 
 
-def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
+def test_tokens_are_not_stored_in_plain_text(file: Path) -> None:
     state = repr(vars(TokenFile(file, Logs("error"))))
     assert "alice" in state
     assert ALICE not in state
@@ -87,7 +87,7 @@ def test_tokens_are_not_kept_in_plain_text(file: Path) -> None:
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
-def test_a_wrong_token_file_prevents_the_start_and_its_line_is_reported(file: Path, text: str, message: str) -> None:
+def test_an_invalid_token_file_prevents_the_start_and_its_line_is_reported(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         TokenFile(file, Logs("error"))
@@ -105,11 +105,11 @@ def test_an_unreadable_token_file_prevents_the_start(file: Path) -> None:
     assert str(raised.value) == f"token-file: {file}: got bytes that are not UTF-8, want text"
 
 
-def test_a_token_file_is_read_again_when_its_link_changes(tmp_path: Path) -> None:
+def test_a_token_file_is_reread_when_its_link_changes(tmp_path: Path) -> None:
     for version, token in (("one", "1" * 16), ("two", "2" * 16)):
         (tmp_path / version).mkdir()
         (tmp_path / version / "tokens").write_text(f"alice {token}\n")
-        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # the same time for files of the same size
+        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # the same time for files of equal size
     (tmp_path / "data").symlink_to("one")
     (tmp_path / "tokens").symlink_to("data/tokens")
     tokens = TokenFile(tmp_path / "tokens", Logs("error"))
@@ -136,7 +136,7 @@ def test_a_pipe_in_place_of_the_token_file_does_not_block_the_server(file: Path)
 
 
 @pytest.mark.parametrize("wrong", [f"alice {ALICE}\nsecret-secret-secret\n", "", None])
-def test_a_wrong_new_token_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
+def test_an_invalid_new_token_file_changes_nothing_and_is_logged_once(file: Path, wrong: str | None) -> None:
     tokens = TokenFile(file, logs := KeptLogs("error"))
     file.unlink()
     if wrong is not None:
@@ -167,7 +167,7 @@ def test_a_call_is_answered_only_with_exactly_one_known_token(file: Path) -> Non
 
 
 def reflected(channel: Any) -> Iterator[str]:
-    """Yield the paths of all methods that a server lists by reflection."""
+    """Yield the paths of all methods that a server lists through reflection."""
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
 
     def reflect(**question: str) -> Any:
@@ -205,7 +205,7 @@ def test_health_is_checked_and_watched_without_a_token(file: Path) -> None:
             assert client.healthy()
 
 
-def test_the_request_of_a_call_without_a_token_is_not_read(file: Path) -> None:
+def test_a_request_without_a_token_is_not_read(file: Path) -> None:
     config = ServerConfig.model_validate({**load().model_dump(), "limits": {"request_bytes": 1024}})
     with running(config, listen=Listen(token_file=file)) as address, connected(address) as channel:
         ask, more = channel.unary_unary(PLACE), threading.Event()
@@ -216,7 +216,7 @@ def test_the_request_of_a_call_without_a_token_is_not_read(file: Path) -> None:
             more.wait(60)
             yield b""
 
-        # It is refused before its first item, so that nobody can hold it open.
+        # A stream is refused before its first item, so that nobody can hold it open.
         assert refusal(list, channel.stream_stream(STREAM)(items(), timeout=60)) == UNAUTHENTICATED
         more.set()
 
@@ -272,7 +272,7 @@ def test_no_call_is_lost_while_tokens_rotate(file: Path, tmp_path: Path, monkeyp
         assert answered(address, old)
         put(mine, f"{new}\n")
         before = count[0]
-        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # at most one call still has the old token
+        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # at most one call still carries the old token
         put(file, f"alice {new}\n")
         assert eventually(lambda: not answered(address, old))
         before = count[0]
@@ -299,7 +299,7 @@ def test_tokens_require_tls_or_a_loopback_host(file: Path, tmp_path: Path) -> No
 
 
 class Caller:
-    """Caller with an address and perhaps the fields of a certificate."""
+    """Caller with an address and, optionally, the fields of a certificate."""
 
     def __init__(self, peer: str, **auth: list[bytes]) -> None:
         self._peer, self._auth = peer, auth
@@ -331,7 +331,7 @@ def test_a_client_is_named_after_its_certificate_or_its_address() -> None:
     assert [server.client(cast(Context, caller)) for caller, _ in NAMES] == [name for _, name in NAMES]
 
 
-def test_tls_and_a_token_may_both_be_required_and_the_token_names_the_client(file: Path, tmp_path: Path) -> None:
+def test_tls_and_a_token_can_both_be_required_and_the_token_names_the_client(file: Path, tmp_path: Path) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
     pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
@@ -360,7 +360,7 @@ def test_tls_and_a_token_may_both_be_required_and_the_token_names_the_client(fil
 
 
 @pytest.mark.slow
-def test_all_workers_know_the_tokens_and_reload_them(file: Path) -> None:
+def test_all_workers_accept_the_tokens_and_reload_them(file: Path) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", "2", "--token-file", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -368,7 +368,7 @@ def test_all_workers_know_the_tokens_and_reload_them(file: Path) -> None:
             address = process.stdout.readline().split()[-1]
 
             def ask(token: str) -> list[bool]:
-                # The kernel chooses a process for each connection, and each client opens its own.
+                # The kernel assigns each connection to a process, and each client opens its own connection.
                 return [answered(address, token) for _ in range(8)]
 
             assert [ask(ALICE), ask(f"{ALICE}2")] == [[True] * 8, [False] * 8]
@@ -382,7 +382,7 @@ def test_all_workers_know_the_tokens_and_reload_them(file: Path) -> None:
 
 
 def answered(address: str, token: str) -> bool:
-    """Return whether the server accepts the token of a client."""
+    """Return whether the server accepts a client's token."""
     with Client(address, token=token) as client:
         try:
             client.place(SEGMENTS)

@@ -1,4 +1,4 @@
-"""Test the admission, deadlines, streams, errors, metrics and logs of the server through a real port."""
+"""Test the server's admission, deadlines, streams, errors, metrics and logs through a real port."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
-    """Return the status, details and trailing metadata of a call that fails."""
+    """Return the status, details and trailing metadata of a failing call."""
     with pytest.raises(grpc.RpcError) as raised:
         call()
     error: Any = raised.value
@@ -63,7 +63,7 @@ def test_a_valid_request_id_is_returned_and_any_other_is_replaced(serve: Serve) 
         (query("fail bug"), "INTERNAL", "internal error, request me"),
     ],
 )
-def test_errors_become_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
+def test_errors_are_converted_to_statuses(serve: Serve, sent: bytes, status: str, details: str) -> None:
     refused = refusal(lambda: serve().place(sent, metadata=[("x-request-id", "me")]))
     assert refused == (status, details, {"x-request-id": "me"})
 
@@ -87,7 +87,7 @@ def test_the_documentation_lists_exactly_the_statuses_that_occur(serve: Serve, t
     assert results[-1] == ("UNAVAILABLE", "the server is about to stop")
     assert server.metric("refused_total", method="Place", reason="stopping") == 1
     page = (Path(__file__).parents[2] / "docs" / "service-operation.md").read_text()
-    table = page.partition("| status | means | who acts |")[2].partition("\n\n")[0]
+    table = page.partition("| status | meaning | who acts |")[2].partition("\n\n")[0]
     assert sorted({status for status, _ in results}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 
@@ -118,7 +118,7 @@ def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -
         ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 of 1024 in use"),
     ],
 )
-def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
+def test_calls_beyond_a_limit_are_counted_and_refused_with_a_hint(
     serve: Serve, limits: dict[str, int], pool: str, message: str
 ) -> None:
     server = serve(concurrency=limits, clients={"max_share": 1})
@@ -134,13 +134,12 @@ def test_calls_beyond_a_limit_are_refused_with_a_hint_and_counted(
     assert first.result(60).positions.cu_seqlens == [1]
     assert server.place(more).positions.cu_seqlens in ([0], [1])
     assert server.metric("refused_total", method="Place", reason=message.partition(":")[0]) == 1
-    assert server.total("refused_total") > 0.05 * server.total(
-        "requests_total"
-    )  # the documented condition of the overload alert
+    # The documented condition for the overload alert holds.
+    assert server.total("refused_total") > 0.05 * server.total("requests_total")
     assert eventually(lambda: not server.taken())
 
 
-def test_every_call_of_a_burst_below_the_limits_is_answered(serve: Serve) -> None:
+def test_every_call_in_a_burst_below_the_limits_is_answered(serve: Serve) -> None:
     server = serve(clients={"max_share": 1})
     calls = [server.place.future(query("wait"), timeout=60) for _ in range(100)]  # on one connection, with 256 slots
     assert eventually(lambda: len(server.fake.names) == 100)
@@ -200,7 +199,7 @@ TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
         ),
     ],
 )
-def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
+def test_a_client_beyond_its_limits_is_refused_but_others_are_not(
     serve: Serve, tmp_path: Path, limits: dict[str, Any], reason: str, message: str
 ) -> None:
     file = tmp_path / "tokens"
@@ -218,7 +217,7 @@ def test_a_client_beyond_its_limits_is_refused_and_others_are_not(
     assert server.metric("refused_total", method="Place", reason=reason) == 1
 
 
-def test_items_of_a_stream_wait_for_the_rate_limit_and_count_towards_it() -> None:
+def test_stream_items_wait_for_the_rate_limit_and_count_towards_it() -> None:
     def numbers(results: Iterable[Any]) -> list[int]:
         return [result.table.num_tokens for result in results]
 
@@ -240,9 +239,9 @@ def test_items_of_a_stream_wait_for_the_rate_limit_and_count_towards_it() -> Non
 
 
 @pytest.mark.parametrize("pool", ["", "image"])
-def test_a_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) -> None:
+def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) -> None:
     server = serve()
-    for seconds in (0.3, 3, 30):  # lengthen the deadline until the work begins before it passes
+    for seconds in (0.3, 3, 30):  # a longer deadline each time, until the work begins before it passes
         assert refusal(partial(server.place, query(f"wait {pool}"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
         if server.fake.begun.is_set():
             break
@@ -266,7 +265,7 @@ def test_a_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) ->
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_a_stream_answers_in_order_and_continues_after_a_failed_item(serve: Serve, side_by_side: bool) -> None:
     server = serve(side_by_side=side_by_side)
-    # In parallel, the first items wait for later ones.
+    # If items run in parallel, the first items wait for later ones.
     names = ("last 3", "last 2", "fail bug", "echo 4") if side_by_side else ("last 0", "last 1", "fail bug", "echo 4")
     results = list(server.stream(items(*names), metadata=[("x-request-id", "me")]))
     numbers = [int(name[-1]) if name[-1].isdigit() else None for name in names]
@@ -288,7 +287,7 @@ def test_malformed_bytes_end_the_stream_after_the_answers_to_earlier_items(serve
     assert eventually(lambda: not server.taken())
 
 
-def test_a_stream_reads_no_further_than_its_window(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_reads_no_further_ahead_than_its_window(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 3))
     server = serve(side_by_side=True)
     call = server.stream(items("wait image", *["echo 1"] * 9))
@@ -309,7 +308,7 @@ def test_an_unread_stream_holds_few_answers_and_frees_its_thread_when_cancelled(
         call = server.stream(items(*["large"] * 20))
         assert eventually(lambda: len(server.fake.names) >= 2)
         time.sleep(0.3)
-        assert 2 <= len(server.fake.names) <= 8  # and not the sixteen of the window
+        assert 2 <= len(server.fake.names) <= 8  # and not sixteen, the size of the window
         if cancelled:
             call.cancel()
             assert eventually(lambda: not server.taken())
@@ -330,7 +329,7 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_slot(serve: Serve) -
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
     more = threading.Event()
 
@@ -346,13 +345,13 @@ def test_an_idle_stream_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> N
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 
 
-def test_a_client_waits_for_a_free_slot_of_a_stream(serve: Serve) -> None:
+def test_a_client_waits_for_a_free_stream_slot(serve: Serve) -> None:
     server = serve(concurrency={"max_streams": 1})
     first = server.stream(items("wait"))
     assert server.fake.begun.wait(60)
     threading.Timer(0.2, server.fake.go.set).start()
     with Client(server.address) as client, pytest.raises(ServiceError, match="got neither table nor dense"):
-        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error shows that the server answered
+        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error proves that the server answered
     assert len(list(first)) == 1
 
 
@@ -378,7 +377,7 @@ def test_a_failed_background_task_stops_no_other_task(serve: Serve, monkeypatch:
     assert not server.live
 
 
-def test_logs_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
+def test_log_lines_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
     logs, named = KeptLogs(), [("x-request-id", "me")]
     server = serve(options={"logs": logs})
     server.place(query("echo 1"), metadata=named)

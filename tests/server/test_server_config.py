@@ -1,4 +1,4 @@
-"""Test the settings of the server: the embedded file lists the defaults, and an error names its file and field."""
+"""Test the server's settings: the embedded file lists the defaults, and an error names its file and field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def mistake(file: Path, text: str) -> str:
-    """Return the error that a file with this text causes, without the name of the file."""
+    """Return the error that a file with this text causes, without the file's name."""
     file.write_text(text)
     with pytest.raises(InvalidInputError) as raised:
         Profiles.from_config(load(file))
@@ -42,7 +42,7 @@ def test_the_embedded_file_lists_the_defaults() -> None:
     assert written.images == {"patch_size": 14, "spatial_merge_size": 2}
 
 
-def test_the_default_profile_places_by_rope_tie_and_reads_images_with_pillow() -> None:
+def test_the_default_profile_places_with_rope_tie_and_reads_images_with_pillow() -> None:
     profile = Profiles.from_config(load(None)).get(None)
     images = profile.builder.images
     assert images is not None
@@ -60,7 +60,7 @@ def test_a_file_changes_only_the_settings_that_it_names(file: Path) -> None:
     assert config.profiles == load(None).profiles
 
 
-def test_profiles_of_a_file_replace_the_embedded_one_and_the_first_is_the_default(file: Path) -> None:
+def test_profiles_in_a_file_replace_the_embedded_one_and_the_first_is_the_default(file: Path) -> None:
     file.write_text(
         """
         [profiles.qwen]
@@ -98,7 +98,7 @@ def test_profiles_are_selected_by_name() -> None:
         profiles.get("x")
 
 
-def test_the_path_of_a_tokenizer_is_relative_to_the_settings_file(file: Path) -> None:
+def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
@@ -171,11 +171,11 @@ def test_the_path_of_a_tokenizer_is_relative_to_the_settings_file(file: Path) ->
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
-def test_an_error_in_a_file_is_one_line(file: Path, text: str, message: str) -> None:
+def test_an_error_in_a_file_is_reported_in_one_line(file: Path, text: str, message: str) -> None:
     assert mistake(file, text) == message
 
 
-def test_an_unknown_scheme_lists_the_known_ones(file: Path) -> None:
+def test_an_error_about_an_unknown_scheme_lists_the_known_schemes(file: Path) -> None:
     message = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
     assert message.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
 
@@ -189,7 +189,7 @@ def test_an_unreadable_file_is_reported(file: Path) -> None:
         load(file)
 
 
-def test_missing_tokenizers_are_reported_with_their_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizers_are_reported_with_the_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:

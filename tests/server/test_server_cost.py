@@ -1,4 +1,4 @@
-"""Test that the bytes and fields of a request bound its cost, and that a few threads do the large work."""
+"""Test that a request's bytes and fields bound its cost, and that a few threads do all large work."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_no_query_has_more_segments_than_estimated(request: Any) -> None:
 
 
 def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
-    """Return the answer to a query, and the stages of its work."""
+    """Return the answer to a query, and the stages of the work."""
     message, answer = positions_pb2.PositionsQuery(), positions_pb2.Positions()
     put_query(message, query)
     call.request_bytes = message.ByteSize()
@@ -140,7 +140,7 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
 
 
 @pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
-def test_small_work_runs_in_the_thread_of_the_call_and_large_work_in_a_pool(
+def test_small_work_runs_in_the_call_thread_and_large_work_in_a_pool(
     call: Call, query: PositionsQuery, stages: list[str]
 ) -> None:
     answer, result = placed(call, query)
@@ -177,7 +177,7 @@ def test_images_are_decoded_and_large_sequences_are_built_in_pools(
 
 
 @pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
-def test_few_tokens_are_rotated_in_the_thread_of_the_call(call: Call, tokens: int, stages: list[str]) -> None:
+def test_few_tokens_are_rotated_in_the_call_thread(call: Call, tokens: int, stages: list[str]) -> None:
     request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
     request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
     request.rotary.rotary.head_dim = 8
@@ -186,7 +186,7 @@ def test_few_tokens_are_rotated_in_the_thread_of_the_call(call: Call, tokens: in
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
 
 
-def test_work_that_outlives_its_call_writes_no_shared_memory() -> None:
+def test_work_that_outlives_its_call_does_not_write_to_shared_memory() -> None:
     message = tensor_pb2.Tensor()
     put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
     assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())

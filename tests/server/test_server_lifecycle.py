@@ -1,4 +1,4 @@
-"""Test the program of the server: its start, its ports, its workers and its end."""
+"""Test the server program: how it starts, its ports, its workers and how it ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
         want = ask(REQUEST)
 
         def load(_: int) -> tuple[int, str]:
-            """Return the number of answered calls, and the status of the call that was not answered."""
+            """Return the number of answered calls, and the status of the call that failed."""
             answered = 0
             try:
                 while True:
@@ -65,17 +65,17 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
         server.process.terminate()
         seen = list(loads)
     code, lines = server.end()
-    # Every call was answered or refused before any work, and every answer arrived.
+    # Every call was either answered or refused before any work, and every answer arrived.
     assert code == 0
     statuses = [status for _, status in seen]
-    # The transport cancels calls that arrive while it closes; on a busy machine there may be one.
+    # The transport cancels calls that arrive while it is closing; on a busy machine, there may be such a call.
     assert set(statuses) <= {"UNAVAILABLE", "CANCELLED"}
     assert statuses.count("CANCELLED") <= 2
     assert sum(answered for answered, _ in seen) + 1 == sum(line.get("status") == "OK" for line in lines) > 100
     assert [line["event"] for line in lines if line["event"] != "request"] == ["draining", "stopped"]
 
 
-def test_during_the_notice_health_is_not_serving_and_calls_are_still_answered(start: Start) -> None:
+def test_during_the_notice_health_is_not_serving_but_calls_are_still_answered(start: Start) -> None:
     server = start("--notice-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -99,7 +99,7 @@ def test_during_the_notice_health_is_not_serving_and_calls_are_still_answered(st
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
 
 
-def test_a_watcher_of_health_does_not_delay_the_end_of_a_server(start: Start) -> None:
+def test_a_health_watcher_does_not_delay_server_exit(start: Start) -> None:
     server = start("--notice-seconds", "0.5", "--drain-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -109,7 +109,7 @@ def test_a_watcher_of_health_does_not_delay_the_end_of_a_server(start: Start) ->
         assert code == 0
 
 
-def test_a_stream_open_at_sigterm_gets_its_answers_and_ends_as_unavailable(start: Start) -> None:
+def test_a_stream_open_at_sigterm_receives_its_answers_and_ends_as_unavailable(start: Start) -> None:
     server = start()
     with grpc.insecure_channel(server.address) as channel:
         more = threading.Event()
@@ -152,10 +152,10 @@ def test_a_client_that_stalls_and_dies_causes_no_error(start: Start) -> None:
     assert code == 0
     assert [line["event"] for line in lines] == ["stream", "draining", "stopped"]
     assert lines[0]["status"] == "CANCELLED"
-    assert lines[0]["items"] < 200  # the server read no further than its window and the buffers of the transport
+    assert lines[0]["items"] < 200  # the server read no more than its window and the transport's buffers
 
 
-def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
+def test_a_second_signal_stops_the_server_at_once(start: Start) -> None:
     server = start("--notice-seconds", "60")
     server.process.terminate()
     assert eventually(lambda: bool(server.lines()))
@@ -176,7 +176,7 @@ mmpos_server.position_service.PositionService.place = place
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
-def test_a_server_ends_after_its_drain_even_if_a_thread_never_returns(
+def test_a_server_exits_after_its_drain_even_if_a_thread_never_returns(
     start: Start, tmp_path: Path, torchless: dict[str, str], signals: list[signal.Signals]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -205,7 +205,9 @@ mmpos_server.app.Server.stop = stop
 """
 
 
-def test_a_failed_stop_is_logged_and_sets_an_exit_code(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+def test_a_failed_stop_is_logged_and_sets_the_exit_code(
+    start: Start, tmp_path: Path, torchless: dict[str, str]
+) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(FAILING_STOP)
     server = start("--drain-seconds", "600")
@@ -218,7 +220,7 @@ def test_a_failed_stop_is_logged_and_sets_an_exit_code(start: Start, tmp_path: P
 FEW_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, 200))\n"
 
 
-def test_many_connections_leave_open_files_for_the_metrics_page_and_for_earlier_connections(
+def test_many_connections_leave_file_descriptors_for_the_metrics_page_and_earlier_connections(
     start: Start, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
@@ -238,7 +240,7 @@ def test_many_connections_leave_open_files_for_the_metrics_page_and_for_earlier_
     assert len(lines) < 50
 
 
-def test_a_second_server_on_a_port_is_refused_with_and_without_workers(start: Start, refused: Refused) -> None:
+def test_a_second_server_on_the_same_port_is_refused_with_and_without_workers(start: Start, refused: Refused) -> None:
     port = start().port
     message = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
     assert refused("--port", port) == message
@@ -257,19 +259,19 @@ def test_workers_share_a_port_and_a_dead_worker_is_replaced(
     assert len(workers) == 2
 
     def ask() -> list[int]:
-        # The kernel chooses a process for each connection, and each call opens its own.
+        # The kernel assigns each connection to a process, and each call opens its own connection.
         with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             return list(place(channel)(REQUEST, wait_for_ready=True, timeout=60).positions.cu_seqlens)
 
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
     counted = 'mmpos_requests_total{method="Place",status="OK"}'
-    assert eventually(lambda: metrics_of(metrics).get(counted) == 12)  # workers write metrics a few times per second
+    assert eventually(lambda: metrics_of(metrics).get(counted) == 12)  # workers write metrics a few times a second
     os.kill(workers[0], signal.SIGKILL)
     assert eventually(partial(served, server, 3))
     assert len(server.workers) == 2
     assert workers[0] not in server.workers
     assert [ask() for _ in range(12)] == [[0, 4096]] * 12
-    assert eventually(lambda: metrics_of(metrics).get(counted) == 24)  # the calls of a dead worker stay counted
+    assert eventually(lambda: metrics_of(metrics).get(counted) == 24)  # a dead worker's calls stay counted
     assert metrics_of(metrics)["mmpos_in_flight"] == 0
     server.process.terminate()
     code, lines = server.end()
@@ -314,18 +316,18 @@ def test_workers_that_die_repeatedly_restart_within_a_second_and_keep_their_metr
 
 
 def served(server: Program, times: int) -> bool:
-    """Return whether workers have begun to serve this many times."""
+    """Return whether workers have started serving this many times in all."""
     return sum(line["event"] == "worker serves" for line in server.lines()) == times
 
 
-def test_an_error_in_the_settings_is_reported_once_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
+def test_an_error_in_the_settings_is_reported_once_and_not_by_every_worker(tmp_path: Path, refused: Refused) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text("[profiles.a]\nscheme = 'x'\n")
     message = refused("--port", "0", "--workers", "2", "--config", str(file))
     assert message.startswith(f"{file}: profiles.a.scheme: got 'x', want a Scheme or one of ")
 
 
-def test_workers_end_without_an_error_or_metrics_folder_when_their_supervisor_is_killed(
+def test_workers_exit_without_an_error_or_a_metrics_folder_when_their_supervisor_is_killed(
     start: Start, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
     torchless["TMPDIR"] = str(tmp_path)
@@ -403,7 +405,7 @@ def test_tls_requires_client_certificates_if_configured(
         ),
     ],
 )
-def test_errors_at_start_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
 
@@ -417,7 +419,7 @@ last = Last()
 """
 
 
-def test_a_blocking_finalizer_does_not_delay_the_end(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
+def test_a_blocking_finalizer_does_not_delay_the_exit(start: Start, tmp_path: Path, torchless: dict[str, str]) -> None:
     with (tmp_path / "sitecustomize.py").open("a") as file:
         file.write(BLOCKING_FINALIZER)
     server = start()

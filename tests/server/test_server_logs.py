@@ -1,4 +1,4 @@
-"""Test the log: one JSON object per line, whichever code writes it, and the warnings at the start."""
+"""Test the log: one JSON object per line, no matter which code writes it, and the warnings at startup."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def lines_of(form: str) -> list[str]:
     return completed.stderr.decode(errors="replace").splitlines()
 
 
-def test_every_line_is_one_json_object_whichever_code_writes_it() -> None:
+def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     *lines, last = lines_of("json")
     assert last == "after"
     records = [json.loads(line) for line in lines]
-    # Lines that bypass Python are logged by a thread, perhaps between other lines.
+    # A thread logs the lines that bypass Python, perhaps between other lines.
     stray = [line for line in records if line.get("logger") in ("grpc", "stderr")]
     assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
         ("info", "Handshake failed", "grpc"),
@@ -88,7 +88,7 @@ def test_every_line_is_one_json_object_whichever_code_writes_it() -> None:
     assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
 
 
-def test_lines_of_the_console_format_are_text() -> None:
+def test_lines_in_the_console_format_are_plain_text() -> None:
     *lines, last = lines_of("console")
     assert last == "after"
     (bad,) = [line for line in lines if "a.cc:1" in line]
@@ -124,14 +124,14 @@ def test_lines_that_cannot_be_written_are_counted_and_reported(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--log-format", "console"]])
-def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_end(torchless: dict[str, str], flags: list[str]) -> None:
+def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_exit(torchless: dict[str, str], flags: list[str]) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
         try:
             assert process.stdout is not None
             with Client(process.stdout.readline().split()[-1]) as client:
-                for _ in range(500):  # a pipe holds the lines of about 200 calls
+                for _ in range(500):  # a pipe can hold the lines of about 200 calls
                     client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
             process.terminate()
             assert process.wait(60) == 0
@@ -148,7 +148,7 @@ def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return lines
 
 
-def test_a_port_that_is_open_to_everybody_causes_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_open_to_everybody_causes_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     (tmp_path / "tokens").write_text("alice alice-alice-alice-1\n")
     for path in (key, tmp_path / "tokens"):
@@ -165,7 +165,7 @@ def test_a_port_that_is_open_to_everybody_causes_a_warning(tmp_path: Path, capsy
     assert warned(Listen("127.0.0.1", 1), capsys) == []
 
 
-def test_secrets_that_other_users_can_read_cause_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_readable_by_other_users_cause_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     tokens = tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")

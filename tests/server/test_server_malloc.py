@@ -1,4 +1,4 @@
-"""Test that a process that has grown returns memory to the system when it is idle."""
+"""Test that a process that has grown returns memory to the system once it is idle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(kept - first, malloc._resident_bytes() - first)
 
 
 def grown(setting: str) -> tuple[int, int]:
-    """Return by how many bytes a process has grown after it freed its blocks, and after it was idle."""
+    """Return by how many bytes a process has grown after freeing its blocks, and after being idle."""
     command = [sys.executable, "-c", GROWING, setting]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if completed.returncode == 7:
@@ -39,7 +39,7 @@ def grown(setting: str) -> tuple[int, int]:
     return kept, idle
 
 
-def test_the_memory_of_a_peak_is_kept_until_the_process_is_idle() -> None:
+def test_peak_memory_is_kept_until_the_process_is_idle() -> None:
     (kept, idle), (untuned, _) = grown("tuned"), grown("plain")
     assert kept - untuned > BLOCKS * BLOCK_BYTES / 2
     assert idle <= malloc._GROWN_BYTES

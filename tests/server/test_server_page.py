@@ -1,4 +1,4 @@
-"""Test the page of a server: metrics, liveness and readiness, and the limits of its connections."""
+"""Test a server's HTTP page: metrics, liveness and readiness, and the limits on its connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def status(port: int, path: str, host: str = "127.0.0.1") -> int:
 
 
 def shown(port: int = 0, host: str = "127.0.0.1") -> AbstractContextManager[int]:
-    """Serve the page of a server that is live and ready."""
+    """Serve the page for a server that is live and ready."""
     return exposed(CollectorRegistry(), lambda: True, lambda: True, host, port)
 
 
@@ -51,7 +51,7 @@ def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
         assert answer(port, "/metrics", "POST")[0] == 501
 
 
-def test_the_documented_metrics_are_those_of_the_server(tmp_path: Path) -> None:
+def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
     metrics = Metrics()
     method = MethodMetrics(metrics, "Place")
     method.begin()
@@ -90,7 +90,7 @@ def test_silent_and_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch)
 
 
 def ended(connection: socket.socket) -> bool:
-    """Wait until the other side closes a connection, with an answer or without."""
+    """Wait until the other side closes a connection, with or without an answer, and return True."""
     try:
         while connection.recv(4096):
             pass
@@ -121,7 +121,7 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")
 
 
-def test_a_socket_from_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_passed_by_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     handed = socket.create_server(("127.0.0.1", 0))
     port = handed.getsockname()[1]
     monkeypatch.setattr("mmpos_server.listening._FIRST", handed.detach())
@@ -132,7 +132,7 @@ def test_a_socket_from_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
+def test_a_server_that_is_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
     port, host, before = free_port(), "127.0.0.2", time.time()
     flags = ["--metrics-host", host, "--metrics-port", str(port), "--notice-seconds", "600", "--workers", workers]
     server = start(*flags)
@@ -147,7 +147,7 @@ def test_a_server_about_to_stop_is_live_but_not_ready(start: Start, workers: str
     assert eventually(lambda: answer(port, "/readyz", host=host) == (503, "not serving\n"))
     assert status(port, "/livez", host) == 200
 
-    # Two signals that arrive before a process handles the first count as one.
+    # Two signals that arrive before a process handles the first of them count as one.
     assert eventually(lambda: [line["event"] for line in server.lines()].count("draining") == int(workers))
     server.process.terminate()
     assert server.end()[0] == 0

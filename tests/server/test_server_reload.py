@@ -1,4 +1,4 @@
-"""Test the files that a running server reloads: its settings at SIGHUP, its certificates when they change."""
+"""Test the files that a running server reloads: its settings on SIGHUP, and its certificates when they change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def events(server: Program, event: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_settings_are_reloaded_at_sighup_and_no_call_is_lost(start: Start, tmp_path: Path, workers: int) -> None:
+def test_settings_are_reloaded_on_sighup_and_no_call_is_lost(start: Start, tmp_path: Path, workers: int) -> None:
     file = tmp_path / "settings.toml"
     put(file, "[limits]\ndocuments = 1\n[profiles.old]\n")
     server = start("--config", str(file), "--workers", str(workers), "--drain-seconds", "60")
@@ -101,7 +101,7 @@ def test_a_profile_that_cannot_be_built_changes_nothing(start: Start, tmp_path: 
 
 
 def served(address: str) -> str:
-    """Return the certificate that a server presents to a new connection, in PEM."""
+    """Return the certificate that a server presents to a new connection, as PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -119,7 +119,7 @@ def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monk
     with running(listen=Listen(tls=TlsFiles(cert, key))) as address, Client(address, tls=Tls(cert)) as client:
         assert client.healthy()
         assert served(address) == first
-        os.replace(new_cert, cert)  # does not match the key until the next line
+        os.replace(new_cert, cert)  # matches the key only after the next line
         os.replace(new_key, key)
         assert eventually(lambda: served(address) == second)
         assert client.healthy()  # on its open connection
@@ -127,7 +127,7 @@ def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monk
             assert late.healthy()
 
 
-def test_a_wrong_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Path) -> None:
+def test_an_invalid_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
     certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs())
@@ -139,7 +139,7 @@ def test_a_wrong_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Pa
     assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
 
 
-def test_an_expired_certificate_is_reported_at_the_start_and_at_a_reload(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_reported_at_startup_and_on_reload(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
     certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
     certificates.refresh()
@@ -155,7 +155,7 @@ def test_an_expired_certificate_is_reported_at_the_start_and_at_a_reload(tmp_pat
     assert lines[0]["not_after"] > lines[1]["not_after"]
 
 
-def test_the_metrics_say_when_the_certificate_expires(tmp_path: Path) -> None:
+def test_the_metrics_show_when_the_certificate_expires(tmp_path: Path) -> None:
     tls = TlsFiles(*make_certificate(tmp_path, "server"))
     families = {family.name: family for family in ProcessMetrics(tls).collect()}
     (sample,) = families["mmpos_certificate_not_after_seconds"].samples

@@ -1,4 +1,4 @@
-"""Test that a storm of answered, refused, malformed, late and cancelled calls leaves no slot taken."""
+"""Test that no slot stays taken after a storm of answered, refused, malformed, late and cancelled calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def infer_request(model: str, *inputs: tuple[str, str, list[int], bytes]) -> pb.
 
 
 def requests(key: str) -> list[tuple[str, bytes]]:
-    """Return methods and requests of every kind: in the loop, in each pool, in shared memory, and refused ones."""
+    """Return methods with requests of every kind: handled in the loop, in each pool or in shared memory, or refused."""
     lengths = np.full(4000, 500, np.int64).tobytes()
     picture = infer_request("sequences", ("parts", "BYTES", [1], len(PHOTO).to_bytes(4, "little") + PHOTO))
     picture.inputs.add(name="kinds", datatype="BYTES", shape=[1])

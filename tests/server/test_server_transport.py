@@ -1,4 +1,4 @@
-"""Test clients that break the rules of gRPC or keep the server waiting: their calls end, and no other client waits."""
+"""Test clients that break gRPC's rules or keep the server waiting: their calls end, and no other client has to wait."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     with Connection(address) as connection:
         paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
         assert [status_of(connection, path, REQUEST) for path in paths] == ["UNIMPLEMENTED"] * 4
-        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # ended by gRPC, before Python sees the call
+        assert status_of(connection, b"", REQUEST) == "CANCELLED"  # gRPC ends the call before Python sees it
         assert status_of(connection, PLACE, REQUEST) == "OK"
 
 
@@ -48,7 +48,7 @@ def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, capl
     assert caplog.records == []
 
 
-def test_reflection_answers_under_both_of_its_names(serve: Serve) -> None:
+def test_reflection_answers_under_both_its_names(serve: Serve) -> None:
     with Connection(serve().address) as connection:
         for path in REFLECTIONS:
             stream = connection.call(path)
@@ -56,7 +56,7 @@ def test_reflection_answers_under_both_of_its_names(serve: Serve) -> None:
             assert b"grpc.health.v1.Health" in connection.ended(stream)[1]
 
 
-def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_does_not_contain_values_sent_by_callers(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for _ in range(3):
@@ -71,7 +71,7 @@ def test_the_log_does_not_contain_values_of_callers(serve: Serve, capfd: pytest.
     [
         (b"gzip", "UNIMPLEMENTED", b"Compression algorithm 'gzip' is disabled."),
         (b"deflate", "UNIMPLEMENTED", b"Compression algorithm 'deflate' is disabled."),
-        # gRPC does not know these, and reports INTERNAL.
+        # gRPC does not know these encodings, and reports INTERNAL.
         (b"snappy", "INTERNAL", b""),
         (b"zstd", "INTERNAL", b""),
     ],
@@ -86,7 +86,7 @@ def test_compressed_requests_are_refused(serve: Serve, encoding: bytes, status: 
     assert server.fake.names == []
 
 
-def test_headers_beyond_their_limit_are_refused_and_reach_no_method(serve: Serve) -> None:
+def test_headers_beyond_the_limit_are_refused_and_reach_no_method(serve: Serve) -> None:
     server = serve()
     many, few = ([("x-odd", "a" * size)] for size in (20_000, 8_000))
     details = "received metadata size exceeds hard limit (value length 20000 vs. 16384)"
@@ -98,7 +98,7 @@ def test_headers_beyond_their_limit_are_refused_and_reach_no_method(serve: Serve
 # Messages that do not arrive
 
 
-def test_a_request_that_does_not_arrive_ends_in_time_and_is_logged(serve: Serve) -> None:
+def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(serve: Serve) -> None:
     logs = KeptLogs()
     server = serve(connections={"receive_seconds": 0.2}, options={"logs": logs})
     with Connection(server.address) as connection:
@@ -122,7 +122,8 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
         stream = connection.call(PLACE)
         connection.send(stream, message(b"half", 1000), end=False)
         assert status_of(connection, CHECK, message(b"")) == "OK"
-        # The stop does not use its grace of ten minutes, although the client does not even answer the GOAWAY frame.
+        # The server stops without using its grace period of ten minutes, although the client does not even answer
+        # GOAWAY.
     with connection:
         assert connection.ended(stream)[0] in ("CANCELLED", "UNAVAILABLE")
 
@@ -131,7 +132,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 @pytest.mark.parametrize(
     ("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32), (READY, "max_checks", 32)]
 )
-def test_half_requests_hold_at_most_the_share_of_their_client(
+def test_half_requests_hold_at_most_the_client_share(
     serve: Serve, half: bytes, path: str, gate: str, share: int
 ) -> None:
     server = serve(concurrency={"max_in_flight": 4})
@@ -185,7 +186,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_its_other_items(serve: Serve) -> None:
+def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_the_other_items(serve: Serve) -> None:
     item = message(b"\xff") + message(bytes(50_000))
 
     def send_malformed(connection: Connection, count: int) -> None:
@@ -232,7 +233,7 @@ def silent(connection: Connection, chance: Iterator[bool]) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, trailed, doubled, silent])
-def test_a_flood_by_one_client_fails_no_call_of_another_and_leaves_no_slot_taken(
+def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
     serve: Serve, attack: Callable[[Connection, Iterator[bool]], None]
 ) -> None:
     server, done = serve(), threading.Event()
@@ -276,7 +277,7 @@ def test_health_is_answered_while_every_slot_is_taken(serve: Serve) -> None:
         assert ending(lambda: server.place(query("echo 1")))[1] == "max_in_flight: got 4 of 4 in use"
 
 
-def test_open_streams_of_health_and_reflection_have_a_limit(serve: Serve) -> None:
+def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
     server = serve()
     health = health_pb2_grpc.HealthStub(server.channel)
     watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(32)]
@@ -302,7 +303,7 @@ def test_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
         assert status_of(first, PLACE, REQUEST) == "OK"
 
 
-def test_a_connection_without_calls_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_connection_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "IDLE_SECONDS", 0.2)
     with Connection(serve().address) as connection:
         assert status_of(connection, PLACE, REQUEST) == "OK"

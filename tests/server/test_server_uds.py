@@ -1,4 +1,4 @@
-"""Test a server on a unix socket: its permissions, files already at its path, and its removal."""
+"""Test a server on a unix socket: the socket's permissions, files already at its path, and its removal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def umask_0() -> Iterator[None]:
-    """Set the umask to 0 during the test."""
+    """Set the umask to 0 for the duration of the test."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -49,7 +49,7 @@ def mistake(uds: Uds) -> str:
 
 @pytest.mark.usefixtures("umask_0")
 @pytest.mark.parametrize("requested", [0o600, 0o660, 0o666])
-def test_a_socket_has_the_requested_permissions_and_is_removed_at_the_end(path: Path, requested: int) -> None:
+def test_a_socket_has_the_requested_permissions_and_is_removed_at_exit(path: Path, requested: int) -> None:
     with running(listen=Listen(tcp=False, uds=Uds(path, requested))) as address:
         assert address == f"unix:{path}"
         assert mode(path) == requested
@@ -82,13 +82,13 @@ def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
                 assert client.healthy()
 
 
-def test_the_path_of_a_live_server_is_in_use(path: Path) -> None:
+def test_the_path_of_a_live_server_is_reported_as_in_use(path: Path) -> None:
     with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
         assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
         assert client.healthy()
 
 
-def test_a_socket_that_does_not_refuse_connections_is_in_use(path: Path) -> None:
+def test_a_socket_that_does_not_refuse_connections_is_reported_as_in_use(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(path))
         assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
@@ -103,7 +103,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_any_other_file_at_the_path_is_left_alone(path: Path, kind: str) -> None:
+def test_any_other_file_at_the_path_is_left_unchanged(path: Path, kind: str) -> None:
     if kind == "folder":
         path.mkdir()
     elif kind == "file":
@@ -166,7 +166,7 @@ def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypat
         ),
     ],
 )
-def test_contradicting_flags_are_refused_in_one_line(
+def test_contradictory_flags_are_refused_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

@@ -1,4 +1,4 @@
-"""Test small requests that claim huge sizes: each is check_refused by name, before any work."""
+"""Test small requests that claim huge sizes: each is refused by name before any work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmpos_server.rotary_service import RotaryService
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the test reads the cost from /proc")
 
 SECONDS, MEMORY = 0.2, 64.0
-"""Largest processor time and MiB of a refusal."""
+"""Limits on the CPU seconds and MiB of a refusal."""
 
 DECODE_SECONDS, DECODE_MEMORY = 0.1, 48.0
 """The same per MiB of the request: a number of one byte takes eight once parsed, and lists grow by doubling."""
@@ -47,7 +47,7 @@ def place(**query: Any) -> Any:
 
 
 def view(**views: object) -> dict[str, object]:
-    """Return a query of 40,000 segments, with one view."""
+    """Return a query with 40,000 segments and one view."""
     text = {"kind": [1] * 40_000, "height": [1] * 40_000, "width": [1] * 40_000, "segments_per_document": [40_000]}
     return {"segments": text, "views": [views]}
 
@@ -71,7 +71,7 @@ def build(*parts: Any, **query: Any) -> Any:
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
-    """Return a PNG file with a header of these sides and hardly any pixels."""
+    """Return a PNG file whose header gives these sides, but which contains hardly any pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     every = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     packed = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in every]
@@ -92,7 +92,7 @@ def cos_sin(positions: Any = None, **rotary: Any) -> Any:
 
 
 def table(num_tokens: int, width: int = INT32) -> dict[str, object]:
-    """Return a table of one segment of text."""
+    """Return a table with one text segment."""
     columns = [0, 0, 1, width, 1, 0, 0, 0, 1, 0, 0, 0, 1]
     rows, documents = (np.array(numbers, "<i8").tobytes() for numbers in (columns, [0, 0, num_tokens, 0]))
     return {"table": table_pb2.PositionTable(table=rows, documents=documents, num_tokens=num_tokens, axes=2)}
@@ -341,7 +341,7 @@ def test_a_huge_claim_is_refused_cheaply(server: Victim, method: str, claim: Cla
         check_refused(server, method.replace("/", "Service/"), claim)
 
 
-def test_unknown_fields_of_a_rotation_are_not_cached() -> None:
+def test_unknown_fields_in_a_rotation_are_not_cached() -> None:
     rotations = RotaryService(Profiles.from_config(load()), Limits())
     rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # field 2000, four bytes
     results = set()

@@ -1,4 +1,4 @@
-"""Test random messages and bytes: each is answered or refused, never with INTERNAL, and the server survives."""
+"""Test random messages and bytes: each is answered or refused, none with INTERNAL, and the server survives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server(hardy: Victim) -> Iterator[Victim]:
 
 
 def check(method: str, answer: Answer) -> None:
-    """Check that an answer is a valid response, or a sentence about the request."""
+    """Check that an answer is either a valid response or a sentence about the request."""
     if answer.status != "OK":
         assert answer.status in FAULTS
         assert is_sentence(answer.message), answer.message
@@ -82,7 +82,7 @@ def test_many_messages_are_answered_or_refused(server: Victim, method: str) -> N
 
 
 @pytest.mark.parametrize("method", STREAMS)
-def test_items_of_a_stream_are_answered_in_order(server: Victim, method: str) -> None:
+def test_stream_items_are_answered_in_order(server: Victim, method: str) -> None:
     request, response = STREAMS[method]
     items: list[Any] = []
     for_each(messages(request), QUICK, items.append)
@@ -97,7 +97,7 @@ def test_items_of_a_stream_are_answered_in_order(server: Victim, method: str) ->
     assert {STATUSES[code] for code in errors} <= FAULTS
 
 
-# Fields and values of later versions.
+# Fields and values from later versions
 
 UNKNOWN_FIELD = b"\x98\x06\x01"
 """Field 99 with the value 1."""

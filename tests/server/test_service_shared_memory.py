@@ -55,7 +55,7 @@ def plain_server() -> Iterator[Victim]:
 
 
 def shared_tensor(array: Any, where: str, offset: int = 0, **fields: Any) -> tensor_pb2.Tensor:
-    """Return the message of an array in shared memory."""
+    """Return the message for an array in shared memory."""
     message = tensor(array, array.dtype.name)
     message.ClearField("data")
     part: dict[str, Any] = {"key": where, "offset": offset, "byte_size": array.nbytes, **fields}
@@ -80,7 +80,7 @@ def output(key: str, byte_size: int, offset: int = 0) -> dict[str, object]:
 
 
 def opened(server: Victim) -> list[str]:
-    """Return the objects of shared memory that a server has open."""
+    """Return the shared memory objects that a server has open."""
     results = []
     for path in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -89,14 +89,14 @@ def opened(server: Victim) -> list[str]:
 
 
 def failed_call(server: Victim, method: str, request: Any) -> tuple[Answer, dict[str, object]]:
-    """Return the answer and trailing metadata of a call that fails."""
+    """Return the answer and trailing metadata of a failing call."""
     with pytest.raises(grpc.RpcError) as raised:
         server.channel.unary_unary(f"/mmpos.rpc.v1.{method}")(request.SerializeToString(), timeout=60)
     error: Any = raised.value
     return Answer(error.code().name, error.details()), dict(error.trailing_metadata())
 
 
-def test_the_server_reports_its_prefix_and_its_limit(server: Victim, plain_server: Victim) -> None:
+def test_the_server_reports_its_prefix_and_limit(server: Victim, plain_server: Victim) -> None:
     result, other = (
         info_pb2.GetInfoResponse.FromString(it.call("InfoService/GetInfo", b"").data) for it in (server, plain_server)
     )
@@ -111,7 +111,7 @@ def test_rotations_are_read_from_objects_and_written_to_them(server: Victim) -> 
     with shared(Q.tobytes() + b"-" * 8 + k.tobytes()) as key, shared(b"." * 1000, "answer") as target:
         request = rotate(shared_tensor(Q, key), k=shared_tensor(k, key, Q.nbytes + 8), **output(target, 600, 100))
         rotated = rotary_pb2.RotateResponse.FromString(server.call("RotaryService/Rotate", request).data)
-        # 384 bytes of q are six times 64.
+        # The 384 bytes of q are six times 64.
         places = [tensor_pb2.SharedMemory(key=target, offset=at, byte_size=n) for at, n in ((100, 384), (484, 128))]
         assert [rotated.q, rotated.k] == [
             tensor_pb2.Tensor(dtype=x.dtype, shape=x.shape, shared=at)
@@ -146,7 +146,7 @@ def test_a_rotation_reads_one_sealed_object_and_writes_another(server: Victim, u
         assert rotated.q.shared == tensor_pb2.SharedMemory(key=target, offset=offset, byte_size=size)
         assert os.pread(to, size + 200, 0) == b"." * offset + want + b"." * (200 - offset)
         assert server.call("RotaryService/Rotate", rotate_large(key)).status == "OK"  # the result is in the message
-        # Objects of clients leave no trace in the server.
+        # Clients' objects leave no trace in the server.
         assert eventually(lambda: not opened(server) and f"memfd:{PREFIX}" not in mapped(server)), mapped(server)
 
 
@@ -204,7 +204,7 @@ def mapped(server: Victim) -> str:
     return Path(f"/proc/{server.pid}/maps").read_text()
 
 
-def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
+def test_the_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
     image = np.random.default_rng(1).integers(0, 256, (28, 28, 3), np.uint8)
     plain = sequences_pb2.BuildRequest()
     plain.query.patches = True
@@ -229,11 +229,11 @@ def test_tensors_of_an_answer_begin_at_multiples_of_64(server: Victim) -> None:
             got.data = written[got.shared.offset :][: got.shared.byte_size]
             got.ClearField("shared")
         assert one == other
-    # Nine ids of four bytes, and 16 patches of 14 by 14 pixels, twice.
+    # Each sequence contains nine four-byte ids and 16 patches of 14 by 14 pixels.
     assert offsets == [0, 64, 9472, 9536]
 
 
-def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: Victim) -> None:
+def test_an_answer_that_does_not_fit_is_refused_with_the_number_of_bytes_it_needs(server: Victim) -> None:
     q = tensor(Q, "float32")
     tables = rotary_pb2.CosSinRequest(positions=POSITIONS, rotary=rotate(q).rotary)
     tables.layout = rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS
@@ -254,7 +254,7 @@ def test_an_answer_that_does_not_fit_is_refused_with_the_bytes_it_needs(server: 
         assert content(key) == b"." * 64
 
 
-def test_an_output_is_refused_after_the_work_if_its_size_is_known_only_then(server: Victim) -> None:
+def test_an_output_is_refused_after_the_work_if_its_required_size_is_known_only_then(server: Victim) -> None:
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": [{"text": "a" * 100}]}] * 2})  # type: ignore[arg-type]
     with shared(bytes(500)) as key:
         request.query.output.CopyFrom(tensor_pb2.SharedMemory(key=key, byte_size=500))
@@ -272,7 +272,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_a_wrong_reference_to_an_object_is_refused(server: Victim, change: dict[str, Any], message: str) -> None:
+def test_an_invalid_reference_to_an_object_is_refused(server: Victim, change: dict[str, Any], message: str) -> None:
     with shared(Q.tobytes()) as key:
         fields = dict(change)
         data = fields.pop("data", b"")
@@ -283,7 +283,7 @@ def test_a_wrong_reference_to_an_object_is_refused(server: Victim, change: dict[
     assert (answer.status, answer.message[: len(message)]) == (status, message)
 
 
-def test_a_server_without_shared_memory_refuses_a_shared_tensor_by_name(plain_server: Victim) -> None:
+def test_a_server_without_shared_memory_names_the_shared_tensor_that_it_refuses(plain_server: Victim) -> None:
     with shared(Q.tobytes()) as key:
         target = output(key, 384)
         for request, name in ((rotate(shared_tensor(Q, key)), "q.shared"), (rotate(tensor(Q), **target), "output")):
@@ -293,7 +293,7 @@ def test_a_server_without_shared_memory_refuses_a_shared_tensor_by_name(plain_se
         assert (ids.status, ids.message[:31]) == ("UNIMPLEMENTED", "input_ids.shared: shared memory")
 
 
-def test_one_wrong_document_does_not_affect_the_others(server: Victim) -> None:
+def test_one_invalid_document_does_not_affect_the_others(server: Victim) -> None:
     ids = np.array([1, 2], np.int32)
     with shared(ids.tobytes()) as key:
         parts: list[object] = [{"token_ids": shared_tensor(ids, at)} for at in (key, f"{key}x")]
@@ -305,7 +305,7 @@ def test_one_wrong_document_does_not_affect_the_others(server: Victim) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "threads"), [(2**15, 0), (2**15 + 1, 1)])
-def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, threads: int) -> None:
+def test_large_tensors_in_shared_memory_are_read_in_a_pool_thread(tokens: int, threads: int) -> None:
     config = load()
     service = PositionService(Profiles.from_config(config), config.limits)
     pools = Admission(config.concurrency, config.clients)
@@ -315,14 +315,14 @@ def test_large_tensors_in_shared_memory_are_read_in_a_thread(tokens: int, thread
     with shared(array.tobytes()) as key:
         call.memory = Exchange(SharedMemory(PREFIX))
         call.hold(array.nbytes)
-        # The message has the same small size in both cases.
+        # The message is equally small in both cases.
         service.place(place(shared_tensor(array, key)).query, answer, call)
     assert answer.cu_seqlens == [0, tokens]
     assert [stage for stage, _ in call.stages].count("queue") == threads
     pools.close()
 
 
-def test_each_item_of_a_stream_has_its_own_shared_memory(server: Victim) -> None:
+def test_each_stream_item_has_its_own_shared_memory(server: Victim) -> None:
     array = np.array(IDS)
     plain = place(tensor(IDS), dense={}).query
     want = positions_pb2.PlaceResponse.FromString(
@@ -357,7 +357,7 @@ def test_no_object_stays_open(server: Victim) -> None:
         assert eventually(lambda: not opened(server)), opened(server)
 
 
-def test_all_shared_memory_of_a_message_is_counted() -> None:
+def test_all_shared_memory_in_a_message_is_counted() -> None:
     part = tensor_pb2.SharedMemory(key=f"/{PREFIX}", byte_size=100)
     ids = tensor_pb2.Tensor(shared=part)
     documents: Any = [{"parts": [{"token_ids": ids}, {"pixels": ids}, {"text": "a"}]}, {"parts": [{"pixels": ids}]}]
@@ -383,7 +383,7 @@ def test_all_shared_memory_of_a_message_is_counted() -> None:
         (["--shared-memory", "a/b"], "got 'a/b', want 1 to 64 letters, digits, '_', '.' and '-'"),
     ],
 )
-def test_a_wrong_command_line_is_reported_before_workers_start(
+def test_an_invalid_command_line_is_reported_before_workers_start(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--port", "0", "--workers", "2", "--shared-memory", PREFIX, *arguments]) == 2

@@ -1,4 +1,4 @@
-"""cached_property: one value per instance, also of frozen dataclasses, without a lock that can block a forked child."""
+"""cached_property: one value per instance, even of a frozen dataclass, and no lock that can block a forked child."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_value_is_computed_once_for_each_instance() -> None:
         one.value = [1]
 
 
-def test_threads_that_compute_a_value_concurrently_get_the_same_object() -> None:
+def test_threads_that_compute_a_value_concurrently_receive_the_same_object() -> None:
     shared = Frozen(threading.Event(), threading.Event())
     assert shared.started is not None
     assert shared.release is not None

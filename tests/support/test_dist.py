@@ -1,6 +1,7 @@
-"""The files of a release: their contents, and their use in environments where nothing else is installed.
+"""The files of a release: their contents, and how they work in environments where nothing else is installed.
 
-The tests build a source archive and a wheel. `make dist` passes its own files instead: pytest --release FOLDER.
+The tests build a source archive and a wheel. `make dist` passes the files that it has built instead: pytest --release
+FOLDER.
 """
 
 import os
@@ -45,7 +46,7 @@ def tracked(folder: str = ".") -> set[str]:
 
 @pytest.fixture(scope="session")
 def release(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the release."""
+    """Return the folder that contains the release."""
     option: str | None = pytestconfig.getoption("release")
     if option is not None:
         return ROOT / option
@@ -57,7 +58,7 @@ def release(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_the_release_is_a_source_archive_and_wheels_for_every_python(release: Path) -> None:
+def test_the_release_consists_of_a_source_archive_and_wheels_for_every_python(release: Path) -> None:
     *wheels, sdist = sorted(path.name for path in release.iterdir())
     assert sdist == f"{NAME}.tar.gz"
     named = [
@@ -92,14 +93,14 @@ Command = list[str | Path]
 
 @dataclass(frozen=True)
 class Bare:
-    """An empty environment, and a working folder outside the tree.
+    """An empty environment and a working folder outside the tree.
 
     Args:
         here: the working folder.
-        python: command of the interpreter.
-        program: command of mmpos, once it is installed.
-        install: command that installs the requirements after it.
-        variables: environment variables of all commands.
+        python: command that runs the interpreter.
+        program: command that runs mmpos, once it is installed.
+        install: command that installs the requirements appended to it.
+        variables: environment variables for all commands.
     """
 
     here: Path
@@ -156,7 +157,7 @@ assert_type(place(SegmentTable.from_documents([[Text(3)]])), PositionTable)
 
 
 def check_demo(bare: Bare) -> None:
-    """Check that the demo prints and draws the same as here."""
+    """Check that the demo prints the same as in this environment and draws a valid picture."""
     output = bare.mmpos("demo", "-o", "demo.png")
     assert [path.name for path in bare.here.iterdir()] == ["demo.png"]
     with Image.open(bare.here / "demo.png") as picture:
@@ -164,7 +165,7 @@ def check_demo(bare: Bare) -> None:
     assert output == run(sys.executable, "-m", "mmpos", "demo", "-o", "demo.png", cwd=bare.here)
 
 
-def test_the_wheel_runs_and_names_the_pip_command_of_a_missing_package(release: Path, here: Path) -> None:
+def test_the_wheel_runs_and_names_the_pip_command_for_a_missing_package(release: Path, here: Path) -> None:
     bare = bare_environment(here)
     (wheel,) = release.glob(f"*{platform.machine()}.whl")
     bare.run(*bare.install, wheel)
@@ -174,14 +175,14 @@ def test_the_wheel_runs_and_names_the_pip_command_of_a_missing_package(release: 
     assert hint == f"mmpos: error: the command line: typer is not installed, want {pip_install('cli')}\n"
     pip, install, *wanted = shlex.split(pip_install("cli").partition(" (")[0])
     assert (pip, install) == ("pip", "install")
-    bare.run(*bare.install, *wanted)  # keeps installed packages
+    bare.run(*bare.install, *wanted)  # keeps the packages already installed
     check_demo(bare)
     (bare.here / "typed.py").write_text(TYPED)
     checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
     bare.run(*checker, "--ignore-missing-imports", "typed.py")
 
 
-def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -> None:
+def test_the_wheel_for_another_processor_runs_on_that_processor(release: Path, here: Path) -> None:
     wheel = next(release.glob("*_aarch64.whl"), None)
     if wheel is None or platform.machine() == "aarch64":
         pytest.skip("the release has no wheel for another processor")
@@ -196,8 +197,8 @@ def test_the_wheel_for_another_processor_runs_there(release: Path, here: Path) -
     )
 
 
-def test_the_source_archive_without_a_compiler_uses_numpy(release: Path, here: Path) -> None:
+def test_the_source_archive_uses_numpy_without_a_compiler(release: Path, here: Path) -> None:
     bare = bare_environment(here, compiler=False)
-    built_again = ["--refresh-package", "multimodal-positions"]  # uv caches the wheels that it builds
+    built_again = ["--refresh-package", "multimodal-positions"]  # uv caches the wheels it builds
     bare.run(*bare.install, *built_again, release / f"{NAME}.tar.gz")
     assert bare.info()["extension"] == "not built, numpy is used"

@@ -1,4 +1,4 @@
-"""Every example in the documents runs and prints the output in the document."""
+"""Every example in the documents runs, and prints the output shown in the document."""
 
 import contextlib
 import io
@@ -64,7 +64,7 @@ def blocks(language: str) -> list[object]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Start a server; its address replaces the address in the documents."""
+    """Start a server, and yield its address, which replaces the address in the documents."""
     with running() as address:
         yield address
 
@@ -74,7 +74,7 @@ def test_a_python_block_prints_the_text_block_after_it(
     code: str, output: str | None, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = io.StringIO()
-    # Examples that use files of the tree need its root.
+    # Examples that use files from the tree must run in its root.
     monkeypatch.chdir(ROOT if re.search("examples/|mmpos/photos/", code) else tmp_path)
     code = _served(code, request)
     with contextlib.redirect_stdout(printed):
@@ -83,7 +83,7 @@ def test_a_python_block_prints_the_text_block_after_it(
 
 
 @pytest.mark.parametrize("page", CLI_ONLY + NAMES_NO_EXTRA)
-def test_examples_of_first_pages_and_of_pages_that_name_no_extra_need_only_cli(page: str, tmp_path: Path) -> None:
+def test_examples_on_first_pages_and_on_pages_that_name_no_extra_need_only_cli(page: str, tmp_path: Path) -> None:
     codes = [match[3] for match in BLOCK.finditer((ROOT / page).read_text()) if match[1] == "python" and not match[2]]
     assert codes
     runs = [f"exec(compile({code!r}, 'example', 'exec'), {{'__name__': 'example'}})" for code in codes]
@@ -93,7 +93,7 @@ def test_examples_of_first_pages_and_of_pages_that_name_no_extra_need_only_cli(p
     assert done.returncode == 0, done.stderr
 
 
-def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() -> None:
+def test_the_model_in_the_training_loop_accepts_packs_with_and_without_images() -> None:
     page = (ROOT / "docs/data.md").read_text()
     (code,) = (match[3] for match in BLOCK.finditer(page) if "class Tiny" in match[3])
     names: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def test_the_model_of_the_training_loop_takes_packs_with_and_without_images() ->
 
 
 @pytest.mark.slow
-def test_the_program_that_times_probe_readings_of_a_million_tokens_is_correct(
+def test_the_program_that_times_probing_a_million_tokens_is_correct(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (ROOT / "docs/probe.md").read_text()
@@ -140,12 +140,12 @@ def test_links_lead_to_existing_files_and_headings(path: Path) -> None:
         target, _, heading = link.partition("#")
         page = path.parent / target if target else path
         assert page.exists(), link
-        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the build of the site checks its anchors
+        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the site build checks its anchors
         assert not heading or generated or heading in headings(page), link
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_names_and_paths_in_the_text_of_a_page_exist(path: Path) -> None:
+def test_names_and_paths_in_page_text_exist(path: Path) -> None:
     text = BLOCK.sub("", path.read_text())
     for name in re.findall(r"`(mmpos\w*(?:\.\w+)+)", text):
         pkgutil.resolve_name(name)
@@ -154,12 +154,12 @@ def test_names_and_paths_in_the_text_of_a_page_exist(path: Path) -> None:
 
 
 def headings(page: Path) -> list[str]:
-    """Return the anchors of the headings of a Markdown page."""
+    """Return the heading anchors of a Markdown page."""
     titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-def test_the_readme_is_short_and_links_every_page_outside_the_site() -> None:
+def test_the_readme_is_short_and_links_to_every_page_outside_the_site() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.encode()) <= 8_000
     linked = {(ROOT / link).resolve() for link in re.findall(r"\]\(([^)#]+)", readme)}
@@ -168,7 +168,7 @@ def test_the_readme_is_short_and_links_every_page_outside_the_site() -> None:
     assert (outside | {ROOT / "docs/index.md"}) - linked == set()
 
 
-def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_inside() -> None:
+def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_within_the_site() -> None:
     folder = ROOT / "docs"
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     pages = {page.relative_to(folder).as_posix() for page in folder.rglob("*.md")}
@@ -180,7 +180,7 @@ def test_the_site_lists_every_page_and_its_pages_are_short_and_link_only_inside(
 
 
 def _leaves(nav: Any) -> Iterator[str]:
-    """Yield the pages of a navigation."""
+    """Yield the pages in a navigation tree."""
     if isinstance(nav, str):
         yield nav
     else:
@@ -189,7 +189,7 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 
 def _served(code: str, request: pytest.FixtureRequest) -> str:
-    """Replace the address in an example by the address of a running server."""
+    """Replace the address in an example with the address of a running server."""
     return code.replace(ADDRESS, request.getfixturevalue("server")) if ADDRESS in code else code
 
 

@@ -1,4 +1,4 @@
-"""Bad input: every refusal is an error of mmpos that names the argument, the value and the expectation."""
+"""Bad input: every refusal is an mmpos error that names the argument, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ READ_ONLY.flags.writeable = False
 
 
 def label(value: object) -> str:
-    """Return the id of a test: the start of the message."""
+    """Return the start of the message as the id of a test."""
     return value[:60] if isinstance(value, str) else "call"
 
 
 def refused(error: type[Exception], call: Callable[[], object]) -> str:
-    """Return the message of an error of exactly this type."""
+    """Check that a call raises an error of exactly this type, and return the message."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
@@ -66,7 +66,7 @@ def test_the_exceptions_have_documented_base_classes() -> None:
     assert InvalidInputError.__mro__[1:3] == (MmposError, ValueError)
     assert UnsupportedError.__mro__[1:5] == (MmposError, NotImplementedError, RuntimeError, ValueError)
     assert LimitExceededError.__mro__[1:3] == (MmposError, ValueError)
-    assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # not the fault of the request
+    assert ServiceError.__mro__[1:3] == (MmposError, Exception)  # not the request's fault
 
 
 CHECKS: list[Refusal] = [
@@ -263,8 +263,8 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.take([0, 3], [1, 16]), "stops[1]: got 16, want <= 15"),
     (lambda: POSITIONS.take([16], [16]), "starts[0]: got 16, want <= 15"),
     (lambda: POSITIONS.take([-1], [2]), "starts[0]: got -1, want >= 0"),
-    (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
-    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in a document before that of the range before it"),
+    (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
+    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
     (lambda: POSITIONS.slice(3, 1), "stop: got 1, want >= 3"),
     (lambda: POSITIONS.slice(0, 16), "stop: got 16, want <= 15"),
     (lambda: POSITIONS.slice(16, 16), "start: got 16, want <= 15"),
@@ -310,7 +310,7 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.explain(0, from_documents([[Text(3)]])), "segments: got 3 tokens, want 15"),
     (
         lambda: POSITIONS.describe(0, [[Text(15)]]),
-        "segments: got list, want a SegmentTable, as SegmentTable.from_documents gives it",
+        "segments: got list, want a SegmentTable, as returned by SegmentTable.from_documents",
     ),
 ]
 
@@ -411,7 +411,7 @@ def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
 
 NO_END = (
     "{}: got document {} of {}, whose end is not one whole id, "
-    "want one that is: place it together with the tokens to come"
+    "want a whole id: place it together with the tokens to come"
 )
 UNSUPPORTED: list[Refusal] = [
     (
@@ -440,7 +440,7 @@ UNSUPPORTED: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
-def test_undefined_results_of_a_scheme_are_unsupported(call: Callable[[], object], message: str) -> None:
+def test_results_undefined_in_a_scheme_are_unsupported(call: Callable[[], object], message: str) -> None:
     assert refused(UnsupportedError, call) == message
 
 
@@ -454,7 +454,7 @@ def test_frames_are_refused_by_schemes_without_a_frame_axis(name: str) -> None:
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
 
 
-def test_schemes_declare_support_of_frames_and_separators() -> None:
+def test_schemes_declare_whether_they_support_frames_and_separators() -> None:
     flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope", "flux", "flux2", "flux3"}
     flat |= {"qwen-image-2.1", "longcat-image", "ovis-image", "ideogram4", "hunyuan-image", "bagel"}
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
@@ -463,7 +463,7 @@ def test_schemes_declare_support_of_frames_and_separators() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().row_separators])
-def test_row_separators_are_refused_by_schemes_without_them(name: str) -> None:
+def test_row_separators_are_refused_by_schemes_that_do_not_support_them(name: str) -> None:
     segments = from_documents([[Grid(1, 1), Grid(1, 2, row_separator=True)]])
     message = f"documents[0][1]: got a grid with row separators, want none in scheme '{name}'"
     assert refused(UnsupportedError, lambda: place(segments, name)) == message
@@ -492,7 +492,7 @@ def test_adjacent_grids_are_accepted_by_every_other_scheme(name: str) -> None:
     )
 
 
-def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
+def test_without_documents_there_is_no_token_to_explain_and_no_window() -> None:
     assert refused(InvalidInputError, lambda: NOTHING.explain(0)) == "token: got 0, want <= -1"
     assert refused(InvalidInputError, lambda: NOTHING.window([0], [0], [1])) == "documents[0]: got 0, want <= -1"
 
@@ -511,5 +511,5 @@ def test_zero_documents_have_no_token_to_explain_and_no_window() -> None:
         "Protocol message Foo has no field x",
     ],
 )
-def test_errors_of_python_are_not_accepted_as_refusals(message: str) -> None:
+def test_plain_python_errors_are_not_accepted_as_refusals(message: str) -> None:
     assert not is_sentence(message)

@@ -1,4 +1,4 @@
-"""The distribution name of mmpos: in pip commands, errors and pages, and next to others with the same import name."""
+"""The distribution name of mmpos in pip commands, errors and pages, and next to others with the same import name."""
 
 import re
 import runpy
@@ -41,24 +41,25 @@ def test_a_missing_package_raises_an_error_with_its_name_and_the_pip_command() -
     ],
     ids=str,
 )
-def test_other_import_errors_are_not_changed(error: ImportError) -> None:
+def test_other_import_errors_are_left_unchanged(error: ImportError) -> None:
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         raise error
     assert raised.value is error
 
 
-def test_lazy_names_are_imported_on_access() -> None:
+def test_lazy_names_are_imported_on_first_access() -> None:
     get, names = lazy_names("mmpos.sequence", {"video": "video", "Video": "video", "Duck": "pond"}, extra="hf")
     assert get("video") is import_module("mmpos.sequence.video")
     assert get("Video") is mmpos.Video
     assert {"video", "Video", "Duck", "SequenceBuilder"} <= set(names())
     with pytest.raises(AttributeError, match=r"^module 'mmpos.sequence' has no attribute 'Goose'$"):
         get("Goose")
-    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):  # our own mistake is not a missing package
+    # Our own mistake does not count as a missing package.
+    with pytest.raises(ModuleNotFoundError, match=r"mmpos\.sequence\.pond"):
         get("Duck")
 
 
-def test_a_lazy_name_becomes_an_attribute_of_its_package_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lazy_name_becomes_an_attribute_of_its_package_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(mmpos), "fingerprint", raising=False)
     listed = dir(mmpos)
     first = mmpos.fingerprint
@@ -71,16 +72,17 @@ def test_a_lazy_name_becomes_an_attribute_of_its_package_at_the_first_use(monkey
 @pytest.mark.parametrize(
     ("example", "module", "packages"), [("verl_rollouts", "verl", "verl tensordict"), ("probe_vllm", "vllm", "vllm")]
 )
-def test_an_example_names_its_missing_package_in_one_line(
+def test_examples_name_a_missing_package_in_one_line(
     monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # its import takes seconds, and it is not used here
+    # Importing torch takes seconds, and it is not used here.
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
         runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 
-def test_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
+def test_only_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
     hinting = "\n".join(text for text in texts.values() if "mmpos.support.extras" in text)
@@ -89,13 +91,13 @@ def test_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
 
 
 def test_the_install_page_lists_every_extra() -> None:
-    table = (ROOT / "docs/install.md").read_text().partition("| extra | gives |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs/install.md").read_text().partition("| extra | installs |")[2].partition("\n\n")[0]
     listed = [extra for row in table.splitlines()[2:] for extra in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path) -> None:
+def test_pip_commands_on_a_page_name_the_distribution_and_its_extras(path: Path) -> None:
     text = path.read_text()
     commands = re.findall(r"([\w.-]+)\[([a-z,]+)\]", " ".join(re.findall(r"pip install [^`#\n]*", text)))
     for name, extras in commands:
@@ -104,7 +106,7 @@ def test_pip_commands_of_a_page_name_the_distribution_and_its_extras(path: Path)
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
 
 
-def test_all_files_with_a_version_have_the_version_of_the_project() -> None:
+def test_all_files_that_state_a_version_state_the_project_version() -> None:
     assert mmpos.__version__ == mmpos.info()["mmpos"] == metadata.version("multimodal-positions") == PROJECT["version"]
     heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert re.fullmatch(rf"## {re.escape(PROJECT['version'])} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)
@@ -149,7 +151,7 @@ def test_another_distribution_with_the_same_import_name_raises_a_warning(
     assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]
 
 
-def test_info_needs_no_package_of_the_command_line(
+def test_info_needs_no_command_line_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("mmpos.cli")]:

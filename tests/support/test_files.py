@@ -1,4 +1,4 @@
-"""Files are written completely or not at all, and errors of the system name the path."""
+"""Files are written completely or not at all, and system errors name the path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_url_instead_of_a_path_is_refused_before_any_work(use: Callable[[str],
         use("s3://bucket/x.png")
 
 
-def test_a_folder_may_be_named_like_a_url_scheme() -> None:
+def test_a_folder_can_be_named_like_a_url_scheme() -> None:
     assert [local_path("", path) for path in ("./s3:/x", "a:/x", "/x/s3://y")] == [
         Path(path) for path in ("s3:/x", "a:/x", "/x/s3:/y")
     ]
@@ -95,7 +95,7 @@ def test_a_full_disk_keeps_the_old_file_and_raises_an_error_with_the_path(
     ("arguments", "name"),
     [(["positions", "5000"], "a.npy"), (["plot", "ids", "5000"], "a.png"), (["plot", "growth"], "a.svg")],
 )
-def test_a_command_reports_in_one_line_that_it_cannot_write(
+def test_commands_report_in_one_line_that_they_cannot_write(
     tmp_path: Path,
     full_disk: FullDisk,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +125,7 @@ def test_a_command_reports_in_one_line_that_it_cannot_write(
         ("a" * 300, OSError),
     ],
 )
-def test_a_path_that_cannot_be_a_file_is_named(tmp_path: Path, path: str, error: type[OSError]) -> None:
+def test_errors_name_a_path_that_cannot_be_a_file(tmp_path: Path, path: str, error: type[OSError]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
@@ -136,7 +136,7 @@ def test_a_path_that_cannot_be_a_file_is_named(tmp_path: Path, path: str, error:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_links_and_permissions_are_kept(tmp_path: Path) -> None:
+def test_links_and_permissions_are_preserved(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     target = tmp_path / "folder" / "a"
     target.touch(mode=0o600)
@@ -165,7 +165,7 @@ def test_pipes_and_devices_are_written_directly(tmp_path: Path) -> None:
             write_text("/dev/full", "a")
 
 
-def test_libraries_get_no_file_descriptor_to_bypass_the_file_object(tmp_path: Path) -> None:
+def test_libraries_cannot_bypass_the_file_object_through_a_file_descriptor(tmp_path: Path) -> None:
     with whole_file(tmp_path / "a.npy") as file:
         np.save(file, np.arange(5))
         with pytest.raises(OSError, match="fileno"):

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md, and the counts in it and in README.md, compared with the code."""
+"""The rules in CONTRIBUTING.md, and the counts in CONTRIBUTING.md and README.md, compared with the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Parse every hand-written file, by module name."""
+    """Parse every hand-written file, and return the trees by module name."""
     trees = {}
     for home, package in ((".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")):
         for path in sorted((ROOT / home / package).rglob("*.py")):
@@ -56,17 +56,17 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 
 ALLOWED = {
     "mmpos.integrations.hf.patching": {"anatomy.base._forward_pre_hooks"},  # a hook is not added twice
-    "mmpos.rotary.device": {"torch._C"},  # no public function reports whether a mode of torch sees operators
-    # Without a dual level no tensor has a tangent, and unpacking q and k would take 2 of 9 µs.
+    "mmpos.rotary.device": {"torch._C"},  # no public function reports whether a torch mode observes operators
+    # Without a dual level, no tensor has a tangent, and unpacking q and k would take 2 of 9 µs.
     "mmpos.rotary.memory": {"torch._C", "_len_torch_dispatch_stack", "_current_level"},
-    "mmpos.rotary.operators": {"torch._ops"},  # the type of operators, for annotations
+    "mmpos.rotary.operators": {"torch._ops"},  # the operators' type, for annotations
     "mmpos_bench.cuda": {"torch.cuda._sleep"},  # keeps a stream busy for a known time
 }
 """Exceptions to rule 8 of CONTRIBUTING.md, by module, each with its reason."""
 
 
 def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """Yield the underscored modules and names of other projects in a file."""
+    """Yield the underscored modules and names of other projects that a file uses."""
 
     def private(name: object) -> bool:
         text = str(name)
@@ -84,7 +84,7 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from filter(private, named)
 
 
-def test_only_documented_names_of_other_projects_are_used() -> None:
+def test_private_names_of_other_projects_are_used_only_where_allowed() -> None:
     own = {name.rpartition(".")[2] for name, _ in functions()}
     for module, tree in modules().items():
         own.add(module.rpartition(".")[2])
@@ -105,7 +105,7 @@ def test_only_documented_names_of_other_projects_are_used() -> None:
     assert sorted(wrong) == ["_w", "a.b._z", "asyncio._y", "grpc._x"]
 
 
-def test_imports_have_no_cycles() -> None:
+def test_there_are_no_import_cycles() -> None:
     # __init__.py files are excluded, since they only import names for users.
     files = {name: tree for name, tree in modules().items() if not name.startswith("mmpos_server.")}
     imported: dict[str, set[str]] = defaultdict(set)
@@ -123,10 +123,10 @@ def test_the_tree_in_contributing_lists_exactly_the_packages() -> None:
     rooms = {path.parent.name for path in (ROOT / "mmpos").glob("*/__init__.py")}
     assert set(re.findall(r"(\w+)(?:/|\.py)", left)) == rooms | {path.stem for path in (ROOT / "mmpos").glob("*.py")}
     assert len(re.findall(r"^  \S", picture, re.MULTILINE)) <= 16
-    assert f"the {WORDS[len(rooms)]} rooms of the package" in PAGES["README.md"]
+    assert f"the {WORDS[len(rooms)]} subpackages" in PAGES["README.md"]
 
 
-def test_the_layers_in_contributing_equal_the_checked_ones() -> None:
+def test_the_layers_in_contributing_match_those_checked_by_the_linter() -> None:
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert contract["type"] == "layers"
     assert "```text\n" + "\n".join(contract["layers"]) + "\n```" in PAGES["CONTRIBUTING.md"]
@@ -149,7 +149,7 @@ PHRASES = tomllib.loads((ROOT / "tests/support/phrases.toml").read_text(encoding
 
 
 def objections(path: str, text: str) -> Iterator[str]:
-    """Yield every violation of phrases.toml in a file, with its line number."""
+    """Yield every violation of phrases.toml in a file, each with its line number."""
     for phrase in PHRASES["phrases"]:
         for match in re.finditer(phrase.replace(" ", r"\s+(?:(?:#:?|//|\*|\") )?"), text):
             yield f"{path}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())}"

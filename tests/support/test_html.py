@@ -57,7 +57,7 @@ def test_a_map_draws_documents_with_differences_first() -> None:
     assert more == "<p>2 more documents are not drawn.</p>"
 
 
-def test_a_map_numbers_wide_segments_and_that_of_the_first_difference() -> None:
+def test_a_map_numbers_wide_segments_and_the_segment_of_the_first_difference() -> None:
     wrong = np.zeros(1000, np.int64)
     wrong[[501, 700]] = 1
     starts = [0, 400, 450, 501, 502, 503, 900]  # segments 3 and 4 are single tokens, about a pixel wide

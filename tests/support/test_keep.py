@@ -1,4 +1,4 @@
-"""Pruned tokens: kept tokens keep their ids, and generated tokens continue at the position after the whole prompt."""
+"""Pruned tokens: kept tokens keep their ids, and generated tokens continue from the position after the whole prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_kept_tokens_keep_their_ids_and_documents(positions: PositionTable, data
         assert delta == (NO_POSITION if before == NO_POSITION else before + lost)
 
 
-def test_all_or_no_tokens_may_be_kept() -> None:
+def test_all_tokens_or_none_can_be_kept() -> None:
     positions = place(BATCH, "mrope")
     whole, none = positions.keep([True] * 10), positions.keep(torch.zeros(10, dtype=torch.bool))
     np.testing.assert_array_equal(whole.table, positions.table)
@@ -59,7 +59,7 @@ def test_all_or_no_tokens_may_be_kept() -> None:
     assert (nothing.keep(np.empty(0, bool)).num_tokens, nothing.keep([]).num_tokens) == (0, 0)
 
 
-def test_a_scheme_without_next_positions_has_none_after_pruning() -> None:
+def test_a_scheme_without_next_positions_still_has_none_after_pruning() -> None:
     kept = place(BATCH, "rows").keep(np.arange(10) > 2)
     assert kept.documents[2:].tolist() == [[NO_POSITION] * 2] * 2
     with pytest.raises(UnsupportedError, match="deltas: got document 0 of rows, whose end is not one whole id"):

@@ -1,6 +1,6 @@
-"""Peak memory of the pipeline, result included, in bytes per token and per pixel after resizing.
+"""Peak memory of the pipeline, including the result, in bytes per token and per pixel after resizing.
 
-The memory of numpy arrays and Python objects counts; the memory of torch and of decoders does not.
+Memory used by numpy arrays and Python objects counts; memory used by torch and decoders does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIXED = 64 * 1024  # bytes independent of the input
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Measure the peak memory of a second call."""
+    """Return the peak memory used by the second of two calls."""
     call()
     tracemalloc.start()
     try:
@@ -34,28 +34,27 @@ def peak(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("parts", [["a" * TOKENS], [[1] * TOKENS], [np.ones(TOKENS, np.int64)]])
-def test_a_text_takes_17_bytes_per_token(way: str, parts: Any) -> None:
-    # The token ids exist twice, as the list or array of the part and in the sequence, and their types once.
+def test_text_requires_17_bytes_per_token(way: str, parts: Any) -> None:
+    # The token ids exist twice, in the part's list or array and in the sequence; their types exist once.
     assert peak(lambda: SequenceBuilder().build(parts)) <= 17 * TOKENS + FIXED
 
 
 @pytest.mark.parametrize(("scheme", "per_token"), [("rope-tie", 8), ("mrope", 12), ("rope-tie-fractional", 16)])
-def test_dense_ids_need_only_their_own_memory(way: str, scheme: str, per_token: int) -> None:
+def test_dense_ids_require_only_their_own_memory(way: str, scheme: str, per_token: int) -> None:
     segments = SegmentTable.from_documents([[Text(TOKENS // 2), Grid(TOKENS // 500, 250)]])
     positions = place(segments, scheme)
     assert positions.dense().nbytes == per_token * TOKENS
-    assert (
-        peak(positions.dense) <= per_token * TOKENS + {"C": FIXED, "numpy": 8 * FIXED}[way]
-    )  # numpy expands block by block
+    # numpy expands block by block.
+    assert peak(positions.dense) <= per_token * TOKENS + {"C": FIXED, "numpy": 8 * FIXED}[way]
 
 
-def test_a_table_needs_no_memory_per_token(way: str) -> None:
+def test_a_table_requires_no_memory_per_token(way: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(length), Grid(length, length)] for length in (1, 1000)]
     few, many = (peak(lambda d=d: place(SegmentTable.from_documents([d]))) for d in documents)  # type: ignore[misc]
     assert abs(many - few) < 1024
 
 
-def test_a_table_needs_few_bytes_per_segment(way: str) -> None:
+def test_a_table_requires_few_bytes_per_segment(way: str) -> None:
     documents: list[list[Text | Grid]] = [[Text(10), Grid(3, 3)]] * 1000
     per_segment = {"C": 300, "numpy": 500}[way]
     assert peak(lambda: place(SegmentTable.from_documents(documents))) <= per_segment * 2000 + FIXED
@@ -64,7 +63,7 @@ def test_a_table_needs_few_bytes_per_segment(way: str) -> None:
 @pytest.mark.parametrize(
     ("collate", "per_token"), [(PackedCollator(), 23), (PackedCollator(multiple_of=7), 23), (PaddedCollator(), 31)]
 )
-def test_collation_needs_memory_for_the_batch_and_one_document(collate: Any, per_token: int) -> None:
+def test_collation_requires_memory_for_the_batch_and_one_document(collate: Any, per_token: int) -> None:
     sequences = SequenceBuilder().build_batch([[np.arange(3000) % 200, Grid(40, 25)] for _ in range(25)])
     examples = [Example("", sequence, sequence.input_ids) for sequence in sequences]
     tokens = sum(example.num_tokens for example in examples)
@@ -74,9 +73,9 @@ def test_collation_needs_memory_for_the_batch_and_one_document(collate: Any, per
 @pytest.mark.parametrize(
     ("dtype", "frames", "per_pixel"), [("uint8", None, 3), ("float32", None, 12), ("uint8", 1, 12), ("uint8", 2, 24)]
 )
-def test_patches_need_only_their_own_memory(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
+def test_patches_require_only_their_own_memory(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
     processor = ImageProcessor("pillow", order="merged", dtype=dtype)
-    # numpy converts patches of bytes to planes in two steps.
+    # numpy converts byte patches to planes in two steps.
     temporary = {"C": 0, "numpy": 27 if frames else 0}[way] * PIXELS.size // 3
     processed = processor.process(PIXELS, temporal_patch_size=frames)
     assert processed.patches is not None
@@ -85,9 +84,9 @@ def test_patches_need_only_their_own_memory(way: str, dtype: str, frames: int | 
     assert peak(lambda: processor.process(PIXELS, temporal_patch_size=frames)) <= most
 
 
-def test_one_image_is_not_copied_into_its_sequence_and_several_are_copied_once(way: str) -> None:
+def test_a_single_image_is_not_copied_into_its_sequence_and_several_are_copied_once(way: str) -> None:
     builder = SequenceBuilder(images=ImageProcessor("pillow"))
-    tokens = 2000  # bytes of everything except pixels
+    tokens = 2000  # bytes for everything except pixels
     one, two, three = (peak(lambda n=n: builder.build([PIXELS] * n)) for n in (1, 2, 3))  # type: ignore[misc]
     assert one <= PIXELS.size + 32 * tokens + FIXED
     assert two <= 4 * PIXELS.size + 64 * tokens + FIXED

@@ -1,4 +1,4 @@
-"""The extension returns the numbers of numpy or declines, and Python words the errors; also its builds."""
+"""The extension returns the same numbers as numpy or declines, Python words the errors, and every build works."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CPYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 class Narrow:
-    """The extension without the vector instructions that only some CPUs have."""
+    """The extension without the vector instructions that only some CPUs support."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(CORE, name)
@@ -85,7 +85,7 @@ def cases() -> st.SearchStrategy[tuple[Case, list[Document]]]:
 
 
 @given(cases(), st.data())
-def test_dense_ids_are_equal_in_any_form_of_out(case: tuple[Case, list[Document]], data: st.DataObject) -> None:
+def test_dense_ids_are_equal_for_any_form_of_out(case: tuple[Case, list[Document]], data: st.DataObject) -> None:
     positions = place(SegmentTable.from_documents(case[1]), case[0].scheme)
     bounds = sorted(data.draw(st.tuples(*[st.integers(0, positions.num_tokens)] * 2)))
     positions = data.draw(st.sampled_from([positions, positions.slice(*bounds), positions.pad()]))
@@ -100,14 +100,16 @@ def test_dense_ids_are_equal_in_any_form_of_out(case: tuple[Case, list[Document]
         out = np.ndarray(shape, dtype, memory, shift, strides)
         ids = positions.dense(out=out, axes=axes)
         assert ids is out
-        # The bytes between and around the rows must not change.
+        # The bytes between and around the rows must stay unchanged.
         return out.copy(), memory
 
     both(dense)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.data())
-def test_any_part_of_a_grid_is_equal(height: int, width: int, skip: int, tokens: int, data: st.DataObject) -> None:
+def test_any_part_of_a_grid_matches_the_same_part_in_numpy(
+    height: int, width: int, skip: int, tokens: int, data: st.DataObject
+) -> None:
     steps = st.integers(-9, 9)
     numbers = [data.draw(st.tuples(st.integers(-50, 50), steps, steps, steps)) for _ in range(2)]
     denominator = data.draw(st.integers(1, 5))
@@ -159,7 +161,7 @@ def test_integer_outputs_are_declined_for_fractional_ids() -> None:
         positions.dense(out=np.zeros((2, 11), np.int64))
 
 
-def test_numerators_too_large_for_doubles_are_divided_in_numpy() -> None:
+def test_numerators_too_large_for_doubles_are_divided_by_numpy() -> None:
     huge, denominator = 2**53 + 1, 2**31 - 1
     table = np.array([0, 0, 1, 3, denominator, huge, 0, 0, 1], np.int64)[:, None]
     positions = PositionTable(table, np.zeros((4, 1), np.int64), 3, True, "any")
@@ -168,7 +170,7 @@ def test_numerators_too_large_for_doubles_are_divided_in_numpy() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in dir(CORE) if not name.startswith("_")])
-def test_wrong_arguments_do_not_crash(name: str) -> None:
+def test_invalid_arguments_do_not_crash(name: str) -> None:
     function, array = getattr(CORE, name), np.zeros((3, 2), np.int64)
     with pytest.raises(TypeError, match=name):
         function()
@@ -181,11 +183,11 @@ def test_wrong_arguments_do_not_crash(name: str) -> None:
             assert not result
 
 
-def test_expansion_stays_inside_a_table_that_has_changed() -> None:
+def test_expansion_stays_inside_a_table_that_was_changed() -> None:
     table = np.array([[0, 3], [0, 0], [1, 1], [3, 4], [1, 1], [0, 3], [0, 0], [0, 0], [1, 1]], np.int64)
     out = np.zeros((1, 7), np.int32)
     assert CORE.expand(table, 7, False, out, None, True)
-    table[0, 1] = 8  # this segment begins after all tokens
+    table[0, 1] = 8  # this segment now begins after all tokens
     assert CORE.expand(table, 7, False, out, None, True) is False
 
 
@@ -196,7 +198,7 @@ def test_info_reports_whether_the_extension_is_built() -> None:
 
 
 def test_overlapping_documents_are_placed_inside_their_table() -> None:
-    kind, offsets = np.zeros(3, np.uint8), np.array([0, 3] * 4, np.int64)  # four times the same three texts
+    kind, offsets = np.zeros(3, np.uint8), np.array([0, 3] * 4, np.int64)  # the same three texts four times
     extents, plan = np.ones((3, 3), np.int64), np.zeros((1 + 2, 8 + 8), np.int64)
     plan[0, [7, -1]] = 1  # text has denominator 1 and step 1
     table, documents, _ = CORE.place(kind, extents, offsets, None, False, 0, plan, (True, True, True, True, True))
@@ -227,7 +229,7 @@ MASK = np.array([[0, 1, 1], [1, 1, 1]])
 
 
 class Recorder:
-    """The extension, with a record of its answers."""
+    """The extension, wrapped to record its answers."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, Any]] = []
@@ -241,7 +243,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extension_supports_every_scheme(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     forget_plans()
     monkeypatch.setattr(native, "core", recorder)
@@ -251,14 +253,15 @@ def test_the_extension_answers_for_every_scheme(case: Case, monkeypatch: pytest.
     positions.dense()
     positions.rationals()
     by_plan = ["place", "enter", "place"] if vars(type(get_scheme(case.scheme))).get("by_shape") else []
-    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label  # their frames are separate pieces
+    # The frames of these schemes are separate pieces.
+    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label
     general = [] if by_plan and not timed else ["placed"]
     assert [name for name, _ in recorder.answers] == ["documents", *by_plan, *general, *["expand"] * 2]
     declined = ["place"] if by_plan and timed else []
     assert [name for name, answer in recorder.answers if answer is None or answer is False] == declined
 
 
-def test_the_extension_scans_token_ids_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extension_scans_token_ids_in_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(native, "core", recorder)
     SegmentTable.from_input_ids([5, 7, 7, 5, 8], Placeholders(image=7, video=8), [(1, 1, 2)], [(1, 1, 1)])
@@ -268,25 +271,25 @@ def test_the_extension_scans_token_ids_in_one_call(monkeypatch: pytest.MonkeyPat
     assert [name for name, answer in recorder.answers if answer] == ["scan", "scan"]
 
 
-def test_rows_have_the_same_numbers_in_c_and_python() -> None:
+def test_table_rows_have_the_same_numbers_in_c_and_python() -> None:
     header = (ROOT / "csrc" / "table.h").read_text()
     enums = [names.replace(" ", "").split(",") for names in re.findall(r"enum \{([^}]*)\}", header)]
     known = [names for names in enums if hasattr(table_rows, names[0])]
     assert [[getattr(table_rows, name) for name in names] for names in known] == [[*range(6)], [*range(4)], [*range(5)]]
 
 
-def test_the_extension_exports_only_its_entry() -> None:
-    """A library loaded earlier that also exports ``release`` would otherwise receive our calls."""
+def test_the_extension_exports_only_its_entry_point() -> None:
+    """Check that ``release`` is not exported: a library loaded earlier that exports it would receive our calls."""
     command = ["nm", "-D", "--defined-only", str(import_module("mmpos._native").__file__)]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__native"]
 
 
-# Unusual inputs are read as numpy and Python read them, with the extension and without it.
+# With and without the extension, unusual inputs are read as numpy and Python read them.
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, np.bool_, ">i4"])
-def test_masks_of_any_integer_type_mark_padding(way: str, dtype: Any) -> None:
+def test_masks_of_any_integer_dtype_mark_padding(way: str, dtype: Any) -> None:
     for left, ones, right in product(range(3), range(1, 4), range(3)):
         mask = np.array([[0] * left + [1] * ones + [0] * right], dtype)
         segments = SegmentTable.from_input_ids(
@@ -296,13 +299,13 @@ def test_masks_of_any_integer_type_mark_padding(way: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_a_mask_of_floats_is_refused_for_any_bits(way: str, dtype: Any) -> None:
+def test_a_float_mask_is_refused_whatever_its_bits(way: str, dtype: Any) -> None:
     mask = np.ones((1, 2), f"i{np.dtype(dtype).itemsize}").view(dtype)
     with pytest.raises(InvalidInputError, match="attention_mask: got float"):
         SegmentTable.from_input_ids([[5, 5]], Placeholders(image=7), attention_mask=mask)
 
 
-def test_a_table_may_have_more_than_255_axes(way: str) -> None:
+def test_a_table_can_have_more_than_255_axes(way: str) -> None:
     table = np.zeros((AXES + 4 * 300, 1), np.int64)
     table[[HEIGHT, DENOMINATOR]], table[WIDTH], table[AXES::4, 0] = 1, 2, np.arange(1, 301)
     positions = PositionTable(table, np.zeros((4, 1), np.int64), 2, False, "many")
@@ -310,7 +313,7 @@ def test_a_table_may_have_more_than_255_axes(way: str) -> None:
     assert positions.dense(axes=(299, 3)).tolist() == [[300, 300], [4, 4]]
 
 
-def test_a_list_with_its_own_iterator_is_read_by_it(way: str) -> None:
+def test_a_list_with_its_own_iterator_is_read_through_it(way: str) -> None:
     class Reversed(list[Any]):
         def __iter__(self) -> Iterator[Any]:
             return reversed(self[:])
@@ -320,11 +323,11 @@ def test_a_list_with_its_own_iterator_is_read_by_it(way: str) -> None:
     assert SegmentTable.from_documents(Reversed([[Text(2)], [Text(5)]])).extents[2].tolist() == [5, 2]
 
 
-# The extension under sanitizers, with strict compilers, for Python without the GIL, and missing.
+# The extension under sanitizers, with strict compilers, for Python without the GIL, and when it is missing.
 
 
 def run_tests(native: str, *files: str, **environment: str) -> str:
-    """Run tests in a separate process with another extension, or without one."""
+    """Run tests in a separate process with another extension or without one."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "native_choice", "-p", "no:xdist", "-p", "no:cacheprovider"]
     path = os.pathsep.join([str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NATIVE": native, **environment}
@@ -351,14 +354,14 @@ def test_the_sanitizers_find_no_errors(tmp_path: Path) -> None:
         *sorted(map(str, (ROOT / "tests").rglob("test_native*.py"))),
         LD_PRELOAD=library("libasan.so"),
         ASAN_OPTIONS="detect_leaks=0",  # the interpreter itself leaks at exit
-        PYTHONMALLOC="malloc",  # lets the sanitizer see the end of every object
+        PYTHONMALLOC="malloc",  # lets the sanitizer see where every object ends
     )
     assert " passed" in output
 
 
 @pytest.mark.slow
 def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
-    """The program writes as the extension does."""
+    """Run a program under the sanitizer that writes like the extension, but past the end."""
     source, built = tmp_path / "past.c", tmp_path / "past"
     source.write_text(
         '#include "native.h"\n#include <stdlib.h>\n'
@@ -373,7 +376,7 @@ def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_strict_compilers_report_no_warnings(tmp_path: Path) -> None:
-    for flags in (["-O0", "-U__SSE2__"], ["-O3"]):  # the first as on processors without SSE2
+    for flags in (["-O0", "-U__SSE2__"], ["-O3"]):  # the first set of flags imitates processors without SSE2
         strict = ["-c", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-std=c11", *flags]
         for source in SOURCES:
             subprocess.run([*COMPILER, *strict, *FLAGS, "-o", tmp_path / "x.o", source], check=True)
@@ -388,7 +391,7 @@ def test_the_sources_compile_for_python_without_the_gil() -> None:
 @pytest.mark.parametrize(("disabled", "tag"), [(0, "cp311-abi3"), (1, f"{CPYTHON}-{CPYTHON}")])
 @pytest.mark.slow
 def test_the_wheel_has_the_stable_abi_if_python_has_the_gil(disabled: int, tag: str) -> None:
-    """Python without the GIL has no stable ABI, and setuptools refuses the option there."""
+    """Test both builds: Python without the GIL has no stable ABI, so setuptools refuses the option there."""
     program = (
         "import sysconfig\n"
         f"sysconfig.get_config_vars()['Py_GIL_DISABLED'] = {disabled}\n"
@@ -406,7 +409,7 @@ def test_the_wheel_has_the_stable_abi_if_python_has_the_gil(disabled: int, tag: 
 def test_the_library_passes_its_tests_without_the_extension() -> None:
     rooms = ("positions", "segments", "placeholders", "golden", "schemes", "custom_schemes", "errors")
     more = ("table_checks", "sequence", "rotary_apply", "differences")
-    counting = ["-k", "not few_functions and not few_hops"]  # these tests count calls, and numpy needs more
+    counting = ["-k", "not few_functions and not few_hops"]  # these tests count calls, of which numpy needs more
     output = run_tests(
         "", *counting, *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more))
     )

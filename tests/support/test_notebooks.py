@@ -1,4 +1,4 @@
-"""The notebooks of docs/ contain the outputs of their own cells."""
+"""The notebooks in docs/ contain the outputs of their own cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list[object]]:
-    """Return texts and data of each code cell."""
+    """Return the text or data output by each code cell."""
     return [
         [output.get("text", output.get("data")) for output in cell.outputs]
         for cell in notebook.cells

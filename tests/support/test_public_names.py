@@ -21,7 +21,7 @@ def test_all_public_names_exist() -> None:
     assert set(mmpos.__all__) <= set(dir(mmpos))
 
 
-def test_subpackages_are_imported_on_access() -> None:
+def test_subpackages_are_imported_on_first_access() -> None:
     code = f"""
 import mmpos
 for name in {ROOMS}:
@@ -37,7 +37,7 @@ def test_unknown_names_raise_attribute_errors() -> None:
         _ = mmpos.nonsense  # type: ignore[attr-defined]
 
 
-def test_importing_mmpos_needs_only_numpy() -> None:
+def test_importing_mmpos_requires_only_numpy() -> None:
     code = """
 import sys
 class Blocked:

@@ -1,4 +1,4 @@
-"""The site builds without a warning, documents every public name, and opens in a browser without network."""
+"""The site builds without warnings, documents every public name, and opens in a browser without network access."""
 
 import os
 import pkgutil
@@ -42,14 +42,14 @@ LOOK = """[
 ]"""
 DIALOG = "[...document.querySelectorAll('div')].flatMap(each => each.shadowRoot ?? [])"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one worker builds the site for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one worker builds the site for all tests
 in_a_browser = pytest.mark.skipif(
     browser.CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"
 )
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """A handler that serves files without a log."""
+    """A handler that serves files without logging."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -89,7 +89,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         room = pkgutil.resolve_name(name)
         for public in getattr(room, "__all__", ()):
             value = getattr(room, public)
-            home = f"{getattr(value, '__module__', name)}.{public}"  # a module may have the name of its function
+            home = f"{getattr(value, '__module__', name)}.{public}"  # a module may have the same name as its function
             assert isinstance(value, ModuleType) or {f"{name}.{public}", home} & documented, home
 
 

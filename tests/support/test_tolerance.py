@@ -1,4 +1,4 @@
-"""Bounds hold between kernels that sum in other orders, and wrong results are far outside them."""
+"""Bounds hold between kernels that sum in different orders, and wrong results lie far outside the bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmpos.rotary import Rotary, apply_rotary
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_one_wrong_id_of_one_token_exceeds_the_rounding_of_a_model_a_hundred_times(name: str) -> None:
+def test_one_wrong_id_exceeds_the_rounding_bound_of_a_model_a_hundredfold(name: str) -> None:
     model, input_ids, ids = patched(model_of(name)), tokens(2, 24), as_ids(two_rows())
     wrong = ids.clone()
     wrong[0, 1, 5] += 1
@@ -31,7 +31,7 @@ def test_one_wrong_id_of_one_token_exceeds_the_rounding_of_a_model_a_hundred_tim
     assert (moved - right).abs().max() > 100 * bound
 
 
-def test_sums_in_other_orders_are_within_the_bound_but_a_lost_term_is_not() -> None:
+def test_sums_in_other_orders_are_within_the_bound_but_a_sum_without_one_term_is_not() -> None:
     random = np.random.default_rng(0)
     a, b = (torch.from_numpy(random.standard_normal(shape)).float() for shape in ((8, 300), (300, 8)))
 
@@ -47,7 +47,7 @@ def test_sums_in_other_orders_are_within_the_bound_but_a_lost_term_is_not() -> N
         assert_within(in_order() - a[:, 299, None] * b[299], a @ b, bound)
 
 
-def test_rotations_by_other_cos_and_sin_are_within_the_bound_but_those_of_the_next_id_are_not() -> None:
+def test_rotations_by_another_cos_and_sin_are_within_the_bound_but_those_by_the_next_id_are_not() -> None:
     rotary, x = Rotary(64, axes=1), torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0))
     angle = torch.arange(9)[:, None] * torch.tensor(rotary.inv_freq_array)
 
@@ -60,7 +60,7 @@ def test_rotations_by_other_cos_and_sin_are_within_the_bound_but_those_of_the_ne
     bound = rotations(rotated, cos_sin())
     assert_within(rotated, rotate_by(angle), bound)
     next_id = rotate_by(angle + torch.tensor(rotary.inv_freq_array))
-    assert ((rotated - next_id).abs() > bound).double().mean() > 0.9  # a share of the channels, the slowest included
+    assert ((rotated - next_id).abs() > bound).double().mean() > 0.9  # share of the channels, including the slowest
     assert_within(rotated.bfloat16(), rotate_by(angle).bfloat16(), rounded(rotated.bfloat16(), bound))
 
 

@@ -1,1 +1,1 @@
-"""Other projects, where installed, each driven as its own users do."""
+"""Other projects, where installed, each called as its own users would call it."""

@@ -19,7 +19,7 @@ by name, each of which returns (3, batch · seq) ids with the rows of the batch 
 
 
 def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
-    """Compute M-RoPE ids like serving engines, by a Python loop with one np.indices call per image.
+    """Compute M-RoPE ids as serving engines do, in a Python loop with one np.indices call per image.
 
     Returns:
         (3, tokens) ids of packed documents, and the delta of each document.
@@ -41,7 +41,7 @@ def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
 
 
 def load_rope_index() -> RopeIndexes:
-    """Load the rope index method of Transformers' Qwen2-VL, without weights and with merging by 2, and our own."""
+    """Load the rope index method of Transformers' Qwen2-VL, without weights and with merge size 2, and our own."""
     import torch
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
@@ -49,14 +49,14 @@ def load_rope_index() -> RopeIndexes:
 
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
     model.get_vision_position_ids = Qwen2VLModel.get_vision_position_ids.__get__(model)
-    # The annotations of Transformers use tensor types of one dtype, which torch's functions do not return.
+    # Transformers annotates tensors of a specific dtype, but torch's functions return plain tensors.
     method: Any = partial(Qwen2VLModel.get_rope_index, model)
 
     def rope_indexes(
         input_ids: IntArray, image_token_id: int, image_grid_thw: IntArray
     ) -> Mapping[str, Callable[[], IntArray]]:
         ids, grids = torch.from_numpy(input_ids), torch.from_numpy(image_grid_thw)
-        kinds = (ids == image_token_id).int()  # not timed: Transformers' processor provides the kinds
+        kinds = (ids == image_token_id).int()  # not timed, since Transformers' processor provides the kinds
         functions = {"rope_index": RopeIndex(spatial_merge_size=2), "Transformers": method}
         return {name: partial(_rows, function, ids, kinds, grids) for name, function in functions.items()}
 
@@ -69,10 +69,10 @@ def _rows(function: Any, *tensors: Any) -> Any:
 
 
 def load_flux() -> Callable[[list[Document], str], Any]:
-    """Load FluxPipeline of diffusers, which computes the ids of an image together with its latents.
+    """Load diffusers' FluxPipeline, which computes an image's ids together with its latents.
 
     Returns:
-        function that returns (tokens, 3) ids of packed prompts and images in a dtype, computed by the pipeline.
+        function that returns the pipeline's (tokens, 3) ids of packed prompts and images in a given dtype.
     """
     import torch
     from diffusers import FluxPipeline

@@ -1,4 +1,4 @@
-"""Compute patches of JPEG files by Transformers' fast Qwen2-VL processor."""
+"""Compute patches of JPEG files with Transformers' fast Qwen2-VL processor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Floats = npt.NDArray[np.float32]
 
 
 def by_pillow(data: bytes) -> Floats:
-    """Process a Pillow image, like users of Hugging Face datasets."""
+    """Process a Pillow image, as users of Hugging Face datasets do."""
     photo: Image.Image = Image.open(io.BytesIO(data))
     return _PROCESSOR([photo], return_tensors="pt")["pixel_values"].numpy()
 
 
 def by_torchvision(data: bytes) -> Floats:
-    """Process a decoded tensor, like the processor when it loads files."""
+    """Process a decoded tensor, as the processor does when it loads files."""
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchvision recommends torchcodec
+        warnings.simplefilter("ignore")  # torchvision warns, recommending torchcodec
         tensor = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     return _PROCESSOR([tensor], return_tensors="pt")["pixel_values"].numpy()

@@ -1,4 +1,4 @@
-"""Rotations of other projects: one function per project imports it and returns an adapter."""
+"""Rotations from other projects: one function per project imports the project and returns an adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[[Layer], Rotate]
 
 @dataclass(frozen=True)
 class PeerRotation:
-    """Rotations that a project supports."""
+    """Rotations that another project supports."""
 
     fresh: Make | None = None  # into new tensors
     inplace: Make | None = None  # in place
@@ -29,7 +29,7 @@ class PeerRotation:
 
 
 def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Rotate q and k by the formula of model code, which takes four passes over q and four over k.
+    """Rotate q and k with the formula used in model code, which makes four passes over q and four over k.
 
     q and k are (batch, seq, heads, head_dim); cos and sin are (batch, seq, head_dim).
     """
@@ -41,7 +41,7 @@ def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 
 
 def by_formula(layer: Layer) -> Rotate:
-    """Rotate by the eager formula."""
+    """Rotate with the eager formula."""
     cos, sin = layer.tables
     return lambda q, k: formula(q, k, cos, sin)
 
@@ -58,7 +58,7 @@ def load_compiled() -> PeerRotation:
 
 
 def load_transformers() -> PeerRotation:
-    """Load the functions of Transformers' Qwen2-VL for the language model and the vision encoder."""
+    """Load the functions that Transformers' Qwen2-VL uses in the language model and in the vision encoder."""
     from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
     def rotate(layer: Layer) -> Rotate:
@@ -130,7 +130,7 @@ def load_flashinfer() -> PeerRotation:
 
 
 def compiled_norm(layer: Layer) -> Rotate:
-    """Normalise and rotate by torch's norm and the formula, compiled together."""
+    """Normalise and rotate with torch's norm and the formula, compiled together."""
     cos, sin = layer.tables
 
     def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
@@ -140,9 +140,9 @@ def compiled_norm(layer: Layer) -> Rotate:
 
 
 def by_diffusers(layer: Layer) -> Rotate:
-    """Normalise by diffusers' attention modules of FLUX.1 or Wan, and rotate by its function with float32 cos and sin.
+    """Normalise with diffusers' attention modules for FLUX.1 or Wan, then rotate with its function and float32 phases.
 
-    Wan's own rotation is inside its attention processor and takes the same number of steps.
+    Wan's own rotation is inside its attention processor and consists of the same number of steps.
     """
     from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.transformers.transformer_flux import FluxAttention
@@ -172,7 +172,7 @@ def compiled_diffusers(layer: Layer) -> Rotate:
 
 
 def compiled_norm_alone(layer: Layer) -> Rotate:
-    """Normalise by torch's compiled norm and rotate the results in place by mmpos, as in a compiled model."""
+    """Normalise with torch's compiled norm and rotate the results in place with mmpos, as in a compiled model."""
     norm = _compiled(lambda q, k: layer.normed((q, k)))
 
     def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
@@ -189,13 +189,13 @@ def _compiled(function: Rotate) -> Rotate:
 
 
 def _need_compiler() -> None:
-    """Raise if torch cannot compile; on a CPU it requires a C++ compiler."""
+    """Raise an error if torch cannot compile; on a CPU, compiling requires a C++ compiler."""
     torch.compile(torch.neg)(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ImportError("its kernel requires a GPU")  # checked before an import that takes seconds
+        raise ImportError("its kernel requires a GPU")  # checked first, because the import takes seconds
 
 
 ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {

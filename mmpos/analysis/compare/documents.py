@@ -65,7 +65,7 @@ class PlacedDocument:
         document: the segments that were placed.
         values: (axes, tokens) ids times denominator, as Python integers if ids may be fractions.
         denominator: the common denominator of all ids.
-        delta: the decode delta; 0 where the document ends between two ids.
+        delta: the decode delta; 0 if the document ends between two ids.
     """
 
     document: Document
@@ -75,7 +75,7 @@ class PlacedDocument:
 
     @property
     def spec(self) -> str:
-        """The document in the syntax of the command line, with the seconds per frame of its videos."""
+        """The document in command-line syntax, with the seconds per frame of its videos."""
         parts = []
         for part in self.document:
             sides = [part.length] if isinstance(part, Text) else part.extents[1 if part.frames == 1 else 0 :]
@@ -88,7 +88,7 @@ class PlacedDocument:
         return self.written(self.values[:, token])
 
     def written(self, values: npt.NDArray[Any]) -> str:
-        """Format a position, or a difference of two positions: a number, or several in parentheses."""
+        """Format a position, or the difference between two, as a number or as several in parentheses."""
         numbers = [str(Fraction(int(value), self.denominator)) for value in values]
         return numbers[0] if len(numbers) == 1 else f"({', '.join(numbers)})"
 
@@ -128,10 +128,11 @@ _SHAPES: Mapping[str, Callable[[Grid], bool]] = {
 
 
 def verdict(failures: Iterable[tuple[int, str]]) -> PropertyValue:
-    """Summarize failures: True without any, else the reason for the smallest failed grid, and which images passed.
+    """Return True if nothing failed; otherwise, why the smallest failed grid failed and which images passed.
 
     Args:
-        failures: index in ``grids`` and reason of each failed grid; a grid that was tried several times may recur.
+        failures: the index in ``grids`` of each failed grid, and the reason; a grid that was tried several times may
+            recur.
     """
     failed: dict[int, str] = {}
     for i, reason in failures:

@@ -20,10 +20,10 @@ Known = AdditiveTable | AttentionBias | Rotation
 
 
 def vectors(encoding: Known, positions: npt.ArrayLike) -> Float64Array:
-    """Return the vector of each position.
+    """Return the vector for each position.
 
-    A table gives its rows, a rotation a rotated vector of ones (for every head, if heads have their own axes), and a
-    bias the biases of all heads for a query at the position and a key at 0.
+    The vectors of a table are its rows. The vector of a rotation is a rotated vector of ones (for every head, if heads
+    have their own axes). The vector of a bias holds the biases of all heads for a query at the position and a key at 0.
 
     Args:
         encoding: an encoding of any of the three kinds.
@@ -65,8 +65,8 @@ def axes(encoding: Known) -> PropertyValue:
 def unique(encoding: Known) -> PropertyValue:
     """Check that no two of the first positions (about 256 over all axes) have the same vector.
 
-    Vectors are the same if they differ by at most 1e-9 of the largest distance between two. For a bias: no two of 256
-    keys, the query's own and those before it, have the same bias.
+    Vectors count as the same if they differ by at most 1e-9 of the largest distance between any two. For a bias: no two
+    of 256 keys, the query's own and those before it, have the same bias.
     """
     share, (p, q) = _nearest(encoding)
     if share > _TOLERANCE:
@@ -82,7 +82,7 @@ def separation(encoding: Known) -> PropertyValue:
 
 
 def _nearest(encoding: Known) -> tuple[float, tuple[str, str]]:
-    """Compute the smallest distance between two positions' vectors as a fraction of the largest, and find these two."""
+    """Return the smallest distance between two positions' vectors as a fraction of the largest, and the positions."""
     count = encoding.axes if isinstance(encoding, Rotation) else 1
     places = first_positions(encoding)[None]
     if count > 1:
@@ -110,11 +110,11 @@ def measure_encodings(encodings: Iterable[str | Encoding] | None = None) -> Matr
     """Measure every property of encodings, in float64.
 
     Args:
-        encodings: names, which mean the default parameters, or objects, which may be your own; None measures every
-            encoding of mmpos.
+        encodings: names, for encodings with default parameters, or objects, including your own; None measures every
+            encoding in mmpos.
 
     Raises:
-        InvalidInputError: an encoding is unknown, repeated, or of another kind; or the list is empty.
+        InvalidInputError: an encoding is unknown, repeated or of an unsupported kind; or the list is empty.
     """
     if encodings is not None and (isinstance(encodings, str) or not isinstance(encodings, Iterable)):
         raise InvalidInputError(f"encodings: got {encodings!r}, want a list of names or Encoding objects")

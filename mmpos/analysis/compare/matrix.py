@@ -69,12 +69,12 @@ class Matrix:
     >>> print(matrix["naive-2d", "symmetric"].why)
     1,1x2,1: gaps (1, 1) and (2, 1); holds for 12 of 144 images, those with h = w
 
-    It prints as a table, also in a notebook.
+    It is displayed as a table by ``print`` and in notebooks.
 
     Args:
         subject: "scheme" or "encoding".
         properties: the columns.
-        rows: the values by the name of the scheme or encoding, then by the name of the property.
+        rows: the values by scheme or encoding name, then by property name.
     """
 
     subject: str
@@ -82,7 +82,7 @@ class Matrix:
     rows: Mapping[str, Mapping[str, PropertyValue]]
 
     def __getitem__(self, key: tuple[str, str]) -> PropertyValue:
-        """Return the value of a property of a scheme or encoding, by their names."""
+        """Look up a value by the name of the scheme or encoding and the name of the property."""
         row, name = key
         return self.rows[one_of(self.subject, row, self.rows)][one_of("property", name, self.rows[row])]
 
@@ -110,10 +110,10 @@ class Matrix:
         return {name: {key: dict(vars(value)) for key, value in row.items()} for name, row in self.rows.items()}
 
     def to_text(self, width: int = 100) -> str:
-        """Format the matrix as plain text; columns beyond the width continue in a further table below.
+        """Format the matrix as plain text; columns that exceed the width continue in another table below.
 
         Args:
-            width: the most characters in a line; a single column may be wider.
+            width: the maximum number of characters per line; a single column may be wider.
         """
         names = [self.subject, *self.rows]
         tables: list[list[list[str]]] = []
@@ -152,7 +152,7 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     rows: dict[str, dict[str, PropertyValue]] = {}
     for name, scheme_or_encoding in named:
         if name in rows:
-            raise InvalidInputError(f"{subject}s: got {name!r} twice, want every name once")
+            raise InvalidInputError(f"{subject}s: got {name!r} twice, want each name once")
         rows[name] = {column.name: column.measure(scheme_or_encoding) for column in properties}
     if not rows:
         raise InvalidInputError(f"{subject}s: got none, want at least one")

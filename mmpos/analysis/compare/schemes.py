@@ -62,8 +62,8 @@ def axes(scheme: Scheme) -> PropertyValue:
 def text_is_rope_1d(scheme: Scheme) -> PropertyValue:
     """Check that text alone, in one run or two, has the ids start, start + 1, … on every axis.
 
-    A rotation with one ladder of frequencies for all axes then equals RoPE-1D on text, as the language model was
-    trained.
+    On text, a rotation with one ladder of frequencies for all axes then equals the RoPE-1D that the language model was
+    trained with.
     """
     runs: list[Document] = [[Text(n)] for n in range(1, 9)]
     runs += [[Text(n), Text(8 - n)] for n in range(1, 8)]
@@ -125,7 +125,7 @@ def integer(scheme: Scheme) -> Failures:
 
 @of_grids
 def prefix_stable(scheme: Scheme) -> Failures:
-    """Check that positions stay the same if a document grows at its end, by a text token or a video frame.
+    """Check that positions stay the same when a text token or a video frame is appended to a document.
 
     If the scheme does not support frames, the new frame is another grid after a text token.
     """
@@ -176,10 +176,10 @@ def ids_of_a_row(scheme: Scheme) -> PropertyValue:
 
 @needing("resumable")
 def growth(scheme: Scheme) -> PropertyValue:
-    """Compute the exponent p of the growth of ids: an image with sides twice as long consumes 2^p times as many.
+    """Compute the growth exponent p: an image with sides twice as long consumes 2^p times as many ids.
 
-    Compare side 64 with side 128. For each, take the image that consumes the most ids, among images with a height and
-    a width up to 8 patches shorter.
+    Compare side 64 with side 128. For each, take the image that consumes the most ids among those whose height and
+    width are at most 8 patches shorter.
     """
     families = ([Grid(side - i, side - j) for i in range(9) for j in range(9)] for side in (64, 128))
     small, large = (max(1, _most_ids(scheme, images)) for images in families)
@@ -206,11 +206,11 @@ SCHEME_PROPERTIES = (
 
 
 def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
-    """Measure every property of schemes, with exact ids on a fixed family of documents.
+    """Measure every property of schemes, using exact ids on a fixed family of documents.
 
     Args:
-        schemes: names, or objects, which may be your own; None measures every scheme of mmpos except LatentScheme, for
-            models that generate images or videos, and the three-axis variants of schemes that take ``axes``.
+        schemes: names or objects, including your own; None measures every scheme in mmpos and the three-axis variants
+            of schemes that take ``axes``, but not LatentScheme, which is for models that generate images or videos.
 
     Raises:
         InvalidInputError: a scheme is unknown or repeated, or the list is empty.
@@ -224,7 +224,8 @@ def measure(schemes: Iterable[str | Scheme] | None = None) -> Matrix:
 def every_scheme() -> list[Scheme]:
     """Return every scheme with its default parameters, then the three-axis variants of schemes that take ``axes``.
 
-    Schemes of class LatentScheme are omitted: most properties are about grids whose ids depend on the text before them.
+    Schemes of class LatentScheme are omitted, because most properties concern grids whose ids depend on the text before
+    them.
     """
     schemes: list[Scheme] = [scheme() for scheme in SCHEMES.values() if not issubclass(scheme, LatentScheme)]
     choice = [type(scheme) for scheme in schemes if "axes" in vars(scheme)]  # axes is a parameter

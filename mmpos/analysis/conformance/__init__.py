@@ -1,4 +1,4 @@
-"""Conformance of any program with the schemes and models: cases as data, and a runner that compares its answers.
+"""Conformance cases for the schemes and models, as data, and a runner that checks any program against them.
 
 Other projects feed the cases to their own code in CI; docs/conformance.md describes the format and the protocol.
 """

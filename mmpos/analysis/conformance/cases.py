@@ -1,4 +1,4 @@
-"""Cases: a request to a program, the expected answer, and the comparison of an answer with it."""
+"""Cases, each a request to a program and the expected answer, and the comparison of an answer with the expected one."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Tolerances:
     """Largest distances at which numbers count as equal.
 
     Args:
-        turned: distance of cos and sin; the stored ones are within 1e-10 of the true values.
-        ids: distance of ids that are floats in the answer, or integers where fractions are expected, for programs that
+        turned: for cos and sin; the stored values are within 1e-10 of the true ones.
+        ids: for ids that are floats in the answer, or integers where fractions are expected, for programs that
             store fractions as floats.
     """
 
@@ -61,7 +61,7 @@ class Case:
     want: Mapping[str, Any]
 
     def difference(self, answer: Mapping[str, Any], tolerances: Tolerances = Tolerances()) -> str | None:
-        """Return the first difference of an answer in words, or None if there is none.
+        """Describe the first difference between an answer and the expected one; return None if there is none.
 
         >>> Case("mine/0/0-prefill", {}, {"position_ids": [[0, 1], [0, "1/2"]]}).difference({"position_ids": [[0, 1]]})
         'position_ids: got 1 value, want 2'
@@ -77,7 +77,7 @@ class Case:
 
 
 def load_cases(patterns: Sequence[str] = ()) -> list[Case]:
-    """Load all cases, or those with names that match a shell pattern, after verifying the checksums of their files.
+    """Load all cases, or those whose names match a shell pattern, after verifying the checksums of their files.
 
     Args:
         patterns: shell patterns such as "rope-tie/*", "*-chunk" or "qwen2_vl/0/*"; * also matches slashes.
@@ -131,16 +131,16 @@ def _difference(where: str, got: Any, want: Any, near: float) -> str | None:
 
 
 def _number(value: Any) -> Fraction | None:
-    """Convert an integer, a finite float or text such as "9/2"; other text, such as 1e999999999, may take too long."""
+    """Convert an integer, a finite float or text such as "9/2"; refuse other text: 1e999999999 would take too long."""
     if isinstance(value, str):
         return Fraction(value) if FRACTION.fullmatch(value) else None
-    if isinstance(value, int) and not isinstance(value, bool):  # isfinite refuses large integers
+    if isinstance(value, int) and not isinstance(value, bool):  # isfinite raises on large integers
         return Fraction(value)
     return Fraction(value) if isinstance(value, float) and math.isfinite(value) else None
 
 
 def as_json(value: object) -> str:
-    """Format a value for a message, shortened."""
+    """Format a value as JSON for a message, and shorten it."""
     try:
         return cut(json.dumps(value))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The runner: it starts a program, sends it the cases over its standard input, and reports the differences."""
+"""The runner, which starts a program, sends it the cases on standard input, and reports the differences."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Outcome:
     Args:
         same: number of cases with the expected answer.
         findings: the other cases, in order.
-        unsupported: reasons of the program for declining cases, by the name of the case.
+        unsupported: the program's reasons for declining cases, by case name.
         not_asked: number of cases that were skipped after too many consecutive failures.
-        require_all: whether a program that declines a case fails.
+        require_all: whether declining a case makes the program fail.
     """
 
     same: int = 0
@@ -73,15 +73,15 @@ def run(
 ) -> Outcome:
     """Send every case to a program, one JSON object per line, and compare its answers.
 
-    A program that crashes, is too slow or gives an invalid answer counts as a mismatch, and is restarted for the next
-    case. Its standard error is passed through.
+    A case counts as a mismatch if the program crashes, is too slow or gives an invalid answer; the program is then
+    restarted for the next case. Its standard error is passed through.
 
     Args:
         command: the program and its arguments.
         cases: cases from ``load_cases``.
-        time_limit: seconds for each answer; for the first, including the start of the program.
+        time_limit: seconds allowed for each answer; for the first, starting the program is included.
         tolerances: largest distances at which numbers count as equal.
-        require_all: whether a program that declines a case fails.
+        require_all: whether declining a case makes the program fail.
 
     Raises:
         InvalidInputError: the program cannot be run.
@@ -128,7 +128,7 @@ class _NoAnswerError(Exception):
 
 
 class _Program:
-    """A program that answers cases; it is started for the first case, and again after it was stopped."""
+    """A program that answers cases; it is started for the first case, and restarted after it was stopped."""
 
     def __init__(self, command: Sequence[str], time_limit: float) -> None:
         self.command, self.time_limit = list(command), time_limit
@@ -149,7 +149,7 @@ class _Program:
         return answer
 
     def finish(self) -> str | None:
-        """Close the input of the program; return an error message if it does not exit properly."""
+        """Close the program's input; return an error message if it does not exit properly."""
         process = self._process
         if process is None:
             return None

@@ -26,10 +26,10 @@ class Deviation:
     """Received ids and the ids of a placed table, both without padding.
 
     Args:
-        received: (axes, tokens) ids in their own dtype; one row is used for all axes.
+        received: (axes, tokens) ids in their own dtype; a single row is used for all axes.
         positions: the table.
         start: (documents,) first id of every document.
-        tolerance: largest allowed distance of an id from the exact one.
+        tolerance: how far an id may be from the exact one.
         segments: the segments of the table; None if only the table is known.
         scheme: the scheme of the table; None if only the table is known.
         mask: (batch, length) true for the tokens of a padded batch; None if the ids were packed.
@@ -91,7 +91,7 @@ class Deviation:
 
     @cached_property
     def counted(self) -> IntArray:
-        """(tokens,) the ids of the tokens if all were text."""
+        """(tokens,) the ids that the tokens would have if all were text."""
         return self.start[self.document] + self.index
 
     @cached_property
@@ -114,7 +114,7 @@ class Deviation:
 
     @cached_property
     def offset(self) -> float | None:
-        """How much the ids of the first token that differs are too large, if it is the same on all axes."""
+        """By how much the ids of the first token that differs are too large, if the same on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 
@@ -125,15 +125,15 @@ class Deviation:
         return f"{abs(self.offset):g} too {'large' if self.offset > 0 else 'small'}"
 
     def rounded(self, ids: npt.NDArray[Any]) -> Ids:
-        """Round ids to the dtype of the received ids, if it is a float."""
+        """Round ids to the dtype of the received ids, if that is a float dtype."""
         if self.received.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 ids = ids.astype(self.received.dtype)
         return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
-        """Return (tokens,) whether ids agree with ``got`` on every axis."""
-        with np.errstate(invalid="ignore"):  # inf - inf
+        """Return whether the ids of each token agree with ``got`` on every axis, (tokens,)."""
+        with np.errstate(invalid="ignore"):  # inf - inf is invalid
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 
     def placed(

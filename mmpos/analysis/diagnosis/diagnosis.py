@@ -29,7 +29,7 @@ class Diagnosis:
 
     Args:
         equal: whether all compared ids agree; the fields after num_documents are then empty.
-        scheme: name of the scheme, with the parameters that are not the defaults.
+        scheme: name of the scheme, with its non-default parameters.
         num_tokens: number of compared tokens, without padding.
         num_documents: number of compared documents.
         different_tokens: number of tokens with an id that differs.
@@ -43,11 +43,11 @@ class Diagnosis:
         want: exact ids of this token in the scheme, one per axis; empty if the scheme's document has no such token.
         cause: the mistake that explains the difference; None if no known mistake does.
         remedy: how to fix that mistake.
-        explained: number of different tokens that have exactly the ids of the mistake.
+        explained: number of tokens that differ and have exactly the ids that the mistake produces.
         unknown_tokens: number of tokens that were not compared because an id could not be read from their keys.
         wrong: (tokens,) whether each token differs, document after document; None if all are equal.
         owner: (tokens,) the document of each token.
-        segment_starts: (segments,) the first token of each segment; None if no segments are known.
+        segment_starts: (segments,) the first token of each segment; None if the segments are unknown.
     """
 
     equal: bool
@@ -101,7 +101,7 @@ class Diagnosis:
             return ()
         if self.cause is None:
             if self.different_tokens > 1:
-                return ("Cause unknown: no known mistake gives the first two differences.",)
+                return ("Cause unknown: no known mistake reproduces the first two differences.",)
             return ("Cause unknown: a single wrong token does not identify a mistake.",)
         part = f" of {self.explained} of the {self.different_tokens} differences"
         cause = f"Cause{'' if self.explained == self.different_tokens else part}: {self.cause}."
@@ -126,7 +126,7 @@ class Diagnosis:
 def first_difference(
     positions: PositionTable, wrong: Flags, owner: IntArray, index: IntArray, **fields: Any
 ) -> Diagnosis:
-    """Build the diagnosis of tokens that differ.
+    """Build the diagnosis for tokens that differ.
 
     Args:
         positions: the table that they differ from.
@@ -181,20 +181,20 @@ def diagnose(
     >>> diagnose([[0, 2, 2, 4], [0, 3, 5, 7]], segments).got
     (2, 3)
 
-    A cause is computed, not guessed: each known mistake is applied to these documents, and is named only if it gives
-    the first two differences. A mistake that gives every received id is preferred.
+    A cause is computed, not guessed: each known mistake is applied to these documents, and is named only if it
+    reproduces the first two differences. A mistake that reproduces every received id is preferred.
 
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes if all axes have the same ids;
-            integers or floats, a list, an array or a tensor on the host. A shape that fits both is read as packed
-            unless attention_mask is passed. With one more row, (axes + 1, 1, tokens) or (axes + 1, batch, length), the
-            first is the text row, from which Transformers reads the documents of a pack.
-        documents: the documents of the ids; mistakes in placement are found only for a SegmentTable.
+            integers or floats, as a list, an array or a tensor on the host. A shape that fits both is read as packed
+            unless attention_mask is passed. If the ids have one more row, (axes + 1, 1, tokens) or (axes + 1, batch,
+            length), the first is the text row, from which Transformers reads the documents of a pack.
+        documents: the documents of the ids; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
-        start: with a SegmentTable, id of each document's first token, one or (documents,).
-        attention_mask: (batch, length) of 0 and 1; without it, padding is read from the table, or else from side.
+        start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
+        attention_mask: (batch, length) of 0s and 1s; without it, padding is taken from the table, or else from side.
         side: "left" or "right".
-        tolerance: largest allowed distance of an id from the exact one; 0 compares float64 values for equality.
+        tolerance: how far an id may be from the exact one; 0 compares float64 values for equality.
 
     Raises:
         InvalidInputError: ids are not numbers, or their shape does not match the documents.
@@ -226,7 +226,7 @@ def _placed(
     if isinstance(documents, PositionTable):
         for name, passed in (("scheme", scheme is not None), ("start", np.ndim(start) or start != 0)):
             if passed:
-                raise InvalidInputError(f"{name} cannot be combined with a PositionTable, which is placed already")
+                raise InvalidInputError(f"{name} cannot be combined with a PositionTable, which is already placed")
         return documents, None, None
     if not isinstance(documents, SegmentTable):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a SegmentTable or a PositionTable")
@@ -279,7 +279,7 @@ def different(case: Deviation, rows: int) -> Diagnosis:
 
 
 def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
-    """Diagnose a text row that does not count the tokens of each document; all other rows agree."""
+    """Diagnose a text row that does not count the tokens of each document, when all other rows agree."""
     wrong = text != case.index
     token, cause = int(wrong.argmax()), None
     repeated = next((axis for axis, row in enumerate(case.received) if (text == row).all()), None)
@@ -307,11 +307,11 @@ def _different_text_row(case: Deviation, text: Array) -> Diagnosis:
 
 
 def find_cause(case: Deviation) -> dict[str, Any]:
-    """Return the fields cause, remedy and explained of a Diagnosis; an empty dict if no mistake explains the ids.
+    """Return the Diagnosis fields cause, remedy and explained, or an empty dict if no mistake explains the ids.
 
-    The first mistake that gives every received id is chosen, or else the one that explains the most tokens. Mistakes
-    are fitted to the first difference, which therefore proves nothing: a mistake must give the second difference as
-    well, and agree with more tokens than the scheme does, not counting those that it was fitted to.
+    The first mistake that reproduces every received id is chosen, or else the one that explains the most tokens.
+    Mistakes are fitted to the first difference, which therefore proves nothing: a mistake must reproduce the second
+    difference as well, and agree with more tokens than the scheme does, not counting those that it was fitted to.
     """
     best, most = dict[str, Any](), 0
     wrong = np.flatnonzero(case.wrong)
@@ -332,5 +332,5 @@ def find_cause(case: Deviation) -> dict[str, Any]:
 
 
 def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
-    """Return (tokens,) whether each token has the ids that a mistake gives."""
+    """Return whether each token has the ids that a mistake produces, (tokens,)."""
     return case.near(case.rounded(ids[..., tokens]), case.got[:, tokens])

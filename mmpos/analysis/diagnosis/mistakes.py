@@ -1,4 +1,4 @@
-"""The known mistakes of pipelines: the wrong ids that each gives, and its remedy."""
+"""The known mistakes of pipelines, each with the wrong ids that it produces and its remedy."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from mmpos.support.checks import INT32_MAX, IntArray
 
 @dataclass(frozen=True)
 class Guess:
-    """A mistake and the ids that it gives.
+    """A mistake and the ids that it produces.
 
     Args:
         cause: the mistake in words that follow "Cause: ".
         ids: (axes, tokens), or (tokens,) if the same on all axes; None if the documents cannot be placed that way.
-        evidence: number of different tokens that the guess was fitted to: at least the first.
+        evidence: number of differing tokens that the guess was fitted to: at least the first.
     """
 
     cause: str
@@ -53,7 +53,7 @@ class Mistake:
 
     Args:
         remedy: how to fix it, in words that follow "To do: ".
-        guesses: yields the ids that the mistake gives, one guess for each of its forms.
+        guesses: yields the ids that the mistake produces, one guess for each of its forms.
     """
 
     remedy: str
@@ -68,7 +68,7 @@ def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], M
 def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
     """Copy a scheme with some methods replaced."""
     wrong = copy(right)
-    # A new class, so that the scheme equals no other and has no plan.
+    # Create a new class, so that the scheme equals no other and has no plan.
     object.__setattr__(wrong, "__class__", type(type(right).__name__, (type(right),), {}))
     for name in ("unit", "advance", "place", "cleared", "advance_text", "place_text", "next_after"):
         # Bind the methods to the right scheme, so that they do not call the replaced ones.
@@ -101,7 +101,7 @@ def _beyond_maximum(right: Scheme, grids: Grids) -> IntArray | None:
 
 
 def unmerged_scheme(right: Scheme, side: int, strides: bool) -> Scheme:
-    """Forget to merge blocks of this side, in the ids that grids consume and, with ``strides``, in their patches."""
+    """Forget to merge side×side blocks, in the ids that grids consume and, with ``strides``, in their patches."""
 
     def before(grids: Grids) -> Grids:
         return replace(grids, extents=grids.extents * np.array([[1], [side], [side]]))
@@ -113,7 +113,7 @@ def unmerged_scheme(right: Scheme, side: int, strides: bool) -> Scheme:
 
 
 def column_major_scheme(right: Scheme) -> Scheme:
-    """Place patches column by column, in documents with height and width of grids swapped."""
+    """Place patches column by column, in documents whose grids have height and width swapped."""
 
     def exchanged(grids: Grids) -> Grids:
         return replace(grids, extents=grids.extents[[0, 2, 1]])
@@ -130,7 +130,7 @@ def column_major_scheme(right: Scheme) -> Scheme:
 
 @mistake("keep ids as float64, or as exact integers in the table; never call .long() on them")
 def cut_fractions(case: Deviation) -> Iterator[Guess]:
-    """Guess that fractions were turned into integers."""
+    """Guess that fractions were converted to integers."""
     if not case.positions.fractional:
         return
     yield Guess("fractions are truncated, as by .long() or .astype(int)", np.trunc(case.want))
@@ -168,7 +168,7 @@ def narrow_integers(case: Deviation) -> Iterator[Guess]:
 
 
 def bfloat16(ids: Ids) -> Ids:
-    """Round ids to bfloat16, halves to even: float32 without its last 16 bits."""
+    """Round ids to bfloat16, which is float32 without its last 16 bits; halves round to even."""
     bits = ids.astype(np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
@@ -181,7 +181,7 @@ def token_index(case: Deviation) -> Iterator[Guess]:
     counts = {"its document": case.index, "the whole batch, not reset at each document": np.arange(case.index.size)}
     if case.column is not None:
         counts["its padded row"] = case.column
-    only_start_differs = bool((case.want == case.counted).all())  # another_start names that
+    only_start_differs = bool((case.want == case.counted).all())  # another_start reports that mistake
     for where, count in counts.items():
         if only_start_differs and (count == case.index).all():
             continue
@@ -268,7 +268,7 @@ def multiplied(case: Deviation) -> Iterator[Guess]:
     "positions.decode does"
 )
 def constant_in_runs(case: Deviation) -> Iterator[Guess]:
-    """Guess that runs of tokens are off by the same constant, as draft tokens in the windows of steps."""
+    """Guess that runs of tokens are off by the same constant, such as the draft tokens in each decoding step."""
     if not case.offset:
         return
     ids = np.where(case.wrong, case.want + case.offset, case.want)
@@ -284,7 +284,7 @@ def constant_in_runs(case: Deviation) -> Iterator[Guess]:
 
 @mistake("add the delta to the index of every token; take cache slots from the index, since ids are for rotations only")
 def index_among_right_ids(case: Deviation) -> Iterator[Guess]:
-    """Guess that some tokens have their index as id: their delta was lost, or keys are in the slots of their ids."""
+    """Guess that the ids of some tokens are their indices: the delta was lost, or ids were used as cache slots."""
     index = np.where(case.wrong, case.index, case.want)
     if (case.got[:, case.first] == case.index[case.first]).all():
         words = "some tokens between right ones have their index as id: their delta is forgotten"
@@ -298,7 +298,7 @@ def permuted(case: Deviation) -> Iterator[Guess]:
     want, order = case.rounded(case.want), list[int]()
     for row in case.got:
         matches = np.stack([case.near(axis[None], row[None]) for axis in want])
-        # An axis must give the first difference, however many other ids it gives.
+        # An axis must reproduce the first difference, however many other ids it reproduces.
         score = np.where(matches[:, case.first], 1 + matches.sum(axis=1), 0)
         score[order] = -1
         order.append(int(score.argmax()))
@@ -310,7 +310,7 @@ def permuted(case: Deviation) -> Iterator[Guess]:
 
 @mistake("rotate each pair by the axis in the config, in the kernel as in the reference")
 def axis_repeated(case: Deviation) -> Iterator[Guess]:
-    """Guess that one axis was used in place of others, as by a kernel that drops height and width."""
+    """Guess that one axis was used in place of others, as in a kernel that drops height and width."""
     names = axis_names(case.positions.axes)
     for axis, name in enumerate(names):
         others = [other for other in range(len(names)) if other != axis]
@@ -326,7 +326,7 @@ def axis_repeated(case: Deviation) -> Iterator[Guess]:
 
 @mistake("pass grids as (frames, height, width): rows of patches before columns")
 def sides_swapped(case: Deviation) -> Iterator[Guess]:
-    """Guess that height and width of grids were swapped."""
+    """Guess that the height and width of grids were swapped."""
     swapped = _swapped(case)
     if swapped is not None:
         yield Guess("height and width of grids are swapped", case.placed(segments=swapped))
@@ -342,7 +342,7 @@ def column_major(case: Deviation) -> Iterator[Guess]:
 
 
 def _swapped(case: Deviation) -> SegmentTable | None:
-    """Return the documents with height and width of their grids swapped; None if rows end in separators."""
+    """Return the documents with the height and width of their grids swapped; None if rows end in separators."""
     segments = case.segments
     if segments is None or segments.row_separator is not None:
         return None
@@ -354,12 +354,12 @@ def _swapped(case: Deviation) -> SegmentTable | None:
 
 @mistake("rotate each image by the ids of its own size: one table holds images of any sizes")
 def first_for_all(case: Deviation) -> Iterator[Guess]:
-    """Guess that all documents got the ids of the first, as in models that generate batches of one size."""
+    """Guess that all documents got the ids of the first, as in models that generate a batch of images of equal size."""
     if not isinstance(case.scheme, LatentScheme) or case.segments is None or case.positions.num_documents < 2:
         return
     words = "all documents have the ids of the first one, which has other sizes"
     yield Guess(words, case.want[:, np.minimum(case.index, case.positions.lengths[0] - 1)])
-    # Segment by segment, in case only the ids of images are repeated.
+    # Also guess segment by segment, in case only the ids of images are repeated.
     lengths, offsets = case.segments.lengths, case.segments.segment_offsets
     of_first = np.minimum(case.segment - offsets[case.document], offsets[1] - 1)
     begins = lengths.cumsum() - lengths
@@ -369,7 +369,7 @@ def first_for_all(case: Deviation) -> Iterator[Guess]:
 
 @mistake("count the text tokens that the transformer receives, including padding that it attends to")
 def text_of_another_length(case: Deviation) -> Iterator[Guess]:
-    """Guess that ids were computed for one text token more or fewer, in models that generate images."""
+    """Guess that ids were computed for one text token too many or too few, in models that generate images."""
     segments = case.segments
     if not isinstance(case.scheme, LatentScheme) or segments is None:
         return
@@ -461,7 +461,7 @@ def other_times(case: Deviation) -> Iterator[Guess]:
 
 @mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
 def wrong_advance(case: Deviation) -> Iterator[Guess]:
-    """Guess that grids are right, and that the segments after them are not."""
+    """Guess that grids are right but the segments after them are not."""
     if case.scheme is not None:
         for words, ids in _ADVANCES.items():
             yield Guess(words, case.placed(other_advance(case.scheme, ids)))
@@ -489,7 +489,7 @@ def other_side(case: Deviation) -> Iterator[Guess]:
     index = case.column - left[case.document]
     inside = (index >= 0) & (index < lengths[case.document])
     ids = case.want[:, np.where(inside, case.begin + index, 0)]
-    for outside in (0, 1):  # the usual ids of padding
+    for outside in (0, 1):  # the usual padding ids
         yield Guess("position ids and token ids are padded on opposite sides", np.where(inside, ids, outside))
 
 

@@ -1,4 +1,4 @@
-"""Ids of tokens from the shapes in which pipelines have them: packed or padded, with axes or without."""
+"""Reading of token ids in the shapes that pipelines use: packed or padded, with or without axes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def read_ids(
     Args:
         ids: (axes, tokens) packed, (axes, batch, length) padded, or either without axes.
         positions: the table, which may hold padding.
-        attention_mask: (batch, length) of 0 and 1.
-        side: the side of the padding, if neither the mask nor the table has it.
-        shape: the shape named in errors; None is the shape of ids.
-        default_scheme: whether no scheme was named, so that an error about the number of axes says so.
+        attention_mask: (batch, length) of 0s and 1s.
+        side: the padding side, if neither the mask nor the table shows it.
+        shape: the shape named in errors; None means the shape of ids.
+        default_scheme: whether the scheme is the default, so that an error about the number of axes says so.
 
     Returns:
-        (axes, tokens) ids, or (1, tokens) of 1-D ids; and a (batch, length) mask of the tokens of a padded batch, None
-        if the ids were packed.
+        (axes, tokens) ids, or (1, tokens) for 1-D ids; and the (batch, length) token mask of a padded batch, or None if
+        the ids were packed.
 
     Raises:
         InvalidInputError: ids are not numbers, are NaN, or have a shape that does not match the table.
@@ -85,7 +85,7 @@ def _rows(array: Array, token_dims: int) -> int:
 def _mask(
     positions: PositionTable, tokens: Flags, attention_mask: npt.ArrayLike | None, side: Side, shape: tuple[int, int]
 ) -> Flags:
-    """Return the (batch, length) mask of tokens, from the attention mask, else from the table, else by the side."""
+    """Return the (batch, length) token mask, from the attention mask, else from the table, else from the side."""
     real = np.add.reduceat(np.append(tokens, np.False_), positions.cu_seqlens[:-1], dtype=np.int64)
     real[positions.lengths == 0] = 0
     column = np.arange(shape[1])

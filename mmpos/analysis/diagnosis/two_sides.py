@@ -38,9 +38,9 @@ _ARGUMENTS = ("position_ids", "attention_mask", "cu_seqlens", "denominators")
 def same_positions(a: Positions, b: Positions) -> Diagnosis:
     """Compare the positions of two sides, find the first difference, and name the mistake behind it.
 
-    Positions are equal if their fingerprints are (``mmpos.fingerprint``). Otherwise the diagnosis has document, token,
-    axis, the ids of a as got, the ids of b as want, and the cause: documents in another order, documents of other
-    lengths, or a mistake that ``mmpos.diagnose`` finds without a scheme.
+    Positions are equal if their fingerprints are (``mmpos.fingerprint``). Otherwise the diagnosis contains document,
+    token, axis, the ids of a as got, the ids of b as want, and the cause: documents in a different order, documents of
+    different lengths, or a mistake that ``mmpos.diagnose`` finds without a scheme.
 
     >>> a = {"position_ids": [[0, 0, 1, 2]], "attention_mask": [[0, 1, 1, 1]]}
     >>> same_positions(a, [0, 1, 2]).equal
@@ -51,10 +51,10 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     Args:
         a: the positions to check: a PositionTable, ids of a shape that ``mmpos.fingerprint`` accepts, or a mapping with
             its arguments position_ids, attention_mask, cu_seqlens and denominators.
-        b: the reference, of the same types; only a PositionTable lets the diagnosis describe the token in words.
+        b: the reference, of any of the same types; only a PositionTable lets the diagnosis describe the token in words.
 
     Raises:
-        InvalidInputError: as for ``mmpos.fingerprint``; the numbers of documents or axes differ.
+        InvalidInputError: as for ``mmpos.fingerprint``; or the numbers of documents or axes differ.
     """
     got, want = _read("a", a), _read("b", b)
     for noun, count, wanted in (
@@ -98,10 +98,10 @@ class _Side:
 
     Args:
         ids: (axes, tokens) received ids.
-        lengths: (documents,) tokens of each document.
+        lengths: (documents,) number of tokens in each document.
         fingerprints: one for each document.
         label: the name of the positions in a diagnosis.
-        positions: the table of the positions.
+        positions: the position table.
         starts: (documents,) first id of each document.
     """
 

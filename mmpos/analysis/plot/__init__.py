@@ -1,4 +1,4 @@
-"""Plots of ids, attention, precision and growth; matplotlib is imported only when one is drawn."""
+"""Plots of ids, attention, precision and growth; matplotlib is imported only when a plot is drawn."""
 
 from mmpos.analysis.plot.attention import Kernel, attention_kernel, plot_attention
 from mmpos.analysis.plot.balance import plot_balance

@@ -1,4 +1,4 @@
-"""The attention kernel of a patch by position alone, and its plot: a map of the image, and curves towards text."""
+"""The attention kernel of a patch, from position alone, and its plot: a map of the image, and curves for text."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Cosines = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The attention scores of a patch by position alone: query and key have the same content in all pairs.
+    """The attention scores of a patch from position alone: query and key have the same content in all pairs.
 
     Args:
         label: label in the plot.
-        query: row and column of the patch, from 0.
+        query: row and column of the patch, counted from 0.
         patches: (height, width) scores of the patches of the same frame; 1 at the query.
         before: (tokens,) scores of the run of text before the image, nearest first.
         after: (tokens,) scores of the run of text after the image, nearest first.
@@ -78,8 +78,8 @@ def attention_kernel(
         label: label of the kernel; None means the scheme and, with several axes, the allocation.
 
     Raises:
-        InvalidInputError: positions has several documents, other axes than rotary, no image or a cut image; or the
-            token is not a patch.
+        InvalidInputError: positions has several documents, no image, a cut image, or axes that differ from those of
+            rotary; or the token is not a patch.
         LimitExceededError: positions has more than 65,536 tokens.
     """
     instance("positions", positions, PositionTable, "mmpos.place")
@@ -187,7 +187,7 @@ def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None =
 
 
 def _draw_texts(part: SubFigure, kernels: Sequence[Kernel], sides: Sequence[str]) -> None:
-    """Draw the curves towards text: before the image on the left, nearest last, and after it on the right."""
+    """Draw the curves for text: before the image on the left, nearest last, and after it on the right."""
     panels = part.subplots(1, len(sides), sharey=True, squeeze=False)[0]
     styles = scheme_styles([kernel.label for kernel in kernels])
     for axes, side in zip(panels, sides, strict=True):

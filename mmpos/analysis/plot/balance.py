@@ -1,4 +1,4 @@
-"""Plot of the balance of a training plan: the slowest and fastest rank and the labels of each step."""
+"""Plot of a training plan's balance: the slowest rank, the fastest rank and the labels of each step."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def picture_path(path: str | PathLike[str] | None, name: str = "path") -> Path |
 
 
 def line_style(i: int) -> Style:
-    """Return colour, dashes and marker of the i-th curve, which remains distinguishable without colour.
+    """Return the colour, dashes and marker of the i-th curve; curves remain distinguishable without colour.
 
     >>> line_style(1)["color"], line_style(1)["marker"]
     ('#D55E00', 's')
@@ -65,7 +65,7 @@ def line_style(i: int) -> Style:
 
 
 def scheme_styles(labels: Sequence[str]) -> list[Style]:
-    """Return styles of curves by the order of their schemes in SCHEMES, whatever the order of the curves.
+    """Return the style of each curve, chosen by its scheme's place in SCHEMES, whatever the order of the curves.
 
     >>> [style["color"] for style in scheme_styles(["mrope", "rope-tie, split", "rope-tie, interleaved"])]
     ['#009E73', '#D55E00', '#0072B2']
@@ -100,7 +100,7 @@ def draw_curves(axes: Axes, x: npt.ArrayLike, curves: Sequence[tuple[npt.ArrayLi
 def draw_map(
     axes: Axes, values: npt.NDArray[np.float64], cross: tuple[int, int], bounds: tuple[float, float]
 ) -> AxesImage:
-    """Draw (rows, columns) values in colours between bounds, with a cross at a row and column."""
+    """Draw (rows, columns) values in colours between bounds, with a cross at one row and column."""
     low, high = bounds
     image = axes.imshow(values, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
     row, column = cross
@@ -113,13 +113,13 @@ def draw_map(
 
 
 def panel_columns(count: int) -> int:
-    """Return the number of columns for a number of panels."""
+    """Return the number of columns in which to arrange this number of panels."""
     return min(count, 2 if count in (2, 4) else 3)
 
 
 @contextmanager
 def canvas(target: Path | None, width: float, height: float, title: str = "") -> Iterator[Picture]:
-    """Open a figure that lays out its panels, and that is written if the block ends without an error.
+    """Open a figure that lays out its panels, and write it if the block ends without an error.
 
     Args:
         target: result of ``picture_path``; None writes nothing.
@@ -134,7 +134,7 @@ def canvas(target: Path | None, width: float, height: float, title: str = "") ->
     try:
         with needed_for("plots", extra="cli"):
             from mmpos.analysis.plot.picture import Picture, style
-    except ValueError as error:  # matplotlib refuses its own settings, such as MPLBACKEND
+    except ValueError as error:  # matplotlib rejects a setting, such as MPLBACKEND
         raise ImportError(f"matplotlib cannot be imported: {error}") from error
     with style():
         figure = Picture(figsize=(width, height), facecolor="white", layout="constrained")

@@ -1,4 +1,4 @@
-"""Phase errors by id, and ids consumed by the size of an image: the numbers and their plots."""
+"""Phase errors against id, and ids consumed against image size: the numbers and their plots."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _TURN = 2 * np.pi
 
 
 def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WINDOW) -> dict[str, Float64Array]:
-    """Measure the largest phase errors up to each id, from the ids right below it.
+    """Measure the largest phase error up to each point, over a window of ids that ends at the point.
 
     Args:
         rotary: the frequencies; axes and allocation do not matter.
         ids: (points,) ascending integers, 0 to 2³¹ − 1.
-        window: number of ids up to each point that are measured.
+        window: number of ids measured up to and including each point.
 
     Returns:
-        (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf" as
-        in Transformers, with frequencies computed in float32 times ids in float32; "float32" with frequencies that are
-        right to the last bit of float32; "exact" with the 32-bit turns of mmpos, from 64-bit frequencies.
+        (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf", as
+        in Transformers, multiplies float32 ids by frequencies computed in float32; "float32" uses frequencies that are
+        right to the last bit of float32; "exact" uses the 32-bit turns of mmpos, from 64-bit frequencies.
 
     Raises:
         InvalidInputError: there are no ids, or they are outside the bounds or not ascending.
@@ -76,7 +76,7 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
 
 
 def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) -> Picture:
-    """Draw ``phase_errors`` by id.
+    """Draw ``phase_errors`` against id.
 
     Path, result and errors are as for ``plot_positions``.
 
@@ -109,7 +109,7 @@ def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) ->
     return figure
 
 
-# Sides between the powers of two are odd and even, since rope-tie-lcm depends on the divisors of a side.
+# Sides between the powers of two are both odd and even, since rope-tie-lcm depends on the divisors of a side.
 SIDES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 
 
@@ -124,8 +124,7 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
         sides: (sizes,) sides n of the squares, 1 to 1024.
 
     Returns:
-        (2, sizes) ids of squares n×n and of strips 1×n², by the name of the scheme with the parameters that are not
-        the defaults.
+        (2, sizes) ids of n×n squares and of 1×n² strips, by the scheme's name with its non-default parameters.
 
     Raises:
         InvalidInputError: a scheme is unknown, or a side is outside the bounds.
@@ -141,7 +140,7 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
 
 
 def plot_growth(schemes: Sequence[str | Scheme] | None = None, path: str | PathLike[str] | None = None) -> Picture:
-    """Draw ``id_growth`` by the number of patches, for squares and strips; schemes with equal ids share a curve.
+    """Draw ``id_growth`` against the number of patches, for squares and strips; schemes with equal ids share a curve.
 
     Path, result and errors are as for ``plot_positions``.
 

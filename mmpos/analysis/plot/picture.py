@@ -1,4 +1,4 @@
-"""The figure of all plots; only this module imports matplotlib at import time."""
+"""The figure class of all plots; only this module imports matplotlib at import time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ METADATA: dict[str, dict[str, None]] = {
 """Metadata that each kind of file omits, so that equal data gives equal bytes."""
 
 SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "mmpos",  # fixed element ids, for equal bytes
-    "svg.fonttype": "none",  # searchable text
+    "svg.hashsalt": "mmpos",  # fixes element ids, so that equal figures have equal bytes
+    "svg.fonttype": "none",  # keeps text searchable
     "pdf.fonttype": 42,
     "figure.constrained_layout.w_pad": 0.08,
     "figure.constrained_layout.h_pad": 0.08,
@@ -32,7 +32,7 @@ SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw with the default settings of matplotlib, whatever the user's matplotlibrc."""
+    """Draw with matplotlib's default settings, whatever the user's matplotlibrc."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -43,7 +43,7 @@ class Picture(Figure):
     """A figure that notebooks show even if pyplot was never imported."""
 
     def write(self, file: IO[bytes], kind: str, dpi: float = DPI) -> None:
-        """Write a file of this kind: png, svg or pdf."""
+        """Write the figure as a file of this kind: png, svg or pdf."""
         with style():
             self.savefig(file, format=kind, dpi=dpi, metadata=METADATA[kind])
 

@@ -30,7 +30,7 @@ _MAX_PANELS, _MAX_TOKENS = 9, 2**20
 _WIDTH = 8.0  # width of the figure in inches
 _NAMED = 4  # number of images with an entry in the legend
 
-Points = npt.NDArray[np.float64]  # (2, tokens): x right, y down
+Points = npt.NDArray[np.float64]  # (2, tokens); x points right, y points down
 Flags = npt.NDArray[np.bool_]
 Pictures = Iterator[npt.NDArray[np.uint8]]
 
@@ -45,15 +45,15 @@ def plot_positions(
 ) -> Picture:
     """Draw the ids of every document.
 
-    A scheme with one axis is drawn as ids by token index, any other as row ids by column ids. Equal tables give equal
-    bytes.
+    A scheme with one axis is drawn as ids against token index, and any other as row ids against column ids. Equal
+    tables produce equal bytes.
 
     Args:
-        positions: one table, or several, such as one batch in several schemes: up to 9 documents in total and
+        positions: one table, or several, such as one batch placed with several schemes: up to 9 documents in total and
             1,048,576 tokens in each table. Documents with the same index are drawn next to each other.
         path: the file to write, ending in .png, .svg or .pdf; None writes nothing.
-        segments: the documents of every table, to distinguish audio from text and to draw a clip, a thumbnail, a tile
-            or a video as one; None draws audio as text, and every run of patches as an image.
+        segments: the documents of every table, to distinguish audio from text and to draw each clip, thumbnail, tile or
+            video as a whole; None draws audio as text, and every run of patches as an image.
         pictures: (height, width, 3) pixels to draw behind the first images, in order.
         same_scale: whether panels of the same kind show the same range of ids.
 
@@ -122,15 +122,15 @@ def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, 
     """Draw text, audio, images and the next position, with entries in the legend.
 
     Args:
-        axes: axes of matplotlib, which are made square.
+        axes: matplotlib axes, which are made square.
         plane: the document to draw.
         bounds: (2, 2) smallest and largest x, smallest and largest y.
         pictures: (height, width, 3) pixels to draw behind the next images, in order.
-        inches: approximate side of the square.
+        inches: approximate side of the square in inches.
     """
     margin = np.maximum(0.05 * (bounds[:, 1] - bounds[:, 0]), 0.8)
     (left, right), (low, high) = (bounds + np.stack([-margin, margin], axis=1)).tolist()
-    scale = 72 * inches / (right - left)  # points of the page per id
+    scale = 72 * inches / (right - left)  # points on the page per id
     axes.set(xlim=(left, right), ylim=(high, low) if plane.axes > 1 else (low, high), box_aspect=1)
     quiet_axes(axes)
     axes.locator_params(nbins=5, integer=True)
@@ -158,13 +158,13 @@ def draw_plane(axes: Axes, plane: Plane, bounds: Points, pictures: Pictures, *, 
 def draw_image(
     axes: Axes, image: Image, colour: str, scale: float, picture: npt.NDArray[np.uint8] | None, label: str
 ) -> None:
-    """Draw the square between the texts around an image, its picture, and its patches (rings for a thumbnail).
+    """Draw an image: the square between the texts around it, its picture, and its patches (rings for a thumbnail).
 
     Args:
-        axes: axes of matplotlib.
+        axes: matplotlib axes.
         image: the image to draw.
         colour: colour of the square and of the patches.
-        scale: points of the page per id.
+        scale: points on the page per id.
         picture: pixels to draw behind an upright image; None draws none.
         label: label in the legend; empty for none.
     """
@@ -178,9 +178,9 @@ def draw_image(
         right, bottom = image.points.max(axis=1) + image.spacing / 2
         extent = float(left), float(right), float(bottom), float(top)
         axes.imshow(picture, extent=extent, aspect="auto", alpha=0.75, zorder=1, interpolation="bilinear")
-        size, edge = size + 0.6, 0.6  # a white edge, visible on any picture
+        size, edge = size + 0.6, 0.6  # a white edge is visible on any picture
     style = {"color": colour, "markersize": size, "markeredgewidth": edge, "markeredgecolor": "white", "zorder": 2}
-    if image.noun == "thumbnail":  # patches of its tiles have the same ids
+    if image.noun == "thumbnail":  # the patches of its tiles have the same ids
         ring = {"markersize": 1.6 * size, "markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 1}
         style |= {**ring, "zorder": 2.5}
     axes.plot(*image.points, "o", **style, label=label or None)
@@ -213,7 +213,7 @@ class Image:
 
     @property
     def spacing(self) -> Points:
-        """(2,) smallest distance of two x, and of two y; if all are equal on one axis, that of the other axis."""
+        """(2,) smallest distance between distinct x and between distinct y; an axis with one value uses the other's."""
         steps = np.array([np.diff(np.unique(values)).min(initial=np.inf) for values in self.points])
         return np.where(np.isfinite(steps), steps, steps.min() if np.isfinite(steps).any() else 1.0)
 
@@ -234,7 +234,7 @@ class Plane:
         axes: number of axes of the ids; with one, x counts tokens.
         text: points of text and markers.
         audio: points of audio, if segments are known.
-        images: images in order; without segments, a grid that a scheme divides into pieces is several images.
+        images: images in order; without segments, a grid that a scheme divides into pieces counts as several images.
         end: (2, 1) next position, or (2, 0) if the scheme has none.
     """
 
@@ -247,7 +247,7 @@ class Plane:
 
     @property
     def bounds(self) -> Points:
-        """(2, 2) smallest and largest x, smallest and largest y; equal for x and y if both are ids."""
+        """(2, 2) smallest and largest x, smallest and largest y; the same for x and y if both are ids."""
         points = np.concatenate([self.text, self.audio, *(image.points for image in self.images), self.end], axis=1)
         if not points.size:
             return np.array([[0.0, 1.0], [0.0, 1.0]])
@@ -267,7 +267,7 @@ class Plane:
 
 
 def read_plane(positions: PositionTable, document: int, segments: SegmentTable | None = None) -> Plane:
-    """Compute the points of one document from a table, and read audio and images in several pieces from segments."""
+    """Compute the points of one document from a table; segments show what is audio, and which pieces form an image."""
     first, length = int(positions.documents[FIRST_TOKEN, document]), int(positions.lengths[document])
     axes, drawn = positions.axes, (2, 1) if positions.axes == 3 else (1, 0)
     view = positions.slice(first, first + length)
@@ -315,7 +315,7 @@ def _between(image: Image, before: Points | None, after: Points | None, denomina
 def _kinds(positions: PositionTable, segments: SegmentTable | None) -> tuple[IntArray, Flags, Flags, Flags]:
     """Return the (tokens,) segment of each token, and whether it is a patch, audio or padding.
 
-    Without segments, those of the table are used, and audio is text.
+    Without segments, those of the table are used, and audio counts as text.
     """
     pieces = positions.segment_lengths
     padding = positions.is_padding.repeat(pieces)

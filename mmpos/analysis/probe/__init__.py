@@ -1,4 +1,4 @@
-"""Probes that read, from the keys of an engine, the positions by which it actually rotates them."""
+"""Probes that recover the positions by which an engine actually rotates its keys from the keys themselves."""
 
 from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check

@@ -1,4 +1,4 @@
-"""Recorders of the rotated keys of a loaded model, while every token has the same hidden state."""
+"""Recorders of a loaded model's rotated keys, which give every token the same hidden state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Float32Array = npt.NDArray[np.float32]
 
 _NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _CACHES = ("cache", "past_key_values", "layer_past")
-"""Names of the cache in an attention, a model and its output; the first since Transformers 5.24."""
+"""Names of the cache in an attention module, a model and its output; the first is used since Transformers 5.24."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class LayerKeys:
         layer: number of the layer in the model.
         keys: (batch, tokens, kv_heads, head_dim) as they enter the cache.
         reference: (kv_heads, head_dim) the key of every token before its rotation; None if the model does not expose
-            it, because q, k and v are one product or a norm follows the rotation.
+            it, because q, k and v are computed in one product or a norm follows the rotation.
     """
 
     layer: int
@@ -44,17 +44,18 @@ class LayerKeys:
 
 
 def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0) -> tuple[LayerKeys, ...]:
-    """Run a model of Transformers and return the rotated keys of every layer.
+    """Run a Transformers model and return the rotated keys of every layer.
 
-    Attention gets the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ only
-    by their rotation. Keys are read as they enter the cache, wherever they are rotated.
+    Attention receives the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ
+    only by their rotation. Keys are read as they enter the cache, wherever they are rotated.
 
     Args:
         model: a PreTrainedModel, with or without a head, with or without ``mmpos.integrations.hf.patch``.
-        calls: arguments of forward, as returned by a processor; several calls are chunks of the same rows, and each
-            uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used for all.
-        generate: number of tokens to generate after the only call, with ``model.generate``; their keys follow those of
-            the prompt, except the last one, which never passes through forward.
+        calls: the arguments of each call to forward, as returned by a processor; several calls are chunks of the same
+            rows, and each uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used
+            for all.
+        generate: number of tokens to generate after the single call, with ``model.generate``; their keys follow those
+            of the prompt, except the last one, which never passes through forward.
 
     Returns:
         Layers with keys, in order; layers without their own keys (linear attention, convolutions, shared keys) are
@@ -88,22 +89,22 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
 
 
 def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKeys, ...]:
-    """Run a transformer of diffusers and return the rotated keys of every self-attention.
+    """Run a diffusers transformer and return the rotated keys of every self-attention.
 
-    All tokens get the same key right before the rotation: it replaces the output of the last module before, a norm or
-    else the projection. Keys are read from the calls of scaled_dot_product_attention.
+    All tokens get the same key right before the rotation: that key replaces the output of the last module before the
+    rotation, which is a norm or else the projection. Keys are read from the calls to scaled_dot_product_attention.
 
     Args:
         transformer: a ModelMixin, with or without ``mmpos.integrations.diffusers.patch``.
         call: arguments of forward, as passed by the pipeline.
 
     Returns:
-        Layers in the order of their attention calls, with tokens in the order of attention and the key before the
-        rotation.
+        Layers in the order of their attention calls, with tokens in the order in which attention receives them, and the
+        key before the rotation.
 
     Raises:
         InvalidInputError: the call is not a mapping, or the transformer is not a module.
-        UnsupportedError: no attention of the transformer calls scaled_dot_product_attention.
+        UnsupportedError: no attention module of the transformer calls scaled_dot_product_attention.
     """
     with needed_for("probe.diffusers", extra="diffusers"):
         import torch
@@ -116,7 +117,7 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
         transformer(**call)
     if not attending.keys:
         got = f"transformer: got no keys from {type(transformer).__name__}"
-        raise UnsupportedError(f"{got}, want attention by scaled_dot_product_attention")
+        raise UnsupportedError(f"{got}, want attention that calls scaled_dot_product_attention")
     pairs = zip(attending.keys, attending.references, strict=True)
     return tuple(LayerKeys(n, _numpy(keys), _numpy(reference)) for n, (keys, reference) in enumerate(pairs))
 
@@ -124,15 +125,16 @@ def diffusers(transformer: nn.Module, call: Mapping[str, Any]) -> tuple[LayerKey
 class KeyRecorder:
     """Record the keys of every call of a model inside a ``with`` block, without changing the model.
 
-    It records calls of your own code, such as a trainer or a pipeline. ``use_cache=False`` works as well. With gradient
-    checkpointing, call ``backward`` inside the block: layers that it recomputes are not recorded again.
+    It records the calls made by your own code, such as a trainer or a pipeline. ``use_cache=False`` works as well.
+    With gradient checkpointing, call ``backward`` inside the block: layers that ``backward`` recomputes are not
+    recorded again.
 
     Args:
         model: a PreTrainedModel.
 
     Raises:
         InvalidInputError: the model is not a torch module.
-        UnsupportedError: no attention of the model takes a cache.
+        UnsupportedError: no attention module of the model accepts a cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,7 +184,7 @@ class KeyRecorder:
 
 
 class _Tap:
-    """The recorded keys of one attention."""
+    """The recorded keys of one attention module."""
 
     def __init__(self) -> None:
         self.keys: list[Float32Array] = []
@@ -192,7 +194,7 @@ class _Tap:
         self._outputs: list[Float32Array] = []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Give every token the same hidden state, the longest of the first call, and record keys from the cache."""
+        """Give every token the hidden state with the largest norm in the first call, and record keys from the cache."""
         name = _cache_of(module)
         hidden = args[0] if args else kwargs["hidden_states"]
         if self._state is None:
@@ -239,17 +241,17 @@ class _Tap:
         if not rows:
             return None
         row = np.concatenate(rows, axis=1)
-        return None if _varies(row) else row[0, 0]  # a norm after the rotation gets rotated keys
+        return None if _varies(row) else row[0, 0]  # a norm after the rotation receives rotated keys
 
 
 def _cache_of(attention: nn.Module) -> str:
-    """Return the name of the cache argument of an attention, or an empty string."""
+    """Return the name of an attention module's cache argument, or an empty string."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), "")
 
 
 def _recomputing() -> bool:
-    """Return whether this is a backward pass, which repeats the forward of checkpointed layers."""
+    """Return whether this is a backward pass, which repeats the forward pass of checkpointed layers."""
     from torch.utils.module_tracker import ModuleTracker
 
     return bool(ModuleTracker().is_bw)

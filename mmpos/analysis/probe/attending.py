@@ -1,4 +1,4 @@
-"""Recorder of a diffusers transformer's rotated keys, with one key for all tokens before their rotation.
+"""Recorder of a diffusers transformer's rotated keys, which gives all tokens one key before the rotation.
 
 This file imports torch for the base class of Attending; the adapters import torch only when they are called.
 """
@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 _LAST = (("norm_k", "to_k"), ("norm_added_k", "add_k_proj"))
-"""Last modules of an attention before keys are rotated, for images and for text: a norm, or else the projection."""
+"""Last submodules of an attention module before keys are rotated, for images and for text: a norm, or else the
+projection.
+"""
 
 _CROSS = "attn2"
-"""Name of cross-attention in the blocks of diffusers, whose keys are not rotated."""
+"""Name of cross-attention, whose keys are not rotated, in the blocks of diffusers."""
 
 
 class Attending(TorchFunctionMode):
@@ -37,7 +39,7 @@ class Attending(TorchFunctionMode):
         self.references: list[Tensor] = []
         self._transformer = transformer
         self._handles: list[RemovableHandle] = []
-        self._key: Tensor | None = None  # set while an attention runs
+        self._key: Tensor | None = None  # set while an attention module runs
 
     def __enter__(self) -> Self:
         for name, module in self._transformer.named_modules():
@@ -60,7 +62,7 @@ class Attending(TorchFunctionMode):
 
     def _one_key(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
         if self._key is None:
-            # It varies along the last axis only: heads precede tokens in some models, and follow them in others.
+            # The key varies along the last axis only: heads precede tokens in some models, and follow them in others.
             generator = torch.Generator().manual_seed(len(self.keys))
             self._key = torch.randn(output.shape[-1:], generator=generator).to(output)
         return self._key.expand_as(output)
@@ -71,7 +73,7 @@ class Attending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, and record the keys of scaled_dot_product_attention."""
+        """Call a torch function, and record the keys of scaled_dot_product_attention."""
         named = kwargs or {}
         if func is scaled_dot_product_attention and self._key is not None:
             key: Tensor = args[1] if len(args) > 1 else named["key"]

@@ -37,20 +37,20 @@ def check(
 ) -> Diagnosis:
     """Compare a reading with the intended positions, as ``diagnose`` does with ids.
 
-    A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are not
-    compared: the Diagnosis counts their tokens as ``unknown_tokens``. It counts as compared the tokens with all ids
-    known or, if there is a difference, the tokens with any id known. If ids are relative and another row or document
-    would begin below zero, the row of the reference token is taken to begin too late.
+    A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are skipped,
+    and the Diagnosis counts their tokens as ``unknown_tokens``. Its ``num_tokens`` counts the tokens whose ids are all
+    known or, if there is a difference, those with at least one known id. If ids are relative and another row or
+    document would begin below zero, the row of the reference token is taken to begin too late.
 
     Args:
         reading: a reading of all tokens of the documents, without padding.
-        documents: the documents of the keys; mistakes in placement are found only for a SegmentTable. Or (axes, tokens)
-            or (tokens,) integers, the ids that were passed to the engine.
+        documents: the documents of the keys, or the ids that were passed to the engine, as (axes, tokens) or (tokens,)
+            integers; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
-        start: with a SegmentTable, id of each document's first token, one or (documents,).
+        start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
 
     Raises:
-        InvalidInputError: the numbers of tokens or axes differ; the reading has no known id.
+        InvalidInputError: the numbers of tokens or axes differ, or the reading contains no known id.
     """
     instance("reading", reading, Reading, "mmpos.analysis.probe.read")
     table = _table(documents, scheme, start, reading.axes)
@@ -91,7 +91,7 @@ def check(
 
 
 def _late(reading: Reading, off: Float64Array, want: Float64Array, table: PositionTable) -> float:
-    """Return by how much the reference's row must begin too late, for no row or document to begin below zero."""
+    """Return by how much the reference's row must begin too late so that no row or document begins below zero."""
     begins = np.unique(np.concatenate([reading.row_offsets[:-1], table.documents[FIRST_TOKEN]]))
     begins = begins[begins < reading.num_tokens]
     axes = reading.known.any(axis=1)
@@ -101,7 +101,7 @@ def _late(reading: Reading, off: Float64Array, want: Float64Array, table: Positi
 
 
 def _known(reading: Reading) -> Flags:
-    """Return (axes, tokens) whether each id is known; refuse a reading without a known id."""
+    """Return whether each id is known, (axes, tokens); refuse a reading without known ids."""
     if not reading.known.any():
         raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
     return reading.known

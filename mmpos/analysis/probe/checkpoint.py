@@ -1,10 +1,10 @@
 """Checkpoints in which all tokens and all image patches have the same hidden state in every layer.
 
 The keys that an engine caches from such a checkpoint differ only by their rotation, so ordinary requests show the
-position of every token. The recipe, for a small model of Transformers:
+position of every token. The recipe, for a small Transformers model:
 
 - all rows of an embedding are the same vector of signs, and so is every output of the projector for images and clips;
-- attention, experts and other mixers add zero to the hidden states, which stay that vector, bit for bit;
+- attention, experts and other mixers add zero to the hidden states, which remain that vector, bit for bit;
 - weights before q and k are random multiples of 1/64: their sums are exact in any order, so all kernels agree.
 """
 
@@ -63,7 +63,7 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(("moe_k", "moe_topk", "num_experts_per_tok"), 2),
     **dict.fromkeys(("n_group", "topk_group"), 1),
 }
-"""Upper limits of sizes that do not affect keys."""
+"""Upper limits on sizes that do not affect keys."""
 
 NULS = ("\u0100", "\u0100")
 """The only merge of the vocabulary, of two zero bytes, which no prompt contains; llama.cpp requires at least one."""
@@ -78,11 +78,11 @@ class Family:
 
     Args:
         types: a pattern that matches the beginning of their names.
-        image: the text of an image in a prompt.
-        video: the text of a video in a prompt; empty if videos are not supported.
-        tokens: the text of each token, by the attribute of the tokenizer. The config has its id in the field with the
+        image: the text that stands for an image in a prompt.
+        video: the text that stands for a video in a prompt; empty if videos are not supported.
+        tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the
             same name and the suffix ``_id`` or ``_index``.
-        relative: tokens without an id in the config: their text, and the offset of their id from the image token's in
+        relative: the text of tokens that have no id in the config, and how far each id is from the image token's in
             released models.
         aliases: further attribute names for entries of ``tokens``.
     """
@@ -197,9 +197,9 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
     It has two layers (or one of each type) and two heads, or two groups of two if heads share keys; head_dim, rotary
     settings, vocabulary and token ids are those of the config. Tokenizer and preprocessor files next to config.json are
     copied; without them, the checkpoint gets a byte-level tokenizer with the special tokens at their ids, and the
-    default preprocessor of Transformers. Before it is saved, the model runs on a prompt, with an image if it takes
-    images, and all its hidden states are compared. ``reference.npz`` holds, for each layer number, the
-    (kv_heads, head_dim) float32 key of every token before its rotation.
+    default preprocessor of Transformers. Before it is saved, the model runs on a prompt, with an image if it accepts
+    images, and all its hidden states are compared. ``reference.npz`` holds, for each layer number, the (kv_heads,
+    head_dim) float32 key of every token before its rotation.
 
     Args:
         config: path of config.json or of its folder, or the contents of config.json as a mapping.
@@ -210,7 +210,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
 
     Raises:
         InvalidInputError: config cannot be read; folder contains files or is a URL.
-        UnsupportedError: Transformers does not have the model type, or the hidden states of its tokens would differ.
+        UnsupportedError: Transformers does not support the model type, or the hidden states of its tokens would differ.
         ImportError: Transformers is not installed.
         OSError: the folder cannot be written; the error names it.
     """
@@ -220,7 +220,7 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
         import transformers  # noqa: F401
     values, source = _read(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidInputError(f"folder: got {folder}, which has files, want a new or empty folder")
+        raise InvalidInputError(f"folder: got {folder}, which contains files, want a new or empty folder")
     model_type = values["model_type"]
     family = next(family for family in FAMILIES if re.match(family.types, model_type))
     with _quiet(), torch.random.fork_rng(devices=()):
@@ -249,7 +249,7 @@ def _save(folder: Path, model: Any, processor: Any, references: Mapping[str, npt
     model.save_pretrained(folder)
     if references:
         np.savez(folder / REFERENCE, **references)  # type: ignore[arg-type]  # no key is named allow_pickle
-    for path in folder.glob("*.safetensors"):  # readable by their owner only, but servers run as other users
+    for path in folder.glob("*.safetensors"):  # only their owner may read them, but servers run as other users
         path.chmod((folder / "config.json").stat().st_mode)
     processor.save_pretrained(folder)
     if hasattr(processor, "image_processor"):
@@ -262,7 +262,7 @@ def _copy_files(source: Path, folder: Path) -> None:
     for name in names:
         shutil.copyfile(source / name, folder / name)
     if "preprocessor_config.json" in names and "processor_config.json" not in names:
-        (folder / "processor_config.json").unlink(missing_ok=True)  # it would override preprocessor_config.json
+        (folder / "processor_config.json").unlink(missing_ok=True)  # this file would override preprocessor_config.json
 
 
 def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
@@ -285,7 +285,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of Transformers about small sizes, which are intended, and its progress bar."""
+    """Suppress Transformers' progress bar and its warnings about small sizes, which are intended."""
     from transformers.utils import logging as progress
 
     level, bar = logging.root.manager.disable, progress.is_progress_bar_enabled()
@@ -317,7 +317,7 @@ def _small_model(values: Mapping[str, Any]) -> Any:
     full = kinds[model_type].from_dict({name: value for name, value in values.items() if name != "quantization_config"})
     text = full.get_text_config(decoder=True)
     if getattr(text, "rope_parameters", None) is None:
-        raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embedding, want one with it")
+        raise UnsupportedError(f"config.model_type: got {model_type!r} without rotary embeddings, want one with them")
     own = getattr(text, "head_dim", None)
     head_dim = own or text.hidden_size // text.num_attention_heads
     derived = _heads(text.to_dict())[0] * head_dim
@@ -337,13 +337,13 @@ def _small_model(values: Mapping[str, Any]) -> Any:
 
 
 def _heads(full: Mapping[str, Any]) -> tuple[int, int]:
-    """Return small numbers of heads, in groups of two if they share keys, and of kv_heads, at most two."""
+    """Return a small number of heads, in groups of two if they share keys, and at most two kv_heads."""
     heads, kv_heads = full.get("num_attention_heads"), full.get("num_key_value_heads")
     return (2 * min(kv_heads, 2), min(kv_heads, 2)) if isinstance(kv_heads, int) and kv_heads != heads else (2, 2)
 
 
 def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[str, Any]:
-    """Reduce the sizes of a config and its sub-configs that do not affect keys."""
+    """Reduce the sizes that do not affect keys, in a config and its sub-configs."""
     layers = next((full[name] for name in LAYERS if isinstance(full.get(name), int)), 0)
     types = full.get("layer_types") or []
     kept = sorted({kind: types.index(kind) for kind in types}.values())
@@ -362,7 +362,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
         if isinstance(value, dict) and "model_type" in value:
             small[name] = _shrink(value, width, re.match("vision|audio", name) is not None)
         elif isinstance(value, list) and name.endswith("indexes"):
-            small[name] = [max(len(kept) - 1, 0)]  # only the last layer, so that both kinds of layers remain
+            small[name] = [max(len(kept) - 1, 0)]  # list only the last layer, so that both kinds of layers remain
         elif isinstance(value, list) and len(value) == layers and layers > 2:
             small[name] = [value[layer] for layer in kept]
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -373,7 +373,7 @@ def _shrink(full: Mapping[str, Any], width: int, encoder: bool = False) -> dict[
 
 
 def _grid(tensor: Tensor, around: float = 0.0) -> None:
-    """Fill a tensor with random multiples of 1/64, at most 1/8 from a number."""
+    """Fill a tensor with random values, each ``around`` plus a multiple of 1/64 between −1/8 and 1/8."""
     import torch
 
     tensor.data = (torch.randint(-8, 9, tensor.shape) / 64 + around).to(tensor.dtype)
@@ -391,7 +391,7 @@ def _equalise(model: Any) -> None:
                 _grid(parameter)
         elif isinstance(module, nn.Embedding):
             row = torch.ones(module.embedding_dim)
-            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # half of each sign: mean 0, mean square 1
+            row[torch.randperm(len(row))[: len(row) // 2]] = -1  # half of them are −1: mean 0, mean square 1
             module.weight.data = row.to(module.weight.dtype).expand_as(module.weight).contiguous()
         elif "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
             _grid(module.weight, float(module.weight.flatten()[0]))
@@ -458,9 +458,9 @@ def _verify(model: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the key before its rotation by layer number, in float32, since engines may run in float32.
+    """Return each layer's key before its rotation, by layer number; in float32, since engines may run in float32.
 
-    If q, k and v are one product, it is the key at id 0 divided by the attention factor.
+    If q, k and v are computed in one product, the key at id 0, divided by the attention factor, is returned.
     """
     decoder = deepcopy(model.get_decoder()).float()
     try:
@@ -473,7 +473,7 @@ def _references(model: Any, inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[
 
 
 def _processor(config: Any, family: Family) -> Any:
-    """Build the processor of a model, or its tokenizer if it takes no images."""
+    """Build the processor of a model, or its tokenizer if the model does not accept images."""
     import transformers
     from transformers.models.auto import (
         feature_extraction_auto,
@@ -483,7 +483,7 @@ def _processor(config: Any, family: Family) -> Any:
     )
 
     def class_in(module: Any, kind: str) -> Any:
-        """Return the name of a class; of several, the one that uses torchvision."""
+        """Return the name of a class; if there are several, the one that uses torchvision."""
         name = getattr(module, f"{kind}_MAPPING_NAMES").get(model_type)
         return name.get("torchvision") if isinstance(name, Mapping) else name
 
@@ -516,7 +516,7 @@ def _processor(config: Any, family: Family) -> Any:
         "crop_size": square,
         "num_image_tokens": (size // patch) ** 2 if square else None,
         "image_grid_pinpoints": getattr(multimodal, "image_grid_pinpoints", None),
-        "draw_on_frames": False,  # it requires a font
+        "draw_on_frames": False,  # drawing requires a font
         "vision_feature_select_strategy": getattr(multimodal, "vision_feature_select_strategy", None),
         "num_additional_image_tokens": 1 if vision.model_type == "clip_vision_model" else None,
         "image_seq_length": getattr(multimodal, "image_seq_length", getattr(multimodal, "mm_tokens_per_image", None)),
@@ -529,14 +529,14 @@ def _processor(config: Any, family: Family) -> Any:
 
 
 def _build(kind: type[Any], known: Mapping[str, Any], **arguments: Any) -> Any:
-    """Construct an object of a class with the known arguments that it accepts and that are not None."""
+    """Construct an object, passing the known arguments that its class accepts and that are not None."""
     accepted = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}) if "kwargs" not in name}
     accepted |= set(inspect.signature(kind.__init__).parameters) | {name for name in dir(kind) if name[0] != "_"}
     return kind(**arguments, **{name: value for name, value in known.items() if value is not None and name in accepted})
 
 
 def _template(family: Family) -> str:
-    """Return the chat template: texts in order, with the placeholders of images and videos."""
+    """Return the chat template: texts in order, with placeholders for images and videos."""
     return (
         "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
         "{% for part in message.content %}"
@@ -588,7 +588,7 @@ def _tokenizer(config: Any, family: Family) -> Any:
 
 
 def _inputs(model: Any, processor: Any, family: Family) -> dict[str, Any]:
-    """Prepare the prompt for the check of hidden states: text, and two images if the model takes images."""
+    """Prepare the prompt for checking the hidden states: text, and two images if the model accepts images."""
     if not hasattr(processor, "image_processor"):
         return dict(processor("A small bird, 3 times.", return_tensors="pt"))
     draw = np.random.default_rng(0)

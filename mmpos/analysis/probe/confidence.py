@@ -23,7 +23,7 @@ UNKNOWN = int(np.iinfo(np.int64).min)
 ONE_KEY = "All tokens have one key: values, keys before their rotation, copies of heads, or one id for all."
 
 MOST_DENOMINATOR = 4096
-"""Largest denominator that is searched."""
+"""Largest denominator that is searched for."""
 
 FINE = 64
 """Denominator that must be distinguishable if the denominators of some fractions could not be found."""
@@ -32,7 +32,7 @@ HIDDEN = 2.5
 """Scatter about integers, relative to the expected noise, above which ids may be fractions."""
 
 PRESUMED = 8
-"""Weight, in tokens, of the prior for the noise of pairs, by which short pairs have more noise."""
+"""Weight, in tokens, of the prior for the noise of pairs, which assumes more noise in short pairs."""
 
 NOISY = 0.35
 """Noise in rad above which the phases of a token fit no id."""
@@ -50,10 +50,11 @@ class Reading:
             unexplained; NaN if the token is unlike the reference.
         confidence: (axes, tokens) float64 lower bound of the probability that no other id within ±262,144 explains the
             keys.
-        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are with one hidden state.
+        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are if all tokens have one
+            hidden state.
         explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
-            was rotated differently; and for an id between integers if at most 1 of 100 is.
+            was rotated differently; and for an id between integers if at most 1 in 100 ids is.
         reference: the token that ids are relative to; None if ids are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences that say which ids are unknown, and why.
@@ -76,7 +77,7 @@ class Reading:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows."""
+        """Total number of tokens in all rows."""
         return int(self.position_ids.shape[1])
 
     @property
@@ -106,9 +107,9 @@ def read(
     """Read the positions by which keys were rotated.
 
     All tokens must have the same hidden state, so that their keys are rotations of one vector; ``write_checkpoint``
-    writes such models. Pair j of a token then differs from pair j of the reference by the angle
-    inv_freq[j] · (difference of ids on the axis of j). The pairs of an axis together give this difference exactly, if
-    they separate it from all others within ±262,144 at the noise that the lengths of the keys show.
+    writes such models. Pair j of a token then differs from pair j of the reference by the angle inv_freq[j] ·
+    (difference of ids on the axis of j). Together, the pairs of an axis determine this difference exactly if they
+    separate it from all others within ±262,144 at the noise level that the lengths of the keys show.
 
     >>> import numpy as np
     >>> rotary = Rotary(8, axes=1)
@@ -121,8 +122,8 @@ def read(
         rotary: the intended rotation.
         reference: the token that ids are relative to, counted over all rows, by default the first; or a
             (kv_heads, head_dim) unrotated key, for absolute ids.
-        lengths: (batch,) number of tokens of each row, without the padding after them; by default all.
-        progress: called with the number of tokens read so far and the number of all tokens, every 4,096 tokens.
+        lengths: (batch,) number of tokens in each row, without the padding after them; by default, all.
+        progress: called every 4,096 tokens with the number of tokens read so far and the total.
 
     Raises:
         InvalidInputError: keys are not floats, or their shape does not match the rotary; the reference is zero or not
@@ -135,7 +136,7 @@ def read(
 
 
 def _certain(keys: Keys, raw: Traces) -> Reading:
-    """Keep the ids that are certain, and write fractions with their denominators."""
+    """Keep the ids that are certain, and split fractions into numerators and denominators."""
     ladders = [axis.ladder for axis in raw.axes[: len(raw.ids)]]
     read = np.isfinite(raw.across)
     # A token whose noise happens to be small is trusted no more than its neighbours.
@@ -155,7 +156,7 @@ def _certain(keys: Keys, raw: Traces) -> Reading:
     chance = 2 * REACH / (30 * np.maximum(spread, LEAST_NOISE)) * narrow
     numerators, denominators, rational, between = _rational(raw.ids, spread, chance <= 1 - SURE)
     # The best fit of phases is closer to an integer id than to a fraction that noise hides.
-    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # all share the noise of the reference
+    away = [row[here] for row, here in zip(raw.away, read, strict=True)]  # all of them share the noise of the reference
     scatter = np.array([np.median(np.abs(row - np.median(row))) / 0.6745 if row.size else 0 for row in away])
     hidden = scatter > np.maximum(HIDDEN * np.where(read.any(axis=1), usual, 0) * per_rad, 1 / FINE)
     rational &= ~(hidden[:, None] & (spread > 0.5 / FINE))
@@ -185,7 +186,7 @@ def _usual(noise: Float64Array, read: Flags) -> Float64Array:
 def _doubt(
     ladder: Ladder, across: Float64Array, along: Float64Array, by_pair: Float64Array, rounding: float
 ) -> tuple[Float64Array, Flags]:
-    """Bound the (tokens,) probabilities of another id, from the noise of lengths and further errors of phases.
+    """Bound the (tokens,) probabilities of another id, from the noise in the lengths and additional phase errors.
 
     The noise of a pair is estimated from its lengths in all tokens; with few tokens, every pair is presumed to have the
     same absolute noise, whatever its length.
@@ -223,11 +224,11 @@ def _rational(ids: Float64Array, spread: Float64Array, unique: Flags) -> tuple[I
     off = np.abs(values - np.rint(values))
     between = off > spread
     denominators = np.ones(ids.shape[1], np.int64)
-    if between.sum() <= RARE * known.sum():  # the tails of noise
+    if between.sum() <= RARE * known.sum():  # these are the tails of the noise
         close = off <= 2 * spread
         return np.rint(values).astype(np.int64), denominators, known & close, known & ~close
     by_axis = np.ones(ids.shape, np.int64)
-    # Up to this denominator, a fraction is within the spread of a number by chance once in thirty times.
+    # Up to this denominator, a fraction lies within the spread of a number by chance one time in thirty.
     most = np.sqrt(1 / (30 * np.maximum(spread, LEAST_NOISE)))
     left = np.nonzero(between & unique)
     for denominator in range(2, MOST_DENOMINATOR + 1):
@@ -284,7 +285,7 @@ def _notes(
 def _notes_of_axis(
     axis: int, raw: Traces, unknown: Flags, explained: Flags, rational: Flags, unfit: Flags
 ) -> Iterator[str]:
-    """Write why (tokens,) ids of an axis are unknown."""
+    """Explain why the (tokens,) ids of an axis are unknown."""
     fitted = unknown & ~np.isnan(raw.ids[axis])
     if (unknown & ~fitted).any():
         lost = _counted(unknown & ~fitted)

@@ -30,10 +30,10 @@ AS_MEANT = "the keys have the intended rotation"
 UNEXPLAINED = "no known rotation explains the keys"
 
 SAMPLE = 512
-"""Number of tokens that are sampled if ids are known: READ first ones, and others spread over all."""
+"""Number of tokens that are sampled if ids are known: the first READ, and others spread over all tokens."""
 
 READ = 64
-"""Number of first tokens that are sampled."""
+"""Number of tokens that are sampled from the beginning."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Identification:
     """The rotation that explains keys best.
 
     Args:
-        as_meant: whether most keys have the intended rotation; all have it if also ``first_wrong`` is None.
+        as_meant: whether most keys have the intended rotation; all have it if ``first_wrong`` is None as well.
         rotary: the rotation; None if no known rotation explains the keys, or if a Rotary cannot describe it.
         cause: the difference from the intended rotation, in words.
         remedy: how to fix it.
@@ -84,12 +84,12 @@ def identify(
 ) -> Identification:
     """Find the rotation that was applied to keys, and say how it differs from the intended one.
 
-    With ids that are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or
-    direction and angles with few bits are found. Without them, a candidate is judged by whether any ids explain the
-    keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
+    If ids are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or direction
+    is found, and so are angles with few bits. Without them, a candidate is judged by whether any ids explain the keys.
+    Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
 
     Args:
-        keys: keys of tokens with one hidden state, as for ``read``.
+        keys: keys of tokens that share one hidden state, as for ``read``.
         rotary: the intended rotation.
         positions: the tokens' ids: a table, or (axes, tokens) integers or floats.
         reference: as for ``read``.
@@ -159,7 +159,7 @@ class _Sample:
     _turned: dict[tuple[str, int], _Turned] = field(default_factory=dict)
 
     def turned(self, rotary: Rotary) -> _Turned:
-        """Measure the rotation of the pairs of a rotary; it is cached by pairing and number of pairs."""
+        """Measure the rotation of the pairs of a rotary; the result is cached by pairing and number of pairs."""
         layout = rotary.pairing, rotary.num_pairs
         if layout not in self._turned:
             keys = replace(self.keys, rotary=rotary)
@@ -213,7 +213,7 @@ class _Sample:
     def scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
     ) -> float:
-        """Find the value whose frequencies fit best: first by tokens near the reference, then further and finer."""
+        """Find the value whose frequencies fit best, refining it with tokens ever further from the reference."""
         assert self.ids is not None
         distance = np.abs(self.ids - self.zero).max(axis=0)
         phases, ids = self.turned(meant).phases, _by_pair(meant, self.ids - self.zero)
@@ -230,7 +230,7 @@ class _Sample:
 
 
 class _Judge:
-    """The residuals of rotations on keys.
+    """Judges rotations by their residuals on keys.
 
     Args:
         keys: the rotated keys.
@@ -276,7 +276,7 @@ class _Judge:
         return best, least
 
     def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
-        """Return the identification of the chosen suspect, with the first token that it rotates wrongly."""
+        """Return the identification of the chosen suspect, with the first token that was rotated wrongly."""
         cause = best.cause
         if best.cast and self.ids is not None:
             exact = self.sample.angles(replace(best, cast=""))
@@ -302,7 +302,7 @@ class _Judge:
 
     @cached_property
     def unexplained(self) -> Flags:
-        """(tokens,) whether a key is not the intended rotation of its ids; false for all if ids are unknown."""
+        """(tokens,) whether a key does not match the intended rotation by its ids; false for all if ids are unknown."""
         if self.ids is None:
             return np.zeros(self.keys.num_tokens, np.bool_)
         return follow(self.keys, ids=self.ids - self.zero).unexplained(self.keys.rounding)
@@ -354,7 +354,7 @@ class _Judge:
 
     @property
     def close(self) -> float:
-        """Largest residual in rad of a rotation that explains the keys to their noise."""
+        """Largest residual in rad of a rotation that explains the keys down to their noise."""
         return 3 * self.noise + 1e-4
 
     @cached_property
@@ -365,7 +365,7 @@ class _Judge:
         return max(float(np.median(lengths)), 1e-30)
 
     def _scaled(self, meant: Rotary) -> Iterator[Suspect]:
-        """Yield the rotations with a base, and with a factor on all frequencies, that are fitted to the keys."""
+        """Yield rotations whose base, or a factor on all frequencies, is fitted to the keys."""
         base = meant.inv_freq_array
         if isinstance(meant.theta, float) and meant.theta > 1 and meant.inv_freq is None and meant.scaling is None:
             power = self.sample.scanned(meant, lambda value: base**value, (0.25, 3.0))  # θ^(−2j/d) to this power
@@ -402,7 +402,7 @@ class _Judge:
 
 
 def _angles(suspect: Suspect, ids: Float64Array) -> Float64Array:
-    """Compute the (tokens, kv_heads or 1, pairs) angles in rad of (axes, tokens) ids, as a suspect would."""
+    """Compute the (tokens, kv_heads or 1, pairs) angles in rad of (axes, tokens) ids, as a suspect computes them."""
     rotary, frequencies = suspect.rotary, suspect.rotary.inv_freq_array
     dtype, _, values = suspect.cast.partition(" ")
     if values in ("ids", "angles"):

@@ -36,7 +36,7 @@ class Keys:
 
     Args:
         rows: (batch, tokens, kv_heads, head_dim) keys with padding: numpy, or torch on any device.
-        lengths: (batch,) number of tokens of each row; padding follows them.
+        lengths: (batch,) number of tokens in each row; padding follows them.
         rotary: the intended rotation.
         reference: (kv_heads, head_dim) float32.
         token: the reference token; None if the reference is an unrotated key.
@@ -70,8 +70,8 @@ class Keys:
     def rounding(self) -> float:
         """Rounding noise in rad, from the smallest relative step between the numbers of a head.
 
-        It is the root mean square of two numbers with an error of up to half a step each. The residual of angles does
-        not show it, since pairs that rotate by less than a step do not move at all.
+        It is the root mean square of two numbers with an error of up to half a step each. The residual of the angles
+        does not show this noise, since pairs that rotate by less than a step do not move at all.
         """
         some = np.abs(next(self.blocks())[:: max(1, min(self.num_tokens, BLOCK) // 64)])
         steps = [1.0]
@@ -82,7 +82,7 @@ class Keys:
 
     @property
     def exchanged(self) -> bool:
-        """Whether heads differ only by rotations, as tokens should, and tokens do not: the axes may be swapped."""
+        """Whether heads differ only by rotations, as tokens should, but tokens do not: the axes may be swapped."""
         some = next(self.blocks())[:64]
         by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
 

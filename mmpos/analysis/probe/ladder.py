@@ -143,7 +143,7 @@ class Ladder:
         return self.phases(np.arange(REACH, -REACH - 1, -SPAN, dtype=np.float64))
 
     def search(self, phasors: Phasors) -> Float64Array:
-        """Find the (tokens,) integer ids within ±REACH that explain (tokens, pairs) phasors best, without a guess.
+        """Find the (tokens,) integer ids within ±REACH that explain (tokens, pairs) phasors best, from scratch.
 
         The fit of a span is bounded by the nearest angle that each of its pairs reaches. Spans with a bound below the
         fit of the best id so far, or below FITS, are skipped. If no id fits, the result need not be the best id.
@@ -213,12 +213,12 @@ class Ladder:
             explains the phases.
         """
         cosine, away, across = self.left(phasors, ids) if left is None else left
-        far = 2 * (lengths[0] - cosine)  # equals the squared sines of small angles, and grows beyond a right angle
+        far = 2 * (lengths[0] - cosine)  # this equals the squared sines of small angles, and grows beyond a right angle
         across = np.where(far > ROUNDS, np.maximum(across, far), across)
         return np.stack([ids, np.sqrt(np.maximum(across, LEAST_NOISE**2)), away]), cosine >= FITS * lengths[0]
 
     def doubt(self, noise: Float64Array, misfit: Float64Array, by_pair: Float64Array, across: float) -> Float64Array:
-        """Bound the (tokens,) probabilities that noise makes another integer within REACH explain the phases as well.
+        """Bound the (tokens,) probabilities that noise lets another integer within REACH explain the phases as well.
 
         An id at distance k, with phasors d(k) away, does so if the noise in its direction, n(k), exceeds half of d(k).
         With normal noise, the union bound over all k is Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). Phase errors with
@@ -226,14 +226,16 @@ class Ladder:
 
         Args:
             noise: (tokens,) noise along phasors, independent in every pair.
-            misfit: (tokens,) further error of the phases in rad.
+            misfit: (tokens,) additional phase error in rad.
             by_pair: (pairs,) squared noise of the pairs, at any scale.
             across: ratio of the squared noise across phasors to that along them.
         """
         weight = self.weights / max(self.weights.sum(), 1e-300)
         noises = weight**2 * by_pair / max(float(weight @ by_pair), 1e-300)
         rads = np.fmin(np.fmax([noise, misfit], LEAST_NOISE), 8.0)
-        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(np.int16)  # below 93, and int16 sorts quickly
+        steps = np.ceil(4 * np.log2(rads / LEAST_NOISE)).astype(
+            np.int16
+        )  # values are below 93, and int16 sorts quickly
         levels, inverse = np.unique(steps[0] * np.int16(128) + steps[1], return_inverse=True)
         own, off = LEAST_NOISE * 2.0 ** (np.array(np.divmod(levels, 128)) / 4)
         # Skip spans with all ids further away than nine times the largest noise in any direction.
@@ -298,14 +300,14 @@ def _rad(ids: IntArray, turns: UInt64Array) -> Float64Array:
 
 @dataclass(eq=False)
 class Follower:
-    """Reads the ids of one axis token by token: by known steps, or by a search if these fail.
+    """Reads the ids of one axis token by token, using known steps, or a search if these fail.
 
     Args:
         ladder: the pairs of the axis.
         last: (pairs,) phasors of the last token that was read.
         known: steps that are tried.
         last_id: id of the last token that was read.
-        searches: number of tokens that were searched.
+        searches: number of tokens whose ids were searched for.
         successes: number of searches that led to an id with no residual beyond the noise.
         trusted: noise in rad up to which an id from a known step needs no search, whatever the lengths of pairs show.
     """
@@ -328,11 +330,11 @@ class Follower:
 
         Args:
             phasors: (tokens, pairs) phasors relative to the reference.
-            lengths: (2, tokens) of ``Ladder.lengths``.
+            lengths: the (2, tokens) result of ``Ladder.lengths``.
             alike: (tokens,) whether a token can be read at all.
 
         Returns:
-            (3, tokens) of ``Ladder.explain``, with NaN as the id if none explains the phases.
+            The (3, tokens) result of ``Ladder.explain``, with NaN as the id if no id explains the phases.
         """
         readings = np.full((3, len(phasors)), np.inf)
         readings[0] = np.nan
@@ -362,7 +364,7 @@ class Follower:
         return readings
 
     def _doubted(self, readings: Float64Array, lengths: Float32Array) -> Flags:
-        """Return (tokens,) whether the residual of an id exceeds the noise."""
+        """Return whether the residual of each id exceeds the noise, (tokens,)."""
         return np.asarray(readings[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:
@@ -392,11 +394,11 @@ class Follower:
             self.known = np.concatenate([near, learned[-255:], [step]])
 
     def settle(self, phasors: Phasors, lengths: Float32Array, guess: Float64Array) -> tuple[Float64Array, Flags]:
-        """Move guesses to the best fit of the phases, to integers if these fit; return ``Ladder.explain`` of them."""
+        """Move guesses to the best fit of the phases, to integers if these fit; return their ``Ladder.explain``."""
         ids = np.clip(guess, -FAR, FAR)
         ids = np.where(np.abs(ids - np.rint(ids)) < 0.1, np.rint(ids), ids)
-        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # independent of the id
-        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond 0.5 another integer is nearer
+        along = np.maximum(lengths[1].astype(np.float64), LEAST_NOISE**2)  # these do not depend on the id
+        within = np.minimum(6 * np.sqrt(along) * self.ladder.ids_per_rad, 0.5)  # beyond 0.5, another integer is nearer
         left = self.ladder.left(phasors, ids)
         moving = np.arange(ids.size)
         for _ in range(15):

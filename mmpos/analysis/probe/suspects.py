@@ -93,7 +93,7 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
 
 
 def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
-    """Yield other scalings of the frequencies; if none is intended, only if ids are known."""
+    """Yield other frequency scalings; if none is intended, only when ids are known."""
     mine: Any = meant.scaling
     remedy = "apply the scaling of the config to the frequencies"
     if mine is None:
@@ -153,7 +153,7 @@ def _apart(meant: Rotary) -> Iterator[Suspect]:
 
 
 def _dims(meant: Rotary) -> Iterator[Suspect]:
-    """Yield other numbers of rotated channels, with sections in proportion."""
+    """Yield other numbers of rotated channels, with sections scaled in proportion."""
     for size in sorted({meant.head_dim * quarters // 4 for quarters in range(1, 5)} - {meant.rotary_dim}):
         section = meant.mrope_section and [length * size // meant.rotary_dim for length in meant.mrope_section]
         cause = f"{size} channels of a head are rotated, not {meant.rotary_dim}"
@@ -171,7 +171,7 @@ def of_axes(cause: str, meant: Rotary, axis: IntArray, kind: str = "") -> Iterat
 
 
 def if_valid(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change: Any) -> Iterator[Suspect]:
-    """Yield the suspect with these changes of the intended rotary, if they are a valid Rotary."""
+    """Yield the suspect with these changes to the intended rotary, if the result is a valid Rotary."""
     try:
         rotary = replace(meant, **change)
     except MmposError:

@@ -75,7 +75,7 @@ class Traces:
 
     @property
     def residual(self) -> Float64Array:
-        """(tokens,) root mean square residual in rad over the pairs; random angles on axes without an id."""
+        """(tokens,) root mean square residual in rad over the pairs, assuming random angles on axes without an id."""
         ladders = [axis.ladder for axis in self.axes]
         weights = np.array([ladder.weights.sum() for ladder in ladders])
         squares = np.minimum(self.noise, ANY_ANGLE) ** 2
@@ -93,7 +93,7 @@ class Traces:
         return np.asarray((np.abs(self.length - 1) <= FACTOR).all(axis=0))
 
     def unexplained(self, rounding: float, certain: Flags | None = None) -> Flags:
-        """Return (tokens,) whether a key is not the reference rotated by its ids, given the noise of other tokens.
+        """Return whether a key is not the reference rotated by its ids, given the noise of other tokens, (tokens,).
 
         Args:
             rounding: ``Keys.rounding``.
@@ -124,7 +124,7 @@ class Traces:
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
 
     def _other_factor(self, driven: list[int], rounding: float) -> Flags:
-        """Return (tokens,) whether the pairs of a token are all longer or shorter than usual, or than intended."""
+        """Return whether the pairs of a token are all longer or shorter than usual, or than intended, (tokens,)."""
         weights = [self.axes[axis].ladder.weights for axis in driven]
         shares = np.concatenate(weights) / np.concatenate(weights).sum()
         length = np.average(self.length[driven], axis=0, weights=[pairs.sum() for pairs in weights])
@@ -195,8 +195,8 @@ def _some(good: Flags) -> IntArray:
 def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> float:
     """Estimate the attention factor: by how much the rotated pairs of most tokens are longer than the reference's.
 
-    If most tokens have nearly the right factor and some have exactly that, the result is the right factor; then most
-    tokens are wrong.
+    If most tokens have nearly the right factor and some have exactly the right one, the result is the right factor, and
+    most tokens count as wrong.
     """
     weights = np.concatenate([axis.ladder.weights for axis in axes])
     with np.errstate(invalid="ignore", over="ignore"):
@@ -211,7 +211,7 @@ def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> fl
 
 
 def _unturned_alike(block: npt.NDArray[np.float32], plain: npt.NDArray[np.float32]) -> Flags:
-    """Return (tokens,) whether the channels that are not rotated equal those of the reference."""
+    """Return whether a token's channels that are not rotated equal those of the reference, (tokens,)."""
     if not plain.size:
         return np.ones(len(block), np.bool_)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -40,7 +40,7 @@ class Meant:
     """The intended positions.
 
     Args:
-        documents: the documents of the keys, or (axes, tokens) integers, the ids that were passed to the engine.
+        documents: the documents of the keys, or the ids that were passed to the engine, as (axes, tokens) integers.
         scheme: the scheme of the documents; None means "rope-tie".
         start: id of each document's first token.
     """
@@ -73,8 +73,8 @@ class Verdict:
         equal: whether ids and rotation are as intended.
         first_wrong: the first wrong token, counted over all rows.
         sentences: the result in sentences.
-        cause: the cause, with equal words for heads with the same mistake; None if it is unknown.
-        wrong_heads: wrong kv heads, if other heads are right or wrong for another cause.
+        cause: the cause, worded alike for heads with the same mistake; None if it is unknown.
+        wrong_heads: wrong kv heads, if other heads are right, or wrong for another reason.
         foreign: whether the reference belongs to other keys.
         diagnosis: the diagnosis of the ids of all heads; None if ids were not compared.
     """
@@ -111,7 +111,7 @@ class Verdict:
         return float(residual[np.isfinite(residual)].max(initial=0))
 
     def as_foreign(self) -> Verdict:
-        """Add that the reference belongs to other keys."""
+        """Return the verdict with the note that the reference belongs to other keys."""
         return replace(self, equal=False, sentences=(*self.sentences, OTHER), cause=self.cause or OTHER)
 
 
@@ -128,7 +128,7 @@ def judge(
     """Read the keys of a layer and of each kv head, and compare ids and rotation with the intended ones.
 
     Args:
-        keys: as for ``read``, from numpy.
+        keys: as for ``read``, as a numpy array.
         rotary: the intended rotation.
         meant: the intended positions; None compares nothing.
         lengths: as for ``read``.
@@ -205,7 +205,7 @@ class _Layer:
         return self.judged()
 
     def judged(self, progress: Callable[[int, int], None] | None = None) -> Verdict:
-        """Judge all heads together, with the reference if most written tokens are like it."""
+        """Judge all heads together, with the reference if most written tokens resemble it."""
         try:
             reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths, progress=progress)
         except UnwrittenError as error:
@@ -219,7 +219,7 @@ class _Layer:
                 return replace(self, reference=None, foreign=True).judged(progress)
         try:
             return self._compared(reading)
-        except InvalidInputError as error:  # keys in another layout, which the notes mention
+        except InvalidInputError as error:  # the keys have another layout, which the notes mention
             raise InvalidInputError(f"{error}; {' '.join(reading.notes)}".rstrip("; ")) from error
 
     def _unwritten(self, reading: Reading, sentence: str) -> Verdict:
@@ -284,7 +284,7 @@ class _Layer:
 
 
 def _by_head(layer: _Layer, together: Verdict) -> Verdict:
-    """Judge each kv head separately, and name the wrong ones unless all are wrong for one cause."""
+    """Judge each kv head separately, and name the wrong ones unless all are wrong for the same reason."""
     heads = [layer.head(head) for head in range(layer.keys.shape[-2])]
     if layer.meant is None:
         if not together.foreign or all(head.verdict.foreign for head in heads):

@@ -1,4 +1,4 @@
-"""The explorer: a page in the browser that shows the ids of a document while it changes, to study schemes."""
+"""The explorer: a browser page for studying schemes, which shows the ids of a document as the document changes."""
 
 from mmpos.cli.explore import command  # adds its command to the app
 

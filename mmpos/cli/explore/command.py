@@ -70,7 +70,7 @@ def explore(
 
 
 def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
-    """Write the page with the answer to its first request, its style and all scripts as one file.
+    """Write the page as one file, with the answer to its first request, its style and all scripts.
 
     Args:
         explorer: the explorer that computes the answer.
@@ -80,7 +80,7 @@ def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
     page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
     page = page.replace('<link rel="stylesheet" href="explorer.css">', f"<style>\n{_asset('explorer.css')}</style>")
     head, _, tail = page.rpartition("</body>")
-    for name in ("plotly.js", "explorer.js"):  # at the end of the body, since inline scripts ignore defer
+    for name in ("plotly.js", "explorer.js"):  # goes at the end of the body, since inline scripts ignore defer
         head = head.replace(f'<script src="{name}" defer></script>\n', "", 1) + f"<script>\n{_asset(name)}\n</script>\n"
     save_html("--output", path, f"{head}</body>{tail}")
 
@@ -97,9 +97,7 @@ def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] |
     """Insert the first request, the names of schemes and, for a self-contained file, the answer into the page."""
     names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
     state = json.dumps({"request": begin, "schemes": names, "answer": answer})
-    return _asset("explorer.html").replace(
-        "{{state}}", state.replace("<", "\\u003c")
-    )  # so that no text ends the script
+    return _asset("explorer.html").replace("{{state}}", state.replace("<", "\\u003c"))  # no text may end the script
 
 
 def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
@@ -118,7 +116,7 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
     ) -> web.StreamResponse:
         # Prevent other sites from reading answers through a name that resolves to this machine (DNS rebinding).
         if request.url.host not in (_HOST, "localhost"):
-            raise web.HTTPForbidden(text=f"the explorer only answers at {_HOST}")
+            raise web.HTTPForbidden(text=f"the explorer answers only at {_HOST}")
         response = await handler(request)
         response.headers.update(_HEADERS)
         return response
@@ -131,7 +129,7 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
         return web.Response(text=_asset(name), content_type="text/css" if name.endswith(".css") else "text/javascript")
 
     async def view(request: web.Request) -> web.Response:
-        if request.content_type != "application/json":  # a form of another site cannot send this type
+        if request.content_type != "application/json":  # a form on another site cannot send this type
             raise web.HTTPUnsupportedMediaType(text="want application/json")
         try:
             answer = await asyncio.to_thread(explorer.answer, json.loads(await request.read()))

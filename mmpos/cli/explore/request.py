@@ -1,4 +1,4 @@
-"""Requests of the explorer's page: a document or input_ids, schemes, a token and a pair."""
+"""Requests from the explorer's page: a document or input_ids, schemes, a token and a pair."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAMES = (*_DOCUMENT, "config", "image_grid_thw", "video_grid_thw", "schemes", "
 
 @dataclass(frozen=True)
 class Explorer:
-    """The explorer that answers requests of the page.
+    """The explorer, which answers requests from the page.
 
     Args:
-        own: schemes of the command line by name, in addition to those of mmpos. The page itself cannot name classes to
-            import.
+        own: schemes from the command line, by name, in addition to those of mmpos. The page itself cannot name classes
+            to import.
     """
 
     own: Mapping[str, Scheme] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class Explorer:
 
         Args:
             request: an object with one document: ``spec`` ("3,2x3,2"), ``parts`` ([{"text": 3}, {"grid": [2, 3]},
-                {"picture": [height, width]}], with pixels for a picture), or ``input_ids`` with ``config``, the content
-                of a config.json, and grids if there are images. Also ``schemes``, 1 to 3 names, and the selected
-                ``token`` and ``pair``.
+                {"picture": [height, width]}], with pixels for a picture), or ``input_ids`` with ``config``, the
+                contents of a config.json, and grids if there are images. Also ``schemes``, 1 to 3 names, and the
+                selected ``token`` and ``pair``.
             every_token: whether to explain every token, not only the selected one.
 
         Returns:
@@ -77,7 +77,7 @@ class Explorer:
         if isinstance(name, str) and name in self.own:
             return self.own[name]
         if not isinstance(name, str) or ":" in name:
-            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme of mmpos or of the command line")
+            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme in mmpos or on the command line")
         return make_scheme(name)
 
 
@@ -92,7 +92,7 @@ def _parts(parts: Any) -> Document:
 
 
 def _part(name: str, part: Any) -> Document:
-    """Read a part; expand a picture to a marker, its patches and a marker."""
+    """Read a part; expand a picture into a marker, its patches and another marker."""
     match part:
         case {"picture": [height, width], **rest} if not rest:
             sides = integer(f"{name}.picture[0]", height, minimum=1), integer(f"{name}.picture[1]", width, minimum=1)
@@ -105,8 +105,8 @@ def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
     from mmpos.integrations.models import from_hf_config
 
     config = request.get("config")
-    if not isinstance(config, Mapping):  # from_hf_config would read the file of a path
-        raise InvalidInputError(f"config: got {type(config).__name__}, want the content of a config.json")
+    if not isinstance(config, Mapping):  # given a path, from_hf_config would read the file
+        raise InvalidInputError(f"config: got {type(config).__name__}, want the contents of a config.json")
     settings = from_hf_config(config)
     grids = {name: request[name] for name in ("image_grid_thw", "video_grid_thw") if request.get(name) is not None}
     segments = settings.segments(request["input_ids"], **grids)

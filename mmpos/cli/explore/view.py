@@ -62,7 +62,7 @@ def view(
         explored: the document.
         schemes: 1 to 3 schemes, which are shown side by side.
         token: the selected token; its score with every other token is computed.
-        pair: the pair of channels with the computed phases, 0 to 63.
+        pair: the pair of channels whose phases are computed, 0 to 63.
         sentences: tokens to explain; None explains the selected one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Formats of records: each converts a raw record to an ordered list of texts and images, or raises an error."""
+"""Record formats: each converts a raw record to an ordered list of texts and images, or raises an error."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

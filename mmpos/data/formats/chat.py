@@ -1,4 +1,4 @@
-"""Formats of conversations: messages of the OpenAI API and of Transformers, and the turns of LLaVA."""
+"""Conversation formats: messages of the OpenAI API and of Transformers, and LLaVA turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Conversation(RecordFormat):
     """Base class of conversation formats.
 
     Args:
-        template: text around the turns; None is plain text, or the chat template of the tokenizer in a Preprocess.
+        template: text around the turns; None means plain text, or the chat template of the tokenizer in a Preprocess.
         images: sources of the images.
     """
 
@@ -61,16 +61,16 @@ _KINDS = (*_TEXTS, "image", "image_url", "input_image", *_MEDIA)
 class Chat(_Conversation):
     r"""Format of records with ``messages``, each with a ``role`` and a ``content``, which is text or a list of parts.
 
-    The turns of the assistant are trained on, including the text that ends them.
-    Parts are ``{"type": "text", "text": …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and ``{"type":
-    "refusal", "refusal": …}`` of chat completions; ``input_text``, ``output_text`` and ``{"type": "input_image",
-    "image_url": …}`` of responses; ``{"type": "image", "image": …}`` of Transformers, or with ``url``, ``path`` or
-    ``base64`` in place of ``image``; ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as
-    frames; and any part of type ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media``
-    reads. Other parts (files) and tool calls are refused, since a model would be trained as if they were missing.
+    Assistant turns are trained on, including the text that ends them. Accepted parts are ``{"type": "text", "text":
+    …}``, ``{"type": "image_url", "image_url": {"url": …}}`` and ``{"type": "refusal", "refusal": …}`` from chat
+    completions; ``input_text``, ``output_text`` and ``{"type": "input_image", "image_url": …}`` from responses;
+    ``{"type": "image", "image": …}`` from Transformers, or with ``url``, ``path`` or ``base64`` instead of ``image``;
+    ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
+    ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
+    tool calls are refused, since a model would be trained as if they were missing.
 
-    Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the documentation of
-    Transformers, "Multimodal chat templates".
+    Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the Transformers
+    documentation, "Multimodal chat templates".
 
     >>> from mmpos.data import Location
     >>> record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
@@ -78,7 +78,7 @@ class Chat(_Conversation):
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: text around the turns; None is plain text, or the chat template of the tokenizer in a Preprocess.
+        template: text around the turns; None means plain text, or the chat template of the tokenizer in a Preprocess.
         images: sources of images, including video frames; ``data:`` URLs need none.
         media: called with a video or audio part, the mapping in the record; returns a Video, a Grid of several frames,
             a Clip or an Audio, since each model has its own rules for sampling frames and for the number of audio
@@ -149,7 +149,7 @@ class Chat(_Conversation):
 
 
 def _read(media: Callable[[Record], object], part: Field) -> object:
-    """Call the user's function with a part; convert its exceptions to errors of the record."""
+    """Call the user's function with a part; convert its exceptions to record errors."""
     want = "a Video, a Grid of several frames, a Clip or an Audio"
     try:
         answer = media(part.value)
@@ -168,13 +168,14 @@ _PLACEHOLDER = "<image>"
 
 @dataclass(frozen=True)
 class LLaVA(_Conversation):
-    r"""Format of records with ``image`` and ``conversations`` of ``from`` (human, gpt or system) and ``value``.
+    r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
-    ``image`` is a path, another reference, or a list of references, which replace each ``<image>`` in the values in
-    order; their numbers must be equal. The text around ``<image>``, including line breaks, is kept. The turns of gpt
-    are trained on, including the text that ends them.
+    A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` is a path, another reference, or a list
+    of references. They replace the ``<image>`` placeholders in the values, in order; there must be as many references
+    as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained on,
+    including the text that ends them.
 
-    Source: docs/Finetune_Custom_Data.md of the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
+    Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 
     >>> from mmpos.data import Location
     >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
@@ -183,7 +184,7 @@ class LLaVA(_Conversation):
 
     Args:
         template: text around the turns, as for Chat, with human as user and gpt as assistant.
-        images: sources of the images, which LLaVA gives as paths.
+        images: sources of the images, which LLaVA references by path.
     """
 
     names: ClassVar[str] = "conversations"
@@ -205,5 +206,5 @@ class LLaVA(_Conversation):
 
 
 def _role(speaker: Field) -> Field:
-    """Convert a speaker of LLaVA to a role of the template."""
+    """Convert a LLaVA speaker to a template role."""
     return replace(speaker, value=_ROLES[speaker.choice(_ROLES)])

@@ -1,4 +1,4 @@
-"""Format of NeMo Curator samples: documents with their texts and images as rows of a table, sorted by position."""
+"""Format of NeMo Curator samples: documents whose texts and images are rows of a table, sorted by position."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _METADATA = -1  # position of metadata rows
 
 @dataclass(frozen=True)
 class Curator(RecordFormat):
-    """Format of NeMo Curator samples with ``id`` and ``rows``, as made by ``SampleReader`` and ``join_samples``.
+    """Format of NeMo Curator samples with ``id`` and ``rows``, as returned by ``SampleReader`` and ``join_samples``.
 
     A row has a ``modality``, "text", "image" or "metadata", and a ``position``. Pieces are sorted by position, from 0;
-    gaps are allowed, since Curator may drop rows. Metadata rows, at position -1, are not used. A text is in
+    gaps are allowed, since Curator may drop rows. Metadata rows, at position -1, are not used. Text is in
     ``text_content``. An image is in ``binary_content``, or in the place that ``source_ref`` names as JSON: the whole
     file ``path``, or ``byte_size`` bytes of it at ``byte_offset``. A row with a ``materialize_error`` is a broken
     image. A row with a false ``train``, a column that ``write_samples`` adds, is not trained on. Other columns are
-    ignored, other modalities are refused. An invalid row makes the whole sample invalid.
+    ignored; other modalities are refused. An invalid row makes the whole sample invalid.
 
-    Source: nemo_curator.tasks.interleaved, INTERLEAVED_SCHEMA, of NeMo Curator 1.4.
+    Source: INTERLEAVED_SCHEMA in nemo_curator.tasks.interleaved, NeMo Curator 1.4.
 
     >>> from mmpos.data import Location
     >>> cat = {"position": 1, "modality": "image", "binary_content": b"GIF89a"}
@@ -98,7 +98,7 @@ class Curator(RecordFormat):
 
 
 def _position(row: Field) -> int | None:
-    """Return the position of a row; None for metadata."""
+    """Return the position of a row, or None for metadata."""
     metadata = row["modality"].choice(_MODALITIES) == "metadata"
     position = row["position"]
     if metadata:

@@ -1,4 +1,4 @@
-"""Fields of a record: values with their names for errors, and the base class of formats."""
+"""Record fields (values with their names for error messages), and the base class of formats."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Field", "RecordFormat", "check_option"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Value in a record. Null and missing are equivalent, since Parquet has no missing values.
+    """Value in a record. Null and missing values are equivalent, since Parquet has no missing values.
 
     Args:
-        record: name of the record in errors.
+        record: name of the record in error messages.
         name: path of the value, such as ``messages[0].content``; empty for the record itself.
         value: the value.
     """
@@ -40,7 +40,7 @@ class Field:
         return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name))
 
     def error(self, want: str, got: str | None = None) -> RecordError:
-        """Make an error about this value."""
+        """Return an error about this value."""
         return RecordError(f"{self.record}: {self.name}: got {got or describe(self.value)}, want {want}")
 
     @property
@@ -56,7 +56,7 @@ class Field:
         return [Field(self.record, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
 
     def several(self) -> list[Field]:
-        """Return the items of this list, or the value itself as the only item; an empty list for null."""
+        """Return the items of this list, the value itself as the only item, or an empty list for null."""
         if self.value is None:
             return []
         return self.items() if self.is_list else [self]
@@ -71,13 +71,13 @@ class Field:
             raise RecordError(f"{self.record}: {error}") from error
 
     def choice(self, options: Collection[str]) -> str:
-        """Return the value, which must be one of these texts."""
+        """Return the value, which must be one of the options."""
         if not isinstance(self.value, str) or self.value not in options:
             raise self.error(f"one of {', '.join(options)}")
         return self.value
 
     def utf8(self, want: str = "text or its bytes in UTF-8") -> str:
-        """Return the value, which must be text or its bytes, as text."""
+        """Return the value as text; it must be text or UTF-8 bytes."""
         if not isinstance(self.value, bytes | bytearray | memoryview):
             return self.text(want)
         try:
@@ -86,7 +86,7 @@ class Field:
             raise self.error("UTF-8", got=f"bytes that are not UTF-8 ({error})") from error
 
     def parsed(self, want: str) -> Field:
-        """Parse this text, or text as bytes, as JSON."""
+        """Parse the value as JSON; it must be text or UTF-8 bytes."""
         text = self.utf8(want)
         try:
             return Field(self.record, self.name, json.loads(text))
@@ -94,10 +94,10 @@ class Field:
             raise self.error(want, got=f"{describe(text)}, which is not JSON ({error})") from error
 
     def index(self, of: str, length: int) -> int:
-        """Return the value, which must be an index of a list of this length."""
+        """Return the value, which must be an index into a list of this length."""
         value = _integer(self.value)
         if value is None or not 0 <= value < length:
-            raise self.error(f"an index of the {length} items of {of}")
+            raise self.error(f"an index into the {length} items of {of}")
         return value
 
     def number(self) -> float:
@@ -116,12 +116,12 @@ class Field:
 
 
 class RecordFormat(ABC):
-    """Base class of formats, which are frozen dataclasses of options and return the pieces of a record in order."""
+    """Base class of formats: frozen dataclasses of options that return the pieces of a record in order."""
 
     @property
     @abstractmethod
     def names(self) -> str:
-        """Names of the fields that hold the pieces, for errors."""
+        """Names of the fields that hold the pieces, for error messages."""
 
     @property
     def separator(self) -> str:
@@ -134,13 +134,13 @@ class RecordFormat(ABC):
                 check_option(name, getattr(self, name), kind)
 
     def __call__(self, record: Record, location: Location) -> Document:
-        """Make the document of a record.
+        """Convert a record to a document.
 
         Adjacent texts with the same train flag are joined with the separator, so that a tokenizer sees them as one
         text; empty texts are left out.
 
         Raises:
-            RecordError: the record is invalid; the error names record and field.
+            RecordError: the record is invalid; the error names the record and the field.
         """
         document = self.read(record, location)
         for part in document.parts:
@@ -149,7 +149,7 @@ class RecordFormat(ABC):
         return document
 
     def read(self, record: Record, location: Location) -> Document:
-        """Make the document of a record, with a BrokenImage for each image reference that cannot be resolved.
+        """Convert a record to a document, with a BrokenImage for each image reference that cannot be resolved.
 
         Raises:
             RecordError: the record is invalid in any other way.
@@ -168,7 +168,7 @@ class RecordFormat(ABC):
 def _open_record(record: Record, location: Location) -> tuple[str, Field]:
     """Return the key of a record, and the record as a field.
 
-    The key is ``id`` or ``__key__`` (text or an integer) if the record has one, else the location.
+    The key is ``id`` or ``__key__`` (text or an integer) if the record has either, else the location.
     """
     here = str(location)
     if not isinstance(record, Mapping):
@@ -180,7 +180,7 @@ def _open_record(record: Record, location: Location) -> tuple[str, Field]:
         number = _integer(own.value)
         key = str(number) if number is not None and abs(number) < 2**64 else own.text("text or an integer of 64 bits")
         if not key:
-            raise own.error("a key that is not empty")
+            raise own.error("a non-empty key")
         return key, Field(f"{key} ({here})", "", record)
     return here, Field(here, "", record)
 

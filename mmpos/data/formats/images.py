@@ -23,7 +23,7 @@ from mmpos.support.files import local_path
 __all__ = ["REFERENCE", "Images", "describe"]
 
 REFERENCE = "a URL, a path, the bytes of a file, or a struct of bytes and path"
-"""Description of valid image references in errors."""
+"""Description of valid image references for error messages."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -59,16 +59,16 @@ class Images:
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise InvalidInputError(f"{name}: got {describe(getattr(self, name))}, want a callable or None")
         if self.base is not None:
-            # Absolute, since workers of a loader may run in another folder.
+            # Make the path absolute, since loader workers may run in another folder.
             object.__setattr__(self, "base", local_path("base", self.base).resolve())
 
     def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:
         """Resolve a reference to an image: bytes, a pathlib.Path, or an image that is already decoded.
 
         Args:
-            name: name of the reference in errors, such as ``shard-3.jsonl[17]: images[2]``.
+            name: name of the reference in error messages, such as ``shard-3.jsonl[17]: images[2]``.
             reference: see the class.
-            want: description of valid values in errors.
+            want: description of valid values for error messages.
 
         Raises:
             RecordError: the value is not a reference, or the image cannot or may not be read.
@@ -131,7 +131,7 @@ class Images:
         try:
             path = Path(self.base, text).resolve()
             inside, readable = path.is_relative_to(self.base), path.is_file()
-        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null byte
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a link loop, or a null byte
             raise RecordError(f"{got}, want a file inside {self.base} ({error})") from error
         if not inside:
             raise RecordError(f"{got}, want a path that stays inside {self.base}")
@@ -141,7 +141,7 @@ class Images:
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message, briefly regardless of its size."""
+    """Describe a value for an error message, briefly even if it is large."""
     if value is None:
         return "nothing"
     if isinstance(value, bytes | bytearray | memoryview):
@@ -171,7 +171,7 @@ def _image(name: str, value: object) -> object:
 
 
 def _levels(name: str, tensor: Any) -> object:
-    """Return the tensor, with floats from 0 to 1 as uint8: exactly the levels that a decoder divided by 255."""
+    """Convert floats from 0 to 1 to uint8: exactly the levels that a decoder divided by 255."""
     if tensor.ndim < 2 or tensor.numel() == 0:
         raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
     if not tensor.is_floating_point():
@@ -183,7 +183,7 @@ def _levels(name: str, tensor: Any) -> object:
 
 
 def _call(name: str, role: str, function: Callable[[str], object], text: str) -> object:
-    """Call the user's function with a name; convert its exceptions to errors of the record."""
+    """Call the user's function with a name; convert its exceptions to record errors."""
     try:
         return function(text)
     except ServiceError:

@@ -1,4 +1,4 @@
-"""Formats of interleaved documents: web pages of OBELICS and Multimodal C4, and sequences of Megatron Energon."""
+"""Formats of interleaved documents: OBELICS and Multimodal C4 web pages, and Megatron Energon sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Obelics(RecordFormat):
     ['A cat:', b'GIF89a']
 
     Args:
-        images: sources of the images, which OBELICS gives as URLs.
+        images: sources of the images, which OBELICS references by URL.
         separator: text between adjacent texts; the default is the paragraph separator of OBELICS.
     """
 
@@ -73,7 +73,7 @@ class MMC4(RecordFormat):
     sentence keep the order of image_info. The shape of the optional ``similarity_matrix``, one row per image and one
     column per sentence, is checked; its values are not used.
 
-    Source: the README of the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
+    Source: the README in the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
 
     >>> from mmpos.data import Location
     >>> record = {"text_list": ["One.", "Two."], "image_info": []}
@@ -130,10 +130,10 @@ def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
 
 @dataclass(frozen=True)
 class Energon(RecordFormat):
-    """Format of records with a ``sequence`` of texts and images, like the InterleavedSample of Energon.
+    """Format of records with a ``sequence`` of texts and images, like Energon's InterleavedSample.
 
-    An image is a tensor (3, h, w) of floats from 0 to 1, the default of Energon's decoder, or of uint8; or, undecoded,
-    the bytes of a file or a struct of bytes and path. Strings are always text, never paths or URLs.
+    An image is a (3, h, w) tensor of floats from 0 to 1, the default of Energon's decoder, or of uint8; an undecoded
+    image is the bytes of a file or a struct of bytes and path. Strings are always text, never paths or URLs.
 
     Source: megatron.energon.InterleavedSample, ``sequence: List[Union[torch.Tensor, str]]``.
 

@@ -55,17 +55,17 @@ class Pairs(RecordFormat):
             caption = metadata[self.caption]
         text = caption.utf8()
         if not text:
-            raise caption.error("a caption that is not empty")
+            raise caption.error("a non-empty caption")
         return text
 
 
 @dataclass(frozen=True)
 class HFImages(RecordFormat):
-    """Format of records with a column of images and a column of text, either of which may hold lists.
+    """Format of records with an image column and a text column, either of which may hold lists.
 
     An image is a ``struct{bytes, path}``, whose bytes take precedence, or decoded. All images come before all texts. If
-    both columns are lists, they must have equal length and are interleaved as pairs of an image and its text, of which
-    either may be null. Both columns must exist; one of them may be null.
+    both columns are lists, they must have equal length and are interleaved as pairs of an image and its text; either
+    item of a pair may be null. Both columns must exist; one of them may be null.
 
     Source: ``pa.struct({"bytes": pa.binary(), "path": pa.string()})`` of datasets.Image.
 
@@ -75,8 +75,8 @@ class HFImages(RecordFormat):
     [b'GIF89a', 'a cat']
 
     Args:
-        image: name of the column of images.
-        text: name of the column of text.
+        image: name of the image column.
+        text: name of the text column.
         images: sources of images whose bytes are null.
         separator: text between adjacent texts.
     """
@@ -94,7 +94,7 @@ class HFImages(RecordFormat):
     def _pieces(self, record: Field) -> list[Piece]:
         for name in (self.image, self.text):
             if name not in record.value:
-                raise record[name].error("a column of this name", got=f"columns {describe(list(record.value))}")
+                raise record[name].error("a column with this name", got=f"columns {describe(list(record.value))}")
         image, text = record[self.image], record[self.text]
         images, texts = image.several(), text.several()
         if not (image.is_list and text.is_list):

@@ -1,4 +1,4 @@
-"""Templates of conversations: text around turns, in plain text or from the chat template of a tokenizer."""
+"""Conversation templates: text around turns, in plain text or from the chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Turn:
 
     Args:
         before: text before the content; never trained on.
-        after: text after the content, which ends the turn; trained on in turns of the assistant.
+        after: text after the content, which ends the turn; trained on in assistant turns.
     """
 
     before: str
@@ -52,9 +52,9 @@ class ChatTemplate:
     Args:
         system: system prompt; None, here and below, refuses the role.
         developer: developer message, the system prompt of newer models.
-        user: turns of the user.
-        assistant: turns of the model; only these are trained on.
-        tool: results of tools.
+        user: user turns.
+        assistant: assistant turns; only these are trained on.
+        tool: tool results.
     """
 
     system: Turn | None = Turn("System:\n", "\n\n")
@@ -70,13 +70,13 @@ class ChatTemplate:
                 raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
 
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
-        """Make the pieces of a conversation.
+        """Convert a conversation to pieces.
 
         Args:
-            turns: role, and texts and images, of each turn.
+            turns: role of each turn, with its texts and images.
 
         Raises:
-            RecordError: the template does not have the role.
+            RecordError: the template does not define the role.
         """
         known = {role.name: turn for role in fields(self) if (turn := getattr(self, role.name)) is not None}
         pieces: list[Piece] = []
@@ -91,15 +91,15 @@ class ChatTemplate:
 class TokenizerTemplate:
     """Jinja chat template of a Transformers tokenizer, as used for inference with the model.
 
-    The turns of the assistant are trained on: the text from the end of the generation prompt to the end of the turn.
-    The text that the template writes for an image, a video or audio, placeholder and markers, is replaced by the part
-    itself; the builder adds its own markers. Special tokens spelled out in the text of a record become special tokens,
-    as in Transformers. Placeholders of the media in a record are the exception: a record that spells them is refused.
+    In an assistant turn, the text from the end of the generation prompt to the end of the turn is trained on. The
+    placeholder and markers that the template writes for an image, a video or audio are replaced by the part itself; the
+    builder adds its own markers. Special tokens spelled out in the text of a record become special tokens, as in
+    Transformers. Placeholders of the media in a record are the exception: a record that spells them out is refused.
 
     Args:
         tokenizer: a tokenizer with ``apply_chat_template``.
-        chat_template: Jinja template; None is that of the tokenizer.
-        arguments: variables of the template, such as ``{"enable_thinking": False}``.
+        chat_template: Jinja template; None uses the tokenizer's own.
+        arguments: template variables, such as ``{"enable_thinking": False}``.
 
     Raises:
         InvalidInputError: the tokenizer has no chat template.
@@ -112,7 +112,7 @@ class TokenizerTemplate:
     def __post_init__(self) -> None:
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             got = type(self.tokenizer).__name__
-            raise InvalidInputError(f"tokenizer: got {got}, want a tokenizer of Transformers with a chat template")
+            raise InvalidInputError(f"tokenizer: got {got}, want a Transformers tokenizer with a chat template")
         if self.chat_template is None:
             try:
                 own = self.tokenizer.get_chat_template()
@@ -121,14 +121,14 @@ class TokenizerTemplate:
             object.__setattr__(self, "chat_template", own)
 
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
-        """Make the pieces of a conversation.
+        """Convert a conversation to pieces.
 
         Args:
-            turns: role, and texts and images, of each turn.
+            turns: role of each turn, with its texts and images.
 
         Raises:
-            RecordError: the template rejects the conversation, writes a turn differently if others follow it, or does
-                not write one placeholder for each image, video and audio.
+            RecordError: the template rejects the conversation, writes a turn differently if other turns follow it, or
+                does not write one placeholder for each image, video and audio.
         """
         turns = list(turns)
         first = turns[0][0]
@@ -138,7 +138,7 @@ class TokenizerTemplate:
         for i, (role, _) in enumerate(turns):
             if role.value == "assistant":
                 if i == 0:
-                    raise role.error("a turn of another role before that of the assistant")
+                    raise role.error("a turn with another role before the assistant turn")
                 trained.add(len(edges) + 1)
                 for stop, prompt in ((i, True), (i + 1, False)):
                     start = self._write(role, messages[:stop], prompt) if stop < len(turns) or prompt else text
@@ -149,7 +149,7 @@ class TokenizerTemplate:
         media = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         kinds = [_kind(part) for part in media]
         placeholders = {kind: self._placeholder(kind) for kind in dict.fromkeys(kinds)}
-        # The longest first, since one may be a prefix of another.
+        # The longest placeholder comes first, since one may be a prefix of another.
         either = re.compile("|".join(map(re.escape, sorted(placeholders.values(), key=len, reverse=True))))
         texts = [either.split(text[a:b]) if media else [text[a:b]] for a, b in pairwise(edges)]
         written = [match for a, b in pairwise(edges) for match in either.findall(text[a:b])] if media else []
@@ -163,7 +163,7 @@ class TokenizerTemplate:
         blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
         try:
             text = self._apply([{"role": "user", "content": blocks}], False)
-        except Exception:  # from Jinja, or from a template that does not support blocks
+        except Exception:  # raised by Jinja, or by a template that does not support blocks
             text = ""
         placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
         if not placeholder.strip() or repr(kind) in placeholder:  # the repr of the blocks
@@ -178,7 +178,7 @@ class TokenizerTemplate:
         """Render messages as text, optionally with the generation prompt."""
         try:
             return self._apply(messages, prompt)
-        except Exception as error:  # from Jinja, or any error of an expression in the template
+        except Exception as error:  # raised by Jinja, or by an expression in the template
             got = f"{type(error).__name__} ({str(error)[:200]}) from the chat template"
             raise role.error("a conversation that the template supports", got=got) from error
 
@@ -205,7 +205,7 @@ def check_template(template: object) -> None:
 
 
 def template_of(tokenizer: object) -> Template:
-    """Return the chat template of a tokenizer, or, with a warning, plain text if it has none.
+    """Return the chat template of a tokenizer, or, with a warning, plain text if the tokenizer has none.
 
     Args:
         tokenizer: tokenizer of a SequenceBuilder, or None.
@@ -222,7 +222,7 @@ def template_of(tokenizer: object) -> Template:
 
 
 def _content(parts: Sequence[object]) -> str | list[dict[str, object]]:
-    """Return the content of a message: a string if it is only text, for templates of text-only models, else blocks."""
+    """Return the content of a message: a string if all is text, for templates of text-only models, else blocks."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
@@ -238,11 +238,11 @@ def _kind(part: object) -> str:
 
 
 def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Iterator[object]) -> Iterator[Piece]:
-    """Yield the pieces of runs of texts, with the next medium between the texts of a run.
+    """Yield the pieces of runs of texts, inserting the next medium between adjacent texts of a run.
 
     Args:
         texts: the runs.
-        trained: numbers, from 1, of the runs that are trained on.
+        trained: numbers of the runs that are trained on, counted from 1.
         media: images, videos and audio in order.
     """
     for number, (first, *rest) in enumerate(texts, 1):

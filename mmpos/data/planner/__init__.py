@@ -1,1 +1,1 @@
-"""Plan packs of balanced cost: sizes and costs of examples, plans over steps and ranks, and index files of plans."""
+"""Plan packs of balanced cost: sizes and costs of examples, plans across steps and ranks, and plan index files."""

@@ -27,7 +27,7 @@ __all__ = ["Calibration", "ModelStep", "calibrate"]
 
 _TOKENS = (256, 512, 1024, 2048, 4096)
 _PATCHES = (256, 576, 1024, 2304, 4096)
-_TEXT = 32  # tokens in addition to those of an image, markers included
+_TEXT = 32  # tokens in addition to those of an image, including markers
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class Calibration:
         residual: largest relative error of the fit.
         tokens: (sizes,) tokens of each document.
         patches: (sizes,) patches of its image; 0 without an image.
-        seconds: (sizes,) median of its times.
-        spread: (sizes,) interquartile range of its times, divided by the median.
+        seconds: (sizes,) median time of the document.
+        spread: (sizes,) interquartile range of the times of the document, divided by the median.
     """
 
     cost: Cost
@@ -57,7 +57,7 @@ class Calibration:
 
         Args:
             path: path or URL of the file.
-            about: further entries of the file, such as the model and the device.
+            about: additional entries of the file, such as the model and the device.
         """
         content = {
             **about,
@@ -84,14 +84,14 @@ def calibrate(
     The first round warms up caches and compiles kernels, and is not counted.
 
     Args:
-        step: called with a number of tokens and of patches; trains on one document of this size, without an image if
+        step: called with the numbers of tokens and patches; trains on one document of this size, without an image if
             patches is 0, and returns when the device has finished. Tokens include those of the image. ``ModelStep``
             is such a callable.
-        tokens: sizes of texts in tokens; at least three.
-        patches: sizes of images in patches before merging; empty for a text-only model, otherwise at least three.
+        tokens: text sizes in tokens; at least three.
+        patches: image sizes in patches before merging; empty for a text-only model, otherwise at least three.
         patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
         repeats: number of times each size is timed.
-        progress: called with the number of finished steps and their total.
+        progress: called with the number of finished steps and the total number of steps.
 
     Raises:
         InvalidInputError: there are too few sizes, or times do not grow with tokens.

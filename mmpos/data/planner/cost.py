@@ -30,8 +30,9 @@ class Headers:
     """Sizes of examples, known from text lengths and image headers alone.
 
     Args:
-        tokens: (examples,) tokens of each example, image tokens and markers included; at least 1.
-        labels: (examples,) trained tokens of each example, without the first of a document, which nothing predicts.
+        tokens: (examples,) tokens of each example, including image tokens and markers; at least 1.
+        labels: (examples,) trained tokens of each example, excluding the first token of a document, which no token
+            predicts.
         patches: (images,) patches of each image or video frame, before they are merged into tokens.
         images: (examples,) images of each example, in the order of ``patches``; None if there are no images.
     """
@@ -111,8 +112,8 @@ class Cost:
     The defaults are the FLOP of a language model with 7 billion parameters and a vision tower with 0.6 billion.
 
     Args:
-        language_linear: cost per token: products with weights.
-        language_quadratic: cost per squared number of tokens: attention within a document.
+        language_linear: cost per token, for products with weights.
+        language_quadratic: cost per squared number of tokens, for attention within a document.
         vision_linear: cost per patch.
         vision_quadratic: cost per squared number of patches of an image or frame.
     """
@@ -153,7 +154,7 @@ class Cost:
 
     @classmethod
     def fit(cls, batches: Sequence[Headers], seconds: npt.ArrayLike) -> Cost:
-        """Fit nonnegative coefficients to measured times by least squares of relative errors.
+        """Fit nonnegative coefficients to measured times by minimizing squared relative errors.
 
         Args:
             batches: the examples of each measurement.
@@ -176,7 +177,7 @@ class Cost:
         coefficients = fit_terms(terms, times)
         if not coefficients[0]:
             raise InvalidInputError(
-                "seconds: got times that do not grow with tokens, want batches of more different sizes"
+                "seconds: got times that do not grow with tokens, want batches of more varied sizes"
             )
         return cls(*coefficients.tolist())
 
@@ -212,7 +213,7 @@ class Cost:
 
 
 def _terms(headers: Headers) -> FloatArray:
-    """Return (4, examples): tokens, squared tokens, patches and squared patches of each example."""
+    """Return the (4, examples) tokens, squared tokens, patches and squared patches of each example."""
     owner = np.arange(len(headers)).repeat(headers.images)
     patches, tokens = headers.patches.astype(np.float64), headers.tokens.astype(np.float64)
     image_terms = [np.bincount(owner, power, len(headers)) for power in (patches, patches**2)]
@@ -220,7 +221,7 @@ def _terms(headers: Headers) -> FloatArray:
 
 
 def sum_terms(headers: Headers) -> FloatArray:
-    """Return (4,): tokens, squared tokens, patches and squared patches of all examples."""
+    """Return the (4,) sums of tokens, squared tokens, patches and squared patches over all examples."""
     total: FloatArray = _terms(headers).sum(axis=1)
     return total
 

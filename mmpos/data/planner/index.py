@@ -33,7 +33,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("shard", pa.dictionary(pa.int32(), pa.string()), nullable=False),
         pa.field("row", pa.int64(), nullable=False),  # index of the example in its shard
         pa.field("weight", pa.float64(), nullable=False),  # factor of the mean loss of the pack
-        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy: other ranks run their vision towers
+        pa.field("needs_image", pa.bool_(), nullable=False),  # a dummy, since other ranks run vision towers
     ]
 )
 
@@ -43,7 +43,7 @@ _GROUP_ROWS = 2**16
 
 
 def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4) -> tuple[Headers, IntArray, IntArray]:
-    """Read the sizes of ready examples without their pixels.
+    """Read the sizes of ready examples without reading their pixels.
 
     Args:
         shards: files of ready sequences.
@@ -62,7 +62,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         lists = columns["labels"].combine_chunks()
         trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
-        trained[ends[:-1]] = 0  # no token predicts the first of a document
+        trained[ends[:-1]] = 0  # no token predicts the first one of a document
         before = np.append(0, trained.cumsum())
         labels.append(np.diff(before[ends]))
         grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
@@ -93,7 +93,7 @@ def write_index(
         row: (examples,) index of each example in its shard.
 
     Raises:
-        InvalidInputError: shard or row has another length than the headers of the plan, an index is out of range, or a
+        InvalidInputError: shard or row does not have the length of the plan's headers, an index is out of range, or a
             pack has 2³¹ tokens or more.
     """
     count = instance("plan", plan, TrainingPlan, "mmpos.data.plan").members.size
@@ -128,7 +128,7 @@ def write_index(
 
 @dataclass(frozen=True, eq=False)
 class PlannedPack:
-    """Pack of a rank in a microbatch of a step.
+    """Pack that a rank processes in one microbatch of a step.
 
     Args:
         pack: the examples in order.
@@ -158,18 +158,19 @@ class PlannedPack:
 
 
 class PlannedPacks:
-    """Packs of one rank, read by an index: iteration yields the list of microbatches of each step.
+    """Packs of one rank, read according to an index file; iteration yields the list of microbatches of each step.
 
-    Shards are read in place and by random access. ``state_dict`` resumes the iteration after a restart.
+    Shards are read in place, with random access. ``state_dict`` resumes the iteration after a restart.
 
     Args:
         path: path or URL of the index from ``write_index``.
         rank: the rank.
-        groups: maximum number of row groups of a shard in memory; those of a window of the plan should fit, so that
-            each is read once.
+        groups: maximum number of row groups of a shard held in memory. All row groups that one window of the plan uses
+            should fit, so that each is read once.
 
     Raises:
-        InvalidInputError: here or during iteration: the index or a shard is damaged, or has changed since planning.
+        InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
+            iteration.
         OSError: a file cannot be opened; the error names it.
     """
 

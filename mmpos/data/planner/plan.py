@@ -26,14 +26,14 @@ _GROWTH = 1.02
 class TrainingPlan:
     """Assignment of examples to packs, and of packs to steps, ranks and microbatches.
 
-    A rank processes pack (step·ranks + rank)·microbatches + microbatch in a microbatch of a step.
+    In each microbatch of a step, a rank processes pack (step·ranks + rank)·microbatches + microbatch.
 
     Args:
         members: (examples,) indices of the examples, pack by pack.
         member_tokens: (examples,) tokens of the examples in ``members``.
         pack_offsets: (packs + 1,) start of each pack in ``members``, then the total; no pack is empty.
         ranks: number of data-parallel ranks.
-        microbatches: number of packs of a rank in a step.
+        microbatches: number of packs per rank in a step.
         max_tokens: maximum number of tokens in a pack.
         tokens: (packs,) tokens of each pack.
         labels: (packs,) label tokens of each pack.
@@ -64,7 +64,7 @@ class TrainingPlan:
 
     @property
     def weights(self) -> FloatArray:
-        """(packs,) factor for the mean loss of each pack, with which every label of the plan counts equally.
+        """(packs,) factor for the mean loss of each pack, chosen so that every label of the plan counts equally.
 
         The loss of a step is the mean, over ranks and microbatches, of the weight times the mean loss over the labels
         of the pack. Weights average to 1.
@@ -76,7 +76,7 @@ class TrainingPlan:
     def needs_image(self) -> npt.NDArray[np.bool_]:
         """(packs,) whether a pack has no image while the pack of another rank in the same microbatch has one.
 
-        If the vision tower is sharded over ranks, all ranks must run it: give these packs a dummy image.
+        If the vision tower is sharded across ranks, all ranks must run it: give these packs a dummy image.
         """
         has = (self.images > 0).reshape(self.num_steps, self.ranks, self.microbatches)
         return np.asarray(has.any(axis=1, keepdims=True) & ~has).ravel()
@@ -103,7 +103,7 @@ class TrainingPlan:
         return total
 
     def straggling(self, pipeline: int = 1) -> float:
-        """Return the cost of the slowest ranks, summed over steps, divided by the mean costs, summed over steps."""
+        """Return the sum over steps of the slowest rank's cost, divided by the sum over steps of the mean cost."""
         costs = self.rank_costs(pipeline)
         return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
 
@@ -139,21 +139,21 @@ def plan(
     window: int = WINDOW,
     seed: int = 0,
 ) -> TrainingPlan:
-    """Plan packs so that the ranks of a step finish together; the same arguments give the same plan.
+    """Plan packs so that all ranks finish a step together; the same arguments always give the same plan.
 
     The examples of a window are assigned in rounds, the most expensive first, to the packs with the lowest cost so far
     that have room. Packs of similar cost share a step; among packs within ``tolerance`` of each other, labels are
-    balanced over steps. The steps of a window are in random order. To plan a stream, call this once per window.
+    balanced across steps. The steps of a window are in random order. To plan a stream, call this once per window.
 
     Args:
         headers: sizes of the examples.
         max_tokens: maximum number of tokens in a pack.
         ranks: number of data-parallel ranks.
-        microbatches: number of packs of a rank in a step.
-        cost: cost model; None is ``Cost()``.
-        tolerance: fraction by which a pack may cost more than the cheapest of its step for the sake of even labels.
+        microbatches: number of packs per rank in a step.
+        cost: cost model; None uses ``Cost()``.
+        tolerance: fraction by which a pack may cost more than the cheapest pack of its step in order to balance labels.
         window: number of consecutive examples planned together; a shorter remainder joins the last window.
-        seed: seed of the order of steps.
+        seed: seed for the order of steps.
 
     Raises:
         InvalidInputError: an example is longer than max_tokens, a window has too few examples to give every rank a
@@ -259,7 +259,7 @@ def _ordered(
     pack_of: IntArray, costs: FloatArray, labels: IntArray, ranks: int, microbatches: int, tolerance: float,
     random: np.random.Generator,
 ) -> IntArray:  # fmt: skip
-    """Return the place of each pack of a window: its step, rank and microbatch as one number."""
+    """Return the place of each pack of a window: its step, rank and microbatch, encoded as one number."""
     group = ranks * microbatches
     pack_costs, pack_labels = np.bincount(pack_of, costs), _sums(pack_of, labels)
     order = np.argsort(pack_costs, kind="stable")

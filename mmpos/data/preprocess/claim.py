@@ -1,4 +1,7 @@
-"""Lock a folder for one run: a claim file, created exclusively and updated by a heartbeat, on disk or in a store."""
+"""Lock a folder for one run, on disk or in a store.
+
+A claim file is created exclusively and updated by a heartbeat.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Claim:
         self._beats.start()
 
     def check(self) -> None:
-        """Check that no other run has taken over the folder, which happens if this process is suspended.
+        """Check that no other run has taken over the folder, which can happen while this process is suspended.
 
         Raises:
             InvalidInputError: the claim is lost.
@@ -67,7 +70,7 @@ class Claim:
         """Remove the claim; if the store fails, the file stays and later counts as the claim of a dead run."""
         self._ended.set()
         self._beats.join()
-        with suppress(OSError, InvalidInputError):  # would hide an error of the run
+        with suppress(OSError, InvalidInputError):  # an error here would hide the run's own error
             owner = _owner(self._path)
             if owner is not None and owner["id"] == self._owner["id"]:
                 self._path.remove()
@@ -152,7 +155,7 @@ def _lives(path: StorePath, owner: _Owner) -> bool:
 
 
 def _owner(path: StorePath) -> _Owner | None:
-    """Return the content of a claim file; None if the file is gone.
+    """Return the content of a claim file, or None if the file is gone.
 
     Raises:
         InvalidInputError: the file is not a claim.
@@ -162,9 +165,9 @@ def _owner(path: StorePath) -> _Owner | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it") from error
+        raise InvalidInputError(f"{path}: got a file that is not an mmpos claim; remove it") from error
     if not isinstance(owner, dict) or not _Owner.__required_keys__ <= owner.keys():
-        raise InvalidInputError(f"{path}: got a file that is not a claim of mmpos; remove it")
+        raise InvalidInputError(f"{path}: got a file that is not an mmpos claim; remove it")
     return owner
 
 

@@ -38,9 +38,9 @@ def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[S
     """Run the tasks on this machine, several at a time.
 
     Args:
-        job: work on each task.
+        job: work to do on each task.
         tasks: inputs and outputs.
-        workers: number of processes; a single worker is this process. Worker processes are killed, and may leave
+        workers: number of processes; a single worker runs in this process. Worker processes are killed, and may leave
             temporary files, if the iterator is closed early or fails.
 
     Yields:
@@ -60,7 +60,7 @@ def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, N
 
 
 def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    # Spawned, since a fork of a process with threads (torch, pyarrow) may hang.
+    # Workers are spawned, since a fork of a process with threads (torch, pyarrow) may hang.
     context = multiprocessing.get_context("spawn")
     steps: SimpleQueue[Step] = context.SimpleQueue()
     work, inputs = pickle.dumps(job), [pickle.dumps(task) for task in tasks]
@@ -68,8 +68,8 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
     running: set[Future[bytes]] = set()
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
     try:
-        resource_tracker.ensure_running()  # its start inside no_interrupts would let interrupts through
-        with no_interrupts():  # workers inherit the blocked signal: only this process handles Ctrl-C
+        resource_tracker.ensure_running()  # starting it inside no_interrupts would let interrupts through
+        with no_interrupts():  # workers inherit the blocked signal, so only this process handles Ctrl-C
             running = {pool.submit(_work, work, task) for task in inputs}
             started = set(multiprocessing.active_children()) - others
         while running:
@@ -93,7 +93,7 @@ class _Worker:
 
 
 def _begin_worker(steps: SimpleQueue[Step]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes already use all cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; the processes already use all cores
     # Skipped records are counted and written to files; warnings of many processes would clutter the terminal.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -122,7 +122,7 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-_loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts over all tasks
+_loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts across all tasks
 
 
 def _portable(error: Exception) -> Exception:
@@ -137,7 +137,7 @@ def _portable(error: Exception) -> Exception:
 
 
 def _raise(result: bytes) -> Any:
-    """Unpickle a result of a worker; raise it if it is an exception."""
+    """Unpickle a worker's result; raise it if it is an exception."""
     value = pickle.loads(result)
     if isinstance(value, Exception):
         raise value
@@ -145,18 +145,18 @@ def _raise(result: bytes) -> Any:
 
 
 def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks as a pipeline of Ray Data.
+    """Run the tasks as a Ray Data pipeline.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
     this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts one.
 
-    Ray tasks read the shards into rows, one for each part with its raw records, and a pool of actors writes each row
-    to a file. Ray balances the actors, throttles readers while rows are queued, and repeats the work of a machine that
-    dies: files are written atomically, and repeated work writes the same bytes. Inputs and outputs must have the same
-    paths on all machines; relative paths are resolved against the current folder of this process.
+    Ray tasks read the shards into rows, one per part with its raw records, and a pool of actors writes each row to a
+    file. Ray balances the actors, throttles readers while rows are queued, and repeats the work of a machine that dies.
+    This is safe, since files are written atomically and repeated work writes the same bytes. Inputs and outputs must
+    have the same paths on all machines; relative paths are resolved against the current folder of this process.
 
     Args:
-        job: work on each part.
+        job: work to do on each part.
         tasks: inputs and outputs.
         workers: maximum number of actors, each sharing one CPU with the readers; in a smaller cluster, as many run as
             there are CPUs.
@@ -200,7 +200,7 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
             yield _raise(row["step"])
 
 
-_READER_CPUS = 0.25  # fraction of a CPU for a reader; an actor gets the rest
+_READER_CPUS = 0.25  # fraction of a CPU that a reader gets; an actor gets the rest
 
 _ROWS = pa.schema([("task", pa.int64()), ("part", pa.int64()), ("records", pa.large_binary())])
 
@@ -223,10 +223,10 @@ def _row(*values: object) -> pa.Table:
 
 
 class PartWriter:
-    """Callable of an actor for ``map_batches``: writes the file of a part and returns its last step as a row.
+    """Callable that an actor runs for ``map_batches``: writes the file of a part and returns its last step as a row.
 
     Args:
-        job: work on each part.
+        job: work to do on each part.
         folder: folder against which relative paths are resolved.
     """
 

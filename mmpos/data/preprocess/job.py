@@ -42,7 +42,7 @@ class Progress:
         shards: number of shards.
         done: number of finished shards, including those of earlier runs.
         reused: number of shards that earlier runs finished.
-        counts: counts of the records and sequences of this run.
+        counts: counts of the records and sequences in this run.
     """
 
     shards: int
@@ -69,7 +69,7 @@ class Output:
 
     @property
     def quarantine(self) -> StorePath:
-        """File of the skipped records; it exists only if there are any."""
+        """File of skipped records; it exists only if records were skipped."""
         return quarantine_of(self.path)
 
 
@@ -79,7 +79,7 @@ class Fill:
 
     Args:
         max_tokens: maximum number of tokens in a pack.
-        packs: number of packs of the documents that fit.
+        packs: number of packs that hold the documents that fit.
         tokens: number of tokens in these packs.
         longer: number of documents with more than max_tokens, which would have to be cut.
     """
@@ -100,9 +100,9 @@ class Summary:
     """Results of the job.
 
     Args:
-        outputs: finished files in the order of the inputs and of their records.
+        outputs: finished files, in the order of the inputs and of the records in each input.
         fill: fill rate of all documents of the outputs.
-        seconds: duration of this run, without the packing for ``fill``.
+        seconds: duration of this run, excluding the packing for ``fill``.
     """
 
     outputs: tuple[Output, ...]
@@ -125,7 +125,7 @@ Engine = Literal["local", "ray"]
 
 _PAUSE = 0.1  # seconds between two reports
 _SAVE = 10.0  # minimum number of seconds between two writes of the manifest
-_SAVE_SHARE = 0.05  # maximum fraction of the time of a run spent on writing the manifest
+_SAVE_SHARE = 0.05  # maximum fraction of a run's time spent writing the manifest
 
 
 def write_sequences(
@@ -142,34 +142,34 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Preprocess shards into Parquet files of ready sequences: one file for each part of 64 MiB of a shard.
+    """Preprocess shards into Parquet files of ready sequences: one file for each 64 MiB part of a shard.
 
-    Files are written atomically, so the same call completes a killed run. Finished files are reused, unless their
-    input or the settings changed, which is an error. A file that was touched or copied counts as unchanged; for inputs
-    other than files, only name and number of records are compared. Engine, workers and interruptions do not affect the
-    files. ``sequence_shards`` opens the folder by its manifest. A claim file in the folder keeps other runs out.
+    Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
+    if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
+    files, only the name and number of records are compared. The engine, number of workers and interruptions do not
+    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file keeps other runs out of it.
 
     Args:
-        readers: readers of the shards; ``mmpos.data.shards`` makes them from paths.
+        readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.
         folder: path or URL of the output folder, created if missing; each file is named after its input.
         preprocess: a Preprocess, or a callable of your own; it must be picklable for several workers and for Ray.
-        engine: "local" uses processes of this machine; "ray" uses the Ray cluster that is connected, in RAY_ADDRESS or
-            running here, else one started for the run, as always with RAY_ADDRESS=local.
+        engine: "local" uses processes of this machine; "ray" uses the connected Ray cluster, else the one that
+            RAY_ADDRESS names or that runs here, else one started for the run, as always with RAY_ADDRESS=local.
         workers: number of processes on this machine, or maximum number of Ray actors.
         on_error: "raise" stops at the first unusable record and names it; "skip" counts such records and writes them to
             a file next to the output. Configuration errors always stop the run.
-        max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until then
-            also checked at the end of each part. Ten records may always be skipped.
+        max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until a worker
+            has read that many, the fraction is also checked at the end of each part. Ten records may always be skipped.
         patches: whether to store pixels.
-        overwrite: whether to replace outputs of other inputs or settings; if False, they raise an error.
+        overwrite: whether to replace outputs made from other inputs or with other settings, or to raise an error.
         max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
 
     Raises:
-        InvalidInputError: an argument is wrong, an existing output has another input or other settings, another run
-            writes to the folder, or more records were skipped than max_skipped allows.
+        InvalidInputError: an argument is invalid, an existing output was made from another input or with other
+            settings, another run writes to the folder, or more records were skipped than max_skipped allows.
         RecordError, UnsupportedError: a record, or a part for this builder, cannot be used; finished files stay.
-        OSError: a file cannot be read or written; an error of writing names the file.
+        OSError: a file cannot be read or written; errors while writing name the file.
     """
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
@@ -194,7 +194,7 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
     """Open the manifest of a folder and record the finished parts of the tasks in it.
 
     Raises:
-        InvalidInputError: existing outputs have other inputs or settings, and overwrite is False.
+        InvalidInputError: existing outputs were made from other inputs or with other settings, and overwrite is False.
     """
     try:
         manifest = Manifest.load(folder) or Manifest(folder, job.settings)
@@ -226,7 +226,7 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
 
 
 def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
-    """Return the shards of a manifest that are the file of a task, but split into another number of slices."""
+    """Return the shards of a manifest that are the file of a task, but split into a different number of slices."""
     others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
     files = {_unsliced(name)[0] for name in others}
     sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices
@@ -331,11 +331,11 @@ def _run(
     claim: Claim,
     progress: _Progress,
 ) -> Counter[int]:
-    """Run the tasks, record finished parts, and remove temporary files of runs and workers that were killed.
+    """Run the tasks, record finished parts, and remove temporary files left by killed runs and workers.
 
     Args:
         engine: see write_sequences.
-        job: work on each task.
+        job: work to do on each task.
         tasks: tasks with missing parts.
         workers: see write_sequences.
         manifest: manifest of the folder, saved at intervals and at the end.
@@ -343,7 +343,7 @@ def _run(
         progress: receives every step.
 
     Returns:
-        number of documents of each length, by length.
+        number of documents of each length, keyed by length.
     """
     lengths = Counter[int]()
     numbered = {task.number: task for task in tasks}

@@ -28,7 +28,7 @@ _VERSION = 1
 _PACKAGES = ("multimodal-positions", "numpy", "pyarrow", "pillow", "torchvision", "tokenizers", "transformers")
 _PART = re.compile(r"(.+)\.part(\d{5,})", re.DOTALL)
 _ENDINGS = (".parquet", ".quarantine.jsonl")
-_THREADS = 16  # that inspect files
+_THREADS = 16  # number of threads that inspect files
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ShardFiles:
     """Files of one shard.
 
     Args:
-        source: facts of the shard.
+        source: facts about the shard.
         files: finished files by part number.
         parts: number of parts; None until it is known.
     """
@@ -56,10 +56,10 @@ class Manifest:
 
     Args:
         folder: the folder.
-        settings: settings that its files are made with.
+        settings: settings used to make its files.
 
     Attributes:
-        shards: files of each shard, by the stem of their names.
+        shards: files of each shard, keyed by the stem of their names.
     """
 
     def __init__(self, folder: StorePath, settings: Mapping[str, object]) -> None:
@@ -68,7 +68,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: StorePath) -> Manifest | None:
-        """Read the manifest of a folder; None if there is none.
+        """Read the manifest of a folder; return None if the folder has none.
 
         Raises:
             InvalidInputError: the file is not a manifest, or has another version.
@@ -89,7 +89,7 @@ class Manifest:
                 f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
             ) from error
         if got != _VERSION:
-            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder anew")
+            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder again")
         return manifest
 
     def save(self) -> None:
@@ -154,7 +154,7 @@ class Manifest:
             stem, part = self._part_of(path.stem)
             parts.setdefault(stem, set()).add(part)
         with ThreadPool(min(_THREADS, len(tasks))) as threads:
-            # In order, so that the error always names the first refused output.
+            # Results arrive in order, so that the error always names the first refused output.
             resumed = threads.imap(lambda task: self._resumed(job, task, parts.get(task.stem, set())), tasks)
             self.shards |= {task.stem: shard for task, shard in zip(tasks, list(resumed), strict=True)}
 
@@ -227,7 +227,7 @@ def _versions() -> dict[str, str]:
 def sequence_shards(
     folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
 ) -> list[SequenceShard]:
-    """Open a folder of ready sequences, written by ``write_sequences`` or ``mmpos preprocess``, by its manifest.
+    """Open a folder of ready sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
 
     The folder is listed once; rows and settings of a file are checked when the file is read.
 
@@ -237,7 +237,7 @@ def sequence_shards(
         patches: whether pixels must have been stored; used only with preprocess.
 
     Returns:
-        the shards in the order of the names of their inputs, and within each in the order of its records.
+        the shards, sorted by the name of their input and, within an input, by the order of its records.
 
     Raises:
         InvalidInputError: the folder has no manifest, the run did not finish, a file is missing, or settings differ.

@@ -26,12 +26,12 @@ def describe(settings: Mapping[str, object]) -> dict[str, object]:
     {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'patches': True}
 
     Args:
-        settings: frozen dataclasses, their fields, and functions, by name. Functions are compared by name only,
-            tokenizers by their saved form, other objects by their pickle, which may differ between versions of their
-            package.
+        settings: settings by name: frozen dataclasses, their fields, and functions. Functions are compared only by
+            name, tokenizers by their saved form, and other objects by their pickle, which may differ between versions
+            of their package.
 
     Returns:
-        numbers and names of classes by path; texts and paths, which may be secret, are replaced by a digest.
+        numbers and class names, keyed by path; texts and paths, which may be secret, are replaced by a digest.
     """
     return dict(leaf for name, value in settings.items() for leaf in _leaves(name, value))
 
@@ -90,7 +90,7 @@ def _class(value: object) -> str:
 
 def _saved(value: object) -> bytes:
     """Return the saved form of a tokenizer, or the pickle of any other object."""
-    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # the libraries tokenizers and transformers
+    for tokenizer in (value, getattr(value, "backend_tokenizer", None)):  # tokenizers and transformers libraries
         save = getattr(tokenizer, "to_str", None)
         if callable(save):
             return str(save()).encode()

@@ -1,4 +1,4 @@
-"""Preprocess one shard: pass its records through a callable, and write each part to a file with the settings."""
+"""Preprocess one shard: pass its records through a callable, and write each part to a file along with the settings."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Counts:
 
     Args:
         documents: records that became sequences.
-        tokens: tokens of these sequences, patches and markers included.
-        images: images of these sequences.
+        tokens: tokens in these sequences, including patches and markers.
+        images: images in these sequences.
         skipped: records in the quarantine.
-        images_dropped: images left out of their documents, also in the quarantine.
+        images_dropped: images left out of their documents; also listed in the quarantine.
     """
 
     documents: int = 0
@@ -83,9 +83,9 @@ class Step(NamedTuple):
         task: number of the task.
         part: number of the current part of the shard; in the last step of the task, the number of parts.
         counts: counts of the part so far.
-        source: facts of the shard, in the last step of a part and of the task.
+        source: facts about the shard, in the last step of a part and of the task.
         file: file of the part once it is finished.
-        lengths: number of documents of each length in the file, by length.
+        lengths: number of documents of each length in the file, keyed by length.
     """
 
     task: int
@@ -104,7 +104,7 @@ class Task:
         number: number of the task.
         reader: reader of the shard.
         folder: folder of the outputs.
-        stem: prefix of the names of the outputs.
+        stem: prefix of the output names.
         done: numbers of the parts that an earlier run finished.
     """
 
@@ -122,7 +122,7 @@ class Task:
     def identity(self) -> Facts:
         """Name and size of the input, and the change times or version of its file; see StorePath.identity.
 
-        The size is the number of bytes of a file, and the number of records of any other input.
+        The size of a file is its number of bytes; that of any other input is its number of records.
         """
         source = store_path("source", self.reader.source)
         path = store_path("path", getattr(self.reader, "path", source))  # the source of a slice is not a file
@@ -131,7 +131,7 @@ class Task:
         return {"source": source.name, **path.identity()}
 
     def digest(self) -> str | None:
-        """Compute the SHA-256 of an input file on this machine; None for slices and all other inputs."""
+        """Compute the SHA-256 of an input file on this machine; return None for slices and all other inputs."""
         path = store_path("source", self.reader.source)
         if path.is_url or not path.is_file():
             return None
@@ -149,22 +149,22 @@ def part_name(stem: str, part: int) -> str:
 
 
 def quarantine_of(output: StorePath) -> StorePath:
-    """Return the path of the file with the records that were skipped for this output."""
+    """Return the path of the file that lists the records skipped for this output."""
     return output.with_name(f"{output.stem}.quarantine.jsonl")
 
 
 def read_parts(task: Task) -> Iterator[tuple[int, Facts, Iterator[tuple[Location, Raw]] | None]]:
-    """Read the unfinished parts of a shard; the bounds of parts depend on the records alone.
+    """Read the unfinished parts of a shard; part boundaries depend only on the records.
 
     Args:
         task: the task of the shard.
 
     Yields:
-        The number of a part, facts of the shard, and an iterator that reads the records lazily; at the end the number
-        of parts, the facts and None.
+        The number of a part, the facts about the shard, and an iterator that reads the records lazily; at the end, the
+        number of parts, the facts and None.
 
     Raises:
-        InvalidInputError: the shard changed during reading; raised before the last part is complete.
+        InvalidInputError: the shard changed while it was read; raised before the last part is complete.
     """
     identity = task.identity
     source = {**identity, "sha256": task.digest()}
@@ -185,7 +185,7 @@ def read_parts(task: Task) -> Iterator[tuple[int, Facts, Iterator[tuple[Location
 
 
 def changed(task: Task, source: Facts) -> bool:
-    """Return whether a shard differs from recorded facts; a file that was only touched does not."""
+    """Return whether a shard differs from the recorded facts; a file that was only touched does not."""
     if all(source.get(name) == value for name, value in task.identity.items()):
         return False
     digest = task.digest()
@@ -196,7 +196,9 @@ def _records(task: Task, source: Facts) -> Iterator[tuple[Location, Raw]]:
     """Yield the records of a shard, then check that the shard has not changed."""
     yield from task.reader.records()
     if changed(task, source):
-        raise InvalidInputError(f"{task.reader.source}: got a file that changed while it was read, want a stable one")
+        raise InvalidInputError(
+            f"{task.reader.source}: got a file that changed while it was read, want one that does not change"
+        )
 
 
 def _size(value: object) -> int:
@@ -215,13 +217,13 @@ class ShardJob:
     """Work done on every shard, independent of the engine; picklable if its callable is.
 
     Args:
-        preprocess: makes an example from a record: a Preprocess, or a callable with the same arguments and errors.
+        preprocess: converts a record to an example: a Preprocess, or a callable with the same arguments and errors.
         on_error: "raise" stops the job at an unusable record; "skip" counts the record and writes it to a quarantine
             file next to the output.
         patches: whether to store pixels; without them, images are still decoded, so that content hashes and the
             refused records stay the same.
-        max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; until then also
-            checked at the end of each part.
+        max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; until a process has
+            read that many, the fraction is also checked at the end of each part.
     """
 
     preprocess: MakeExample
@@ -239,7 +241,7 @@ class ShardJob:
         object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
     def run(self, task: Task) -> Generator[Step, None, None]:
-        """Run a task record by record; yields the steps of ``write``, then one with the number of parts."""
+        """Run a task record by record; yield the steps of ``write``, then one with the number of parts."""
         for part, source, records in read_parts(task):
             if records is None:
                 yield Step(task.number, part, Counts(), source)
@@ -255,7 +257,7 @@ class ShardJob:
             task: number of the task.
             part: number of the part.
             output: path of the file.
-            source: facts of the shard.
+            source: facts about the shard.
             records: records of the part.
 
         Yields:
@@ -280,7 +282,8 @@ class ShardJob:
                 yield Step(task, part, counts)
             self.limit.end()
             writer.facts = {**source, "settings": self.settings, **asdict(counts)}
-            # Written before the output is renamed into place, so that every output has a complete quarantine.
+            # The quarantine is written before the output is renamed into place, so that every output has a complete
+            # one.
             _write_lines(quarantine_of(output), refused)
         yield Step(task, part, counts, source, PartFile(output.name, writer.size, writer.sha256, counts), lengths)
 

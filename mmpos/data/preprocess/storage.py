@@ -46,7 +46,7 @@ GROUP_BYTES = 32 * 2**20
 GROUP_ROWS = 1024
 """Maximum number of examples in a row group."""
 
-_MAX_VALUE = 2**31 - 1  # maximum bytes of one value in a Parquet column
+_MAX_VALUE = 2**31 - 1  # maximum size in bytes of one value in a Parquet column
 _PATCHES = ("uint8", "float32")
 _IDS = pa.list_(pa.int64())
 
@@ -59,7 +59,7 @@ SCHEMA = pa.schema(
         pa.field("labels", _IDS, nullable=False),
         pa.field("part_offsets", _IDS, nullable=False),
         pa.field("kind", pa.binary(), nullable=False),  # (segments,) uint8
-        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; little-endian, as all arrays below
+        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; little-endian, like all arrays below
         pa.field("seconds_per_frame", pa.binary()),  # (2, segments) int64
         pa.field("row_separator", pa.binary()),  # (segments,) bool
         pa.field("extra_tokens", pa.binary()),  # (segments,) int64
@@ -111,7 +111,7 @@ class SequenceWriter:
         facts: JSON-compatible values for the footer; SequenceShard.facts returns them.
 
     Raises:
-        OSError: here or in a later call: the file cannot be written; the error names it.
+        OSError: the file cannot be written, now or in a later call; the error names it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +121,7 @@ class SequenceWriter:
         self.facts: Facts = {}
         with ExitStack() as stack:
             self._sink = _HashedFile(stack.enter_context(store_path("path", path).write()))
-            # Dictionaries do not help pages of pixels; checksums detect disk corruption.
+            # Dictionary encoding does not help pages of pixels; checksums detect disk corruption.
             self._parquet = parquet.ParquetWriter(
                 self._sink,
                 SCHEMA,
@@ -147,7 +147,7 @@ class SequenceWriter:
         """Add one example.
 
         Raises:
-            InvalidInputError: the example is not a single document, or its positions have other axes than those of
+            InvalidInputError: the example is not a single document, or its positions have different axes from those of
                 earlier examples.
             LimitExceededError: the patches do not fit in a Parquet file.
         """
@@ -226,7 +226,7 @@ class ListedFile:
     Args:
         manifest: path of the manifest.
         rows: number of examples in the file.
-        settings: settings that the file was made with.
+        settings: settings used to make the file.
     """
 
     manifest: str
@@ -300,7 +300,8 @@ class SequenceShard:
             start: index of the first example; row groups before it are not read.
 
         Raises:
-            InvalidInputError: the file does not hold ready sequences, has another version or other axes, or is damaged.
+            InvalidInputError: the file does not contain ready sequences, has another version or other axes, or is
+                damaged.
         """
         for _, example in self._rows(start, 1):
             if isinstance(example, RecordError):
@@ -339,7 +340,7 @@ class SequenceShard:
             return error
 
     def example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
-        """Make an example from row i of a row group; return the error if that fails."""
+        """Create an example from row i of a row group; return the error if that fails."""
         if isinstance(rows, Exception):
             return broken(here, rows)
         try:
@@ -356,7 +357,7 @@ class SequenceShard:
     def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         if stored is None:
-            raise InvalidInputError(f"{self.path}: got a Parquet file without metadata of mmpos, want ready sequences")
+            raise InvalidInputError(f"{self.path}: got a Parquet file without mmpos metadata, want ready sequences")
         footer: _Footer = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
@@ -371,7 +372,7 @@ class SequenceShard:
 
 
 class SequenceRows:
-    """Random access to the examples of a SequenceShard; the row groups used last stay in memory.
+    """Random access to the examples of a SequenceShard; the most recently used row groups stay in memory.
 
     Args:
         shard: the shard.
@@ -416,7 +417,7 @@ class SequenceRows:
 
 
 def get_example(record: Record, location: Location) -> Example:
-    """Return the example in a record of a SequenceShard; used in place of a Preprocess."""
+    """Return the example in a record of a SequenceShard; used instead of a Preprocess."""
     example = record.get("example")
     if not isinstance(example, Example):
         raise RecordError(f"{location}: got a raw record, want a record of a SequenceShard")

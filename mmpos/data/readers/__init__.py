@@ -1,4 +1,4 @@
-"""Readers of shards: WebDataset tar files, Parquet, JSON lines, Lance, and datasets of Hugging Face."""
+"""Readers of shards: WebDataset tar files, Parquet, JSON lines, Lance, and Hugging Face datasets."""
 
 from __future__ import annotations
 

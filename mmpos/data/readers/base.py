@@ -14,12 +14,12 @@ from mmpos.support.checks import integer
 __all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
-"""Raw record with undecoded images, or the error in place of a record that cannot be read."""
+"""Raw record with undecoded images, or the error that replaces a record that cannot be read."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reader of one shard. It is picklable, since it holds no open file; each call of ``records`` opens the shard."""
+    """Reader of one shard. It is picklable, since it holds no open file; each call to ``records`` opens the shard."""
 
     @property
     def source(self) -> str:
@@ -89,11 +89,11 @@ class FileReader(ABC):
         """Read the records start, start + step, …, beginning at a mark at or before the first of them."""
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first record after every ``size`` bytes, if it can be found without parsing records."""
+        """Yield a mark for the first record after every ``size`` bytes, if it can be found without parsing records."""
         return iter(())
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Yield the error in place of a record and all later ones, if that record is among those to read."""
+        """Yield the error instead of a record and all later ones, if that record is among those to read."""
         here = Location(self.path, index)
         record = broken(here, error, rest=True)
         if is_chosen(index, start, step):
@@ -111,11 +111,11 @@ def is_chosen(index: int, start: int, step: int) -> bool:
 
 
 def broken(location: Location, error: BaseException, rest: bool = False) -> RecordError:
-    """Make the error that takes the place of a record that cannot be read.
+    """Return the error that replaces a record that cannot be read.
 
     Args:
         location: shard and index of the record.
-        error: cause. An error of the operating system or a store, such as a missing file or permission, is raised
+        error: the cause. An error from the operating system or a store, such as a missing file or permission, is raised
             instead, since the record is not at fault.
         rest: whether all later records are lost as well.
     """

@@ -21,7 +21,7 @@ _BLOCK = 2**20  # bytes read at once to count lines
 
 @dataclass(frozen=True)
 class JsonlReader(FileReader):
-    """Reader of JSON lines. The index of a record is its line number from 0; empty lines are skipped.
+    """Reader of JSON lines. The index of a record is its line number, counted from 0; empty lines are skipped.
 
     Args:
         path: path or URL of the file; files ending in .gz or .zst are decompressed.
@@ -43,7 +43,7 @@ class JsonlReader(FileReader):
             yield from self.lost(error, index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first line after every ``size`` bytes of an uncompressed file; counts all lines."""
+        """Yield a mark for the first line after every ``size`` bytes of an uncompressed file; this counts all lines."""
         if self.file.name.endswith(_COMPRESSED):
             return
         with self.file.open() as file:

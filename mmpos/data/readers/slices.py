@@ -20,7 +20,7 @@ class SliceReader:
 
     Args:
         reader: reader of the whole file.
-        number: number of the slice, from 0.
+        number: number of the slice, counted from 0.
         slices: number of slices of the file.
         begin: mark of the first record.
         stop: one past the index of the last record; None reads to the end of the file.
@@ -34,7 +34,7 @@ class SliceReader:
 
     @property
     def source(self) -> str:
-        """Path of the file, with the number of the slice added to its name."""
+        """Path of the file, with the slice number added to its name."""
         folder, name = os.path.split(self.reader.path)
         suffix = "".join(PurePath(name).suffixes[-1:])
         return os.path.join(folder, f"{name.removesuffix(suffix)}-{self.number:05}-of-{self.slices:05}{suffix}")
@@ -45,7 +45,7 @@ class SliceReader:
         return self.reader.path
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read those of the records start, start + step, … of the file that are in the slice."""
+        """Read the records start, start + step, … of the file, skipping those outside the slice."""
         start, step = stride(start, step)
         before = max(self.begin.index - start, 0)
         for location, raw in self.reader.records_from(self.begin, start + -(-before // step) * step, step):
@@ -54,15 +54,16 @@ class SliceReader:
             yield location, raw
 
     def count(self) -> int | None:
-        """Return the number of records, or of lines for JSON lines; None for the last slice."""
+        """Return the number of records (lines for JSON lines), or None for the last slice."""
         return None if self.stop is None else self.stop - self.begin.index
 
 
 def split_shards(readers: Iterable[Reader], slice_bytes: int) -> list[Reader]:
     """Split large files into slices that together yield the records of the file in order.
 
-    Only files on this machine are split: uncompressed JSON lines and tar files, and Parquet files. To find the slices,
-    all lines of a JSON lines file are counted, all headers of a tar file are read, or the footer of a Parquet file.
+    Only files on this machine are split: uncompressed JSON lines and tar files, and Parquet files. Finding the slices
+    requires counting all lines of a JSON lines file, or reading all headers of a tar file or the footer of a Parquet
+    file.
 
     Args:
         readers: readers of whole shards.

@@ -1,4 +1,4 @@
-"""Readers of tables: Parquet files, Lance datasets, and datasets of Hugging Face, with images left undecoded."""
+"""Readers of tables: Parquet files, Lance datasets, and Hugging Face datasets, with images left undecoded."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LANCE_BUFFER = 2**26  # bytes that Lance reads ahead
 class ParquetReader(FileReader):
     """Reader of a Parquet file; a record is a row converted to Python objects.
 
-    Row groups before the start are not read. Only a few rows of a row group, and the pages that hold them, are in
-    memory. If a page is damaged, each row from there to the end of the row group is an error.
+    Row groups before the start are not read. Only a few rows of a row group, and the pages that contain them, are in
+    memory at a time. If a page is damaged, each row from there to the end of the row group becomes an error.
 
     Args:
         path: path or URL of the file.
@@ -58,7 +58,7 @@ class ParquetReader(FileReader):
                 first = stop
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first row of the row group after every ``size`` bytes."""
+        """Yield a mark for the first row of the row group after every ``size`` bytes."""
         pa = _arrow()
         index = offset = 0
         next_offset = size
@@ -72,7 +72,7 @@ class ParquetReader(FileReader):
                 offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
     def count(self) -> int | None:
-        """Return the number of rows from the footer; None if the footer cannot be read."""
+        """Return the number of rows from the footer, or None if the footer cannot be read."""
         pa = _arrow()
         try:
             with self._open() as file:
@@ -84,7 +84,7 @@ class ParquetReader(FileReader):
         """Read a column of all rows.
 
         Raises:
-            InvalidInputError: the file has no column of this name.
+            InvalidInputError: the file has no column with this name.
         """
         with self._open() as file:
             _check_column(name, file.schema_arrow.names, self.path)
@@ -99,7 +99,7 @@ class ParquetReader(FileReader):
 class LanceReader:
     """Reader of a fragment of a Lance dataset; a record is a row converted to Python objects. Deleted rows are skipped.
 
-    If a row cannot be read, it and all later rows are errors. Lance starts threads, so workers must be spawned, not
+    If a row cannot be read, it and all later rows become errors. Lance starts threads, so workers must be spawned, not
     forked.
 
     Args:
@@ -114,7 +114,7 @@ class LanceReader:
 
     @property
     def source(self) -> str:
-        """Path of the dataset, with the number of the fragment appended."""
+        """Path of the dataset, with the fragment number appended."""
         return f"{self.path}-{self.fragment:05}"
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
@@ -129,14 +129,14 @@ class LanceReader:
                 yield Location(self.source, index), row(table, index, self.source)
 
     def count(self) -> int:
-        """Return the number of rows, without deleted ones."""
+        """Return the number of rows, excluding deleted ones."""
         return int(self._open().count_rows())
 
     def column(self, name: str) -> pyarrow.ChunkedArray:
         """Read a column of all rows.
 
         Raises:
-            InvalidInputError: the dataset has no column of this name.
+            InvalidInputError: the dataset has no column with this name.
         """
         fragment = self._open()
         _check_column(name, fragment.schema.names, self.source)
@@ -178,7 +178,7 @@ def _check_column(name: str, columns: Sequence[str], source: str) -> None:
 def _numbered(
     batches: Iterator[pyarrow.RecordBatch], first: int, stop: int
 ) -> Iterator[tuple[int, pyarrow.RecordBatch | Exception]]:
-    """Yield the index of each row from first to stop, with a table of that row or the error in its place."""
+    """Yield the index of each row from first to stop, with a table of that row, or the error in its place."""
     pa = _arrow()
     index = first
     try:
@@ -216,7 +216,7 @@ class DatasetReader:
 
     Args:
         dataset: the dataset; errors of its own code, such as a map function or a download, are raised unchanged.
-        source: name of the dataset in messages.
+        source: name of the dataset in error messages.
     """
 
     dataset: Dataset | IterableDataset = field(repr=False)
@@ -227,7 +227,7 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; a Dataset reads only these rows, an IterableDataset also the rows before and between them."""
+        """Read records; unlike a Dataset, an IterableDataset also reads the rows before and between them."""
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # images stay undecoded
         if hasattr(arrow, "__len__"):
@@ -237,7 +237,7 @@ class DatasetReader:
                 for i, index in enumerate(wanted):
                     yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)
             return
-        # Not a for loop, which in a worker of a DataLoader would yield only a share of the rows.
+        # Not a for loop, which in a DataLoader worker would yield only a share of the rows.
         index = start
         for rows in arrow.skip(start).iter(_BATCH_ROWS):
             for i in range(rows.num_rows):
@@ -246,7 +246,7 @@ class DatasetReader:
                 index += 1
 
     def count(self) -> int | None:
-        """Return the number of rows of a Dataset; None for an IterableDataset."""
+        """Return the number of rows in a Dataset, or None for an IterableDataset."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
@@ -257,8 +257,9 @@ def dataset_shards(
 
     Args:
         dataset: a Dataset or an IterableDataset.
-        num_shards: number of shards; None is 1 for a Dataset, and the number of its own shards for an IterableDataset.
-        name: name of the dataset in messages.
+        num_shards: number of shards; None means 1 for a Dataset, and the number of its own shards for an
+            IterableDataset.
+        name: name of the dataset in error messages.
     """
     whole = DatasetReader(dataset, name)
     if num_shards is None:

@@ -33,11 +33,11 @@ _Member = tuple[str, str, tarfile.TarInfo]
 class TarReader(FileReader):
     """Reader of a WebDataset tar file, compressed or not.
 
-    A record has ``__key__``, ``__url__`` and the bytes of each member under its extension in lower case, as in
-    WebDataset. A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by
-    zeros, and a compressed one in a valid checksum. Otherwise the current record, or the one after the last, is an
-    error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives are also
-    such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
+    A record has ``__key__``, ``__url__`` and the bytes of each member under its lowercase extension, as in WebDataset.
+    A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by zeros, and a
+    compressed archive must also end in a valid checksum. Otherwise the current record, or the one after the last,
+    becomes an error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives
+    also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
 
     Members of skipped records are not read, unless the archive is compressed.
 
@@ -63,14 +63,14 @@ class TarReader(FileReader):
                 yield from self.lost(archive.placed(error), index, start, step)
 
     def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark of the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
+        """Yield a mark for the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
         with self.file.open() as packed, suppress(*_BROKEN):
             archive, next_offset = _Archive(packed), size
             if archive.is_packed:
                 return
             for index, (_, members) in enumerate(groupby(archive.members(), key=itemgetter(0))):
                 _, _, member = next(members)
-                if archive.has_global_headers:  # they apply to all later records
+                if archive.has_global_headers:  # global headers apply to all later records
                     return
                 if member.offset >= next_offset:
                     yield Mark(index, member.offset)
@@ -107,7 +107,7 @@ class _Archive:
         return bool(self._tar.pax_headers)
 
     def members(self) -> Iterator[_Member]:
-        """Yield key, extension and header of each member that belongs to a record."""
+        """Yield the key, extension and header of each member that belongs to a record."""
         with needed_for("tar shards", extra="data"):
             from webdataset.tariterators import base_plus_ext
         try:
@@ -124,7 +124,7 @@ class _Archive:
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None
 
     def record(self, record: dict[str, object], members: Iterable[_Member], here: Location, wanted: bool) -> Raw:
-        """Return the record with the contents of its members, which may be left out unless wanted."""
+        """Return the record with the contents of its members, which may be left out if the record is not wanted."""
         fault = None
         for _, extension, member in members:
             if self._size is not None and self._tar.offset > self._size:
@@ -138,14 +138,14 @@ class _Archive:
         return fault or record
 
     def check_rest(self) -> None:
-        """Check that only zeros follow; reading to the end also verifies the checksum of the compression."""
+        """Check that only zeros follow; reading to the end also verifies the compression checksum."""
         while rest := self._file.read(2**20):
             if rest.count(0) < len(rest):
                 at = self._file.tell() - len(rest.lstrip(b"\0"))
                 raise _DamageError(f"data at byte {at}, after the end of the archive")
 
     def placed(self, error: Exception) -> Exception:
-        """Add the byte offset to an error of the archive; errors of the operating system are returned unchanged."""
+        """Add the byte offset to an error in the archive; return errors from the operating system unchanged."""
         if isinstance(error, _DamageError) or (isinstance(error, OSError) and error.errno is not None):
             return error
         at = self._file.tell()
@@ -153,11 +153,11 @@ class _Archive:
 
 
 class _DamageError(tarfile.ReadError):
-    """Damage of an archive, with its byte offset."""
+    """Damage to an archive, with its byte offset."""
 
 
 class _ZerosError(tarfile.HeaderError):
-    """Block of zeros in place of a header."""
+    """Block of zeros where a header should be."""
 
 
 class _StrictInfo(tarfile.TarInfo):
@@ -172,7 +172,7 @@ class _StrictInfo(tarfile.TarInfo):
             member = super().fromtarfile(tar)
         except _ZerosError:
             raise _ZerosError(f"one block of zeros at byte {at}") from None
-        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two from maps of sparse files
+        except (tarfile.HeaderError, ValueError, LookupError) as error:  # the last two come from maps of sparse files
             raise _DamageError(f"no header at byte {at} ({error})") from error
         if member.size < 0:  # from an extended header: the next member would start before this one
             raise _DamageError(f"no header at byte {at} (a size of {member.size})")

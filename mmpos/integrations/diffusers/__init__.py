@@ -1,4 +1,4 @@
-"""Settings of diffusers transformers from their configs, and positions for mixed sizes, padded or packed."""
+"""Settings of diffusers transformers, read from their configs, and positions for mixed sizes, padded or packed."""
 
 from typing import TYPE_CHECKING
 

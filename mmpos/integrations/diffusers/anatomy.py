@@ -24,14 +24,14 @@ Order = tuple[str, ...]
 
 
 def _deferred_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> None:
-    """Build rows when rope has received the tokens of all streams; joint_attention_kwargs passes rows to blocks."""
+    """Build rows once rope has received the tokens of all streams; joint_attention_kwargs passes rows to the blocks."""
     streams.received.append(tokens)
     if len(streams.received) == len(order):
         streams.deferred.append(streams.rows(order, np.sort(np.concatenate(streams.received))))
 
 
 def _lumina_rows(streams: Streams, order: Order, tokens: IntArray, rope: Any, hidden_states: Tensor, *_: Any) -> object:
-    """Return the outputs of the rope of Lumina 2: patches of latents, rows, and the lengths of texts and rows."""
+    """Return the outputs of Lumina 2's rope: latent patches, rows, and the lengths of texts and rows."""
     batch, channels, height, width = hidden_states.shape
     side = rope.patch_size
     patches = hidden_states.view(batch, channels, height // side, side, width // side, side)
@@ -42,22 +42,23 @@ def _lumina_rows(streams: Streams, order: Order, tokens: IntArray, rope: Any, hi
 
 @dataclass(frozen=True)
 class TransformerAnatomy:
-    """Parts of a class of transformers to which positions are passed.
+    """Parts of a transformer class that receive positions.
 
     Args:
-        blocks: names of the lists of blocks that contain the attentions.
-        processors: class names of the attention processors that rotate q and k directly before the attention.
-        order: streams of the joint attention in token order; if it has no text, text is used in cross-attention.
-        rope: name of the module whose output is passed to blocks as the rotation.
+        blocks: names of the block lists that contain the attention modules.
+        processors: class names of the attention processors that rotate q and k directly before attention.
+        order: streams of the joint attention in token order; if text is not among them, it is used in cross-attention.
+        rope: name of the module whose output is passed to the blocks as the rotation.
         outputs: streams for which rope outputs rotations, in the order of its outputs; empty if rope receives ids.
-        shape: shape of the token numbers that rope outputs or receives, as in the plan of context parallelism.
-        replaced: arguments of the forward that positions replace.
-        patches: whether hidden_states are latents, which the transformer cuts into patches.
+        shape: shape of the token numbers that rope outputs or receives, as in the context-parallel plan.
+        replaced: arguments of ``forward`` that positions replace.
+        patches: whether hidden_states are latents that the transformer cuts into patches.
         times: whether every token may have a separate timestep.
-        text: name of the argument for texts.
-        text_module: name of the module that processes texts per document before they join a row, or "".
-        rows: function whose result replaces the output of rope, unless it is None; None for the rows of ``order``.
-        unsupported: config field and the value with which the transformer cannot be patched.
+        text: name of the text argument.
+        text_module: name of the module that processes the text of each document before it joins a row, or "".
+        rows: function whose result replaces the output of rope unless that result is None; None uses the rows of
+            ``order``.
+        unsupported: config field, and the value of that field with which the transformer cannot be patched.
     """
 
     blocks: tuple[str, ...]
@@ -75,7 +76,7 @@ class TransformerAnatomy:
     unsupported: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
-        """Return the modules in blocks that have a processor."""
+        """Return the modules inside the blocks that have a processor."""
         lists: list[nn.ModuleList] = [getattr(transformer, name) for name in self.blocks]
         return [module for blocks in lists for module in blocks.modules() if hasattr(module, "processor")]
 
@@ -84,14 +85,14 @@ class TransformerAnatomy:
         return len(self.attentions(transformer)) // (1 if TEXT in self.order else 2)
 
     def token_numbers(self, streams: Streams, *args: Tensor) -> tuple[Tensor, ...]:
-        """Return the token numbers that rope outputs in place of rotations, before rows are known."""
+        """Return the token numbers that rope outputs instead of rotations while the rows are not known yet."""
         if not self.outputs:
             return (args[0][:, :1],) * 2
         numbers = streams.numbers(self.order)
         return tuple(numbers[name].reshape(self.shape) for name in self.outputs)
 
     def streams(self, transformer: Any, positions: Any, rotaries: Any, arguments: Arguments) -> Streams:
-        """Lay out positions for the tokens in the arguments."""
+        """Assign positions to the tokens in the arguments."""
         for name in (IMAGE, self.text):
             if not isinstance(arguments.get(name), Tensor):
                 raise InvalidInputError(f"{name}: got {type(arguments.get(name)).__name__}, want a tensor")
@@ -112,10 +113,10 @@ class TransformerAnatomy:
         return Streams(positions, rotaries, image.shape[0], lengths, mask, image.device)
 
     def replacements(self, streams: Streams, arguments: Arguments) -> Arguments:
-        """Return dummy values of the arguments that positions replace and the forward requires.
+        """Return dummy values for the arguments that positions replace but ``forward`` requires.
 
         Raises:
-            InvalidInputError: the arguments contain one that positions replace.
+            InvalidInputError: an argument that positions replace was passed.
         """
         for name in self.replaced:
             if arguments.get(name) is not None:
@@ -123,7 +124,7 @@ class TransformerAnatomy:
         for name in ("joint_attention_kwargs", "attention_kwargs"):
             if "attention_mask" in (arguments.get(name) or {}):
                 raise InvalidInputError(
-                    f"{name} must not have an attention_mask if positions are passed, which define the mask"
+                    f"{name} must not have an attention_mask if positions are passed: positions define the mask"
                 )
         new = self._timesteps(streams, arguments)
         numbers, text = streams.numbers(self.order), arguments[self.text]
@@ -135,13 +136,13 @@ class TransformerAnatomy:
         if "text_lens" in self.replaced:
             new["text_lens"] = torch.zeros(streams.batch, dtype=torch.int64, device=text.device)
         if TEXT not in self.order and streams.packed and "encoder_attention_mask" in arguments:
-            new["encoder_attention_mask"] = None  # it is in streams
+            new["encoder_attention_mask"] = None  # the mask is already in streams
         elif "encoder_attention_mask" in self.replaced:
             new["encoder_attention_mask"] = torch.ones(streams.batch, numbers[TEXT].numel(), device=text.device)
         return new
 
     def _timesteps(self, streams: Streams, arguments: Arguments) -> Arguments:
-        """Return a timestep per token of a packed row from timesteps per document, if the transformer supports them."""
+        """Expand timesteps per document to one per token of a packed row, if the transformer supports that."""
         for name in ("timestep", "guidance", "pooled_projections"):
             value = arguments.get(name)
             if not isinstance(value, Tensor) or not value.dim() or value.shape[0] in (1, streams.batch):
@@ -248,10 +249,10 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
         "WanVACETransformer3DModel": _like_wan("vace_blocks"),
     }
 )
-"""Classes of transformers that ``patch`` supports."""
+"""Transformer classes that ``patch`` supports."""
 
 NOT_PATCHED: Mapping[str, str] = MappingProxyType(
-    {"ZImageTransformer2DModel": "it accepts lists of images of any sizes and rotates each by its own positions"}
+    {"ZImageTransformer2DModel": "it accepts lists of images of any size and rotates each image by its own positions"}
 )
 """Classes that need no patch, with the reason."""
 
@@ -260,7 +261,7 @@ def anatomy_of(transformer: Any) -> TransformerAnatomy:
     """Return the anatomy of a transformer.
 
     Raises:
-        UnsupportedError: its class, one of its processors or a field of its config is not supported.
+        UnsupportedError: the transformer's class, one of its processors or one of its config fields is not supported.
     """
     name = type(transformer).__name__
     if name in NOT_PATCHED:

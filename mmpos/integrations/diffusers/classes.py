@@ -1,6 +1,6 @@
-"""Readers of the configs of diffusers transformers: the scheme and the rotation of each class.
+"""Config readers for diffusers transformers: the scheme and the rotation of each class.
 
-``test_diffusers_settings`` compares cos and sin of every class with its own. Fields missing from a config.json have the
+``test_diffusers_settings`` compares cos and sin with those of every class. Fields missing from a config.json have the
 defaults of the class.
 """
 
@@ -65,17 +65,17 @@ def _axial(
     limits: tuple[int, int] | str | None = None,
     ends: tuple[int, ...] = (),
 ) -> Reader:
-    """Return a reader of a rotation with adjacent pairs, and one full set of frequencies per axis.
+    """Return a config reader for a rotation with adjacent pairs and one full set of frequencies per axis.
 
     Args:
         scheme: name of the scheme, or a scheme.
-        field: config field with the number of channels of each axis.
+        field: config field that contains the number of channels per axis.
         dims: defaults of ``field``.
-        theta: base of the frequencies, or the name of the config field that has it.
+        theta: base of the frequencies, or the name of the config field that contains it.
         default_theta: default of the field ``theta``.
-        patch: latents per token; None if the transformer cuts patches of the size in its config.
-        default_patch: default of that size.
-        limits: lowest and highest id, or the config field with the number of ids from 0 on each axis.
+        patch: latents per token; None if the transformer cuts patches itself, with the size in its config.
+        default_patch: default of the patch size in the config.
+        limits: lowest and highest id, or the config field that contains the number of ids on each axis, counted from 0.
         ends: defaults of the field ``limits``.
     """
 
@@ -105,13 +105,13 @@ def _axes_in_blocks(channels: tuple[int, ...], theta: float = 10000.0, pairing: 
 
 
 def _thirds(head_dim: int) -> tuple[int, int, int]:
-    """Split a head like Wan: rows and columns have 2·⌊d/6⌋ channels each, frames the rest."""
+    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, and frames have the rest."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def _wan(default_heads: int, scheme: Any = "wan", *, rows: int | None = None) -> Reader:
-    """Return a reader of Wan and similar models, whose tables have ``rows`` rows, by default rope_max_seq_len."""
+    """Return a config reader for models like Wan, whose tables have ``rows`` rows, by default rope_max_seq_len."""
 
     def read(config: TransformerConfig) -> Settings:
         end = config.integer("rope_max_seq_len", 1024) if rows is None else rows
@@ -180,7 +180,7 @@ def _z_image(config: TransformerConfig) -> Settings:
 
 def _bria_fibo_2(config: TransformerConfig) -> Settings:
     scheme = Lumina2(first=1, image_at=config.integer("max_num_gist_tokens", 512) + 1)
-    side = 2 * config.integer("patch_size", 2)  # the pipeline has packed 2 × 2 latents
+    side = 2 * config.integer("patch_size", 2)  # the pipeline has already packed 2 × 2 latents
     return _axial(
         scheme,
         "axes_dims",
@@ -194,7 +194,7 @@ def _bria_fibo_2(config: TransformerConfig) -> Settings:
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:
-    """Read ERNIE-Image, which repeats each angle and then pairs channels j and j + d/2, whose angles thus differ."""
+    """Read the config of ERNIE-Image; it repeats each angle, so paired channels j and j + d/2 have different angles."""
     dims = config.integers("rope_axes_dim", (32, 48, 48))
     theta = config.number("rope_theta", 256.0)
     unrepeated = _axes_in_blocks(dims, theta)
@@ -206,7 +206,7 @@ def _ernie_image(config: TransformerConfig) -> Settings:
         for part in (slice(half), slice(half, None))
     )
     side = config.integer("patch_size", 1)
-    patch = (1, 2 * side, 2 * side)  # the pipeline has packed 2 × 2 latents
+    patch = (1, 2 * side, 2 * side)  # the pipeline has already packed 2 × 2 latents
     return {"scheme": Lumina2(image_first=True), "rotary": first, "second_rotary": second, "patch_size": patch}
 
 
@@ -258,7 +258,7 @@ def _joy_image_edit(config: TransformerConfig) -> Settings:
 
 
 def _cog_video(default_head: int = 64, *, stretched: bool = False) -> Reader:
-    """Return a reader of CogVideoX: version 1.0 stretches a base grid, version 1.5 (patch_size_t) crops it."""
+    """Return a config reader for CogVideoX: version 1.0 stretches a base grid, and 1.5 (patch_size_t) crops it."""
 
     def read(config: TransformerConfig) -> Settings:
         config.want("use_rotary_positional_embeddings", False, True)
@@ -288,7 +288,7 @@ def _easy_animate(config: TransformerConfig) -> Settings:
 
 
 def _hunyuan_dit(config: TransformerConfig) -> Settings:
-    """Read HunyuanDiT, whose first half of channels is rotated by columns, the second by rows, and none by frames."""
+    """Read the config of HunyuanDiT: columns rotate the first half of channels, rows the second, and frames none."""
     head, side = config.integer("attention_head_dim", 88), config.integer("patch_size", 2)
     inv_freq = [float(value) for value in _axes_in_blocks((head // 2, head // 2)).inv_freq_array]
     axes = [2] * (head // 4) + [1] * (head // 4)
@@ -298,7 +298,7 @@ def _hunyuan_dit(config: TransformerConfig) -> Settings:
 
 
 def _allegro(config: TransformerConfig) -> Settings:
-    """Read Allegro, in which each axis rotates a third of every head; every third counts as a head with one axis."""
+    """Read the config of Allegro: each axis rotates a third of every head; a third counts as a head with one axis."""
     head, heads = config.integer("attention_head_dim", 96), config.integer("num_attention_heads", 24)
     if head % 6:
         raise InvalidInputError(f"config.attention_head_dim: got {head}, want a multiple of 6")
@@ -337,9 +337,9 @@ def _ltx_2(config: TransformerConfig) -> Settings:
 
 
 def _ltx_rotary(heads: int, channels: int, theta: float = 10000.0, pairing: Pairing = "adjacent") -> Rotary:
-    """Build the rotation of LTX: frequencies increase through all heads, and each frequency has one pair per axis.
+    """Build the rotation of LTX: frequencies increase across all heads, and each frequency has one pair per axis.
 
-    The first pairs, which cannot be divided evenly among the axes, are not rotated.
+    The first pairs, left over when pairs are divided evenly among the axes, are not rotated.
     """
     frequencies = heads * channels // 6
     return Rotary(
@@ -388,7 +388,7 @@ def _cosmos_3(config: TransformerConfig) -> Settings:
 
 
 def _kandinsky(dims: tuple[int, int, int], *, patch: tuple[int, int, int] = (1, 2, 2), scaled: bool = False) -> Reader:
-    """Return a reader of Kandinsky 5, whose pipeline chooses the scales, or of 6, whose config defines them."""
+    """Return a config reader for Kandinsky 5, whose pipeline chooses the scales, or 6, whose config defines them."""
 
     def read(config: TransformerConfig) -> Settings:
         channels = config.integers("axes_dims", dims)
@@ -494,7 +494,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "CogView3PlusTransformer2DModel": _ABSOLUTE,
         "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
         "DiTTransformer2DModel": _ABSOLUTE,
-        "DreamLiteTransformer2DModel": "its tokens have no positions; only convolutions around it depend on them",
+        "DreamLiteTransformer2DModel": (
+            "its tokens have no positions; only the convolutions around it depend on positions"
+        ),
         "HeliosTransformer3DModel": NOT_AFFINE["helios"],
         "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
         "LatteTransformer3DModel": _ABSOLUTE,
@@ -503,12 +505,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
         "MiniMaxMusic3Transformer1DModel": _AUDIO,
         "MochiTransformer3DModel": NOT_AFFINE["mochi"],
-        "OmniGenTransformer2DModel": "it is a language model with one id per token, also in images: use flatten",
+        "OmniGenTransformer2DModel": "it is a language model with one id per token, even in images: use flatten",
         "PixArtTransformer2DModel": _ABSOLUTE,
         "PriorTransformer": _ABSOLUTE,
         "RFD4ProteinaTransformer": "it is a protein model, and residues have no grid",
         "SD3Transformer2DModel": _ABSOLUTE,
-        "SanaTransformer2DModel": "its tokens have no positions or sinusoidal ones; only convolutions depend on them",
+        "SanaTransformer2DModel": (
+            "its tokens have sinusoidal positions or none; only convolutions depend on positions"
+        ),
         "StableAudio3DiTModel": _AUDIO,
         "StableAudioDiTModel": _AUDIO,
         "T5FilmDecoder": _AUDIO,

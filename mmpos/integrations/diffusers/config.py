@@ -13,21 +13,21 @@ from mmpos.support.checks import finite, integer, integers
 __all__ = ["TransformerConfig"]
 
 _LARGEST = 2**20
-"""Maximum of an integer in a config."""
+"""Maximum value of an integer in a config."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Fields of a config.json; a field that is missing or null has the default passed to the method.
+    """Fields of a config.json; a field that is missing or null has the default value passed to the method.
 
     Args:
-        values: mapping of the fields.
+        values: mapping from field names to values.
     """
 
     values: Mapping[str, Any]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field without checks."""
+        """Return a field without checking it."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -40,7 +40,7 @@ class TransformerConfig:
         return finite(f"config.{name}", self.get(name, default), minimum=minimum)
 
     def integers(self, name: str, default: tuple[int, ...], *, count: int | None = None) -> tuple[int, ...]:
-        """Return integers above 0, as many as the default has, or ``count``."""
+        """Return ``count`` integers above 0, by default as many as ``default`` has."""
         values = integers(f"config.{name}", self.get(name, default), minimum=1)
         want = len(default) if count is None else count
         if len(values) != want:
@@ -52,14 +52,14 @@ class TransformerConfig:
         return _fraction(f"config.{name}", self.get(name, default))
 
     def fractions(self, name: str, default: tuple[float, ...]) -> list[Fraction]:
-        """Return numbers above 0, as many as the default has, in the same way."""
+        """Return numbers above 0, as many as ``default`` has, each as the Fraction of its shortest decimal form."""
         values = self.get(name, default)
         if not isinstance(values, list | tuple) or len(values) != len(default):
             raise InvalidInputError(f"config.{name}: got {values!r}, want {len(default)} numbers")
         return [_fraction(f"config.{name}[{i}]", value) for i, value in enumerate(values)]
 
     def patch(self, name: str = "patch_size", default: int | tuple[int, ...] = (1, 2, 2)) -> tuple[int, int, int]:
-        """Return frames, rows and columns of a patch; if the field is one number, frames are patch_size_t or 1."""
+        """Return frames, rows and columns of a patch; if the field is a single number, frames are patch_size_t or 1."""
         size = self.get(name, default)
         if isinstance(size, int):
             frames = self.integer("patch_size_t", 1) if name == "patch_size" else 1

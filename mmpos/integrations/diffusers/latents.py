@@ -1,4 +1,4 @@
-"""Latents of mixed sizes in one tensor: every image becomes a strip of patches, one frame and one row."""
+"""Latents of mixed sizes in one tensor: every image becomes a strip of patches with one frame and one row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PatchSize = int | Sequence[int]
 def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: bool = False) -> Tensor:
     """Arrange latents of mixed sizes as strips of patches in raster order, for a transformer that cuts patches itself.
 
-    A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) makes the same tokens
-    from a strip, in the same order; their rows and columns come from positions.
+    A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) produces the same
+    tokens from a strip, in the same order; positions supply their rows and columns.
 
     Args:
         latents: (channels, height, width) or (channels, frames, height, width) each.
         patch_size: side of a patch, or its frames, height and width.
-        batch: whether each strip is a row of the batch, padded with zeros on the right; by default strips are
-            concatenated in one row.
+        batch: whether each strip is a row of the batch, padded with zeros on the right; by default, strips are
+            concatenated into one row.
 
     Returns:
         (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height if
@@ -53,11 +53,11 @@ def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: boo
 
 
 def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: PatchSize) -> list[Tensor]:
-    """Split a transformer's output for strips of patches back into latents.
+    """Convert a transformer's output for strips of patches back to latents.
 
     Args:
         packed: strips in the layout of ``pack_latents``, one row per size or one row in total.
-        sizes: (height, width) or (frames, height, width) of each image in latents.
+        sizes: (height, width) or (frames, height, width) of each image, in latents.
         patch_size: side of a patch, or its frames, height and width.
 
     Raises:
@@ -103,7 +103,7 @@ def _strip(latents: Tensor, sides: Sequence[int], name: str) -> Tensor:
     n = len(sides)
     for axis, side in enumerate(sides):
         latents = latents.unflatten(1 + 2 * axis, (-1, side))
-    # Axes inside a patch, then the axes of patches, then the columns inside a patch.
+    # Order: the axes within a patch, then the axes of patches, then the columns within a patch.
     order = [0, *range(2, 2 * n, 2), *range(1, 2 * n, 2), 2 * n]
     return latents.permute(order).flatten(n)
 

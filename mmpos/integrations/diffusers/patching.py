@@ -1,8 +1,8 @@
 """patch and unpatch: a diffusers transformer that accepts a PositionTable for images of mixed sizes, padded or packed.
 
-All attention processors rotate q and k directly before the attention. ``patch`` therefore replaces each processor's
-function by a copy whose globals contain an attention that rotates by positions. Blocks receive the rows of a call as
-arguments, also through gradient checkpoints, and no module keeps state between calls.
+All attention processors rotate q and k directly before attention. ``patch`` therefore replaces each processor's
+function by a copy whose globals contain an attention function that rotates by positions. Blocks receive the rows of a
+call as arguments, even with gradient checkpointing, and no module keeps state between calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Transformer = TypeVar("Transformer", bound=nn.Module)
 Call = tuple[tuple[object, ...], Arguments]
 
 _ARGUMENT = "positions"
-"""Name of the argument of a transformer's call for a table."""
+"""Name of the argument through which a call passes a table."""
 
 _KEY = "mm_rows"
 """Key in joint_attention_kwargs under which blocks receive rows if no module computes their rotations."""
@@ -43,55 +43,57 @@ _KEY = "mm_rows"
 
 @dataclass(frozen=True)
 class _Processing:
-    """Rows of the running processor, and whether it rotates q and k."""
+    """Rows of the running processor, and whether the processor rotates q and k."""
 
     rows: Rows
     rotates: bool
 
 
 _MARK = "_mmpos_rotates"
-"""Attribute of processor classes that rotate by positions."""
+"""Attribute that marks processor classes that rotate by positions."""
 
 _STREAMS: ContextVar[Streams | None] = ContextVar("mmpos_streams", default=None)
-"""Streams of the running forward of a transformer."""
+"""Streams of the transformer call that is running."""
 
 _BLOCK: ContextVar[Rows | None] = ContextVar("mmpos_block", default=None)
-"""Rows of the running block."""
+"""Rows of the block that is running."""
 
 _PROCESSING: ContextVar[_Processing | None] = ContextVar("mmpos_processing", default=None)
 
 
 def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
-    """Add an argument ``positions`` to a diffusers transformer, for images of mixed sizes, padded or packed.
+    """Add a ``positions`` argument to a diffusers transformer, for images of mixed sizes, padded or packed.
 
-    Calls without positions return the same bits as before. In ``transformer(…, positions=table)`` every image and
+    Calls without positions return the same bits as before. In ``transformer(…, positions=table)``, every image and
     reference is rotated by its own positions, and the table replaces ids, shapes and padding masks (img_ids, txt_ids,
     img_shapes, encoder_hidden_states_mask …). A batch has one of two layouts:
 
     - one document per row, with its text and its images padded on the right to the longest text and images;
-    - all documents packed in one row, first all texts, then all images; documents do not attend to each other.
+    - all documents packed into one row, first all texts, then all images; documents do not attend to each other.
 
     If texts are used in cross-attention (Wan, LTX) or refined before they join (HunyuanVideo), encoder_hidden_states
-    has one row per document in both layouts. A row has one timestep. Only if tokens may have separate timesteps (Wan,
+    has one row per document in both layouts. Each row has one timestep, but if tokens may have separate timesteps (Wan,
     LTX), a packed row also accepts one timestep per document. A transformer that cuts patches itself accepts images of
     mixed sizes from ``pack_latents``.
 
-    Call ``enable_parallelism`` of diffusers after ``patch``; all ranks then get whole inputs and the whole table. A
-    context-parallel rank that splits inputs itself passes the table's ``shard`` and the tokens at ``shard_indices``.
+    Call diffusers' ``enable_parallelism`` after ``patch``; every rank then takes the whole inputs and the whole table.
+    A context-parallel rank that splits inputs itself passes the table's ``shard`` and the tokens at ``shard_indices``.
 
     Args:
         transformer: instance of a class in ``ANATOMIES``; changed in place.
-        rotary: rotation of q and k, for example with another scaling; None is the rotation of ``from_diffusers``.
+        rotary: rotation of q and k, for example with another scaling; None uses the rotation that ``from_diffusers``
+            reads.
 
     Returns:
         The transformer itself.
 
     Raises:
         UnsupportedError: the class or a processor is not supported, or another patched transformer shares a processor.
-        InvalidInputError: the transformer is already patched, or the heads, axes or pairs of rotary differ from it.
+        InvalidInputError: the transformer is already patched, or the heads, axes or pairs of rotary differ from those
+            of the transformer.
     """
     if is_patched(_checked_module(transformer)):
-        raise InvalidInputError("transformer: got one that is already patched; call unpatch first")
+        raise InvalidInputError("transformer: got a patched transformer; call unpatch first")
     anatomy = anatomy_of(transformer)
     rotaries = _rotaries(rotary, transformer)
     rope = getattr(transformer, anatomy.rope)
@@ -124,7 +126,7 @@ def _checked_module(transformer: Transformer) -> Transformer:
 
 
 def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
-    """Return the rotations of a transformer, or ``rotary`` after comparing its heads, axes and pairs."""
+    """Return the rotations of a transformer, or ``rotary`` after checking that its heads, axes and pairs match."""
     settings = from_diffusers(transformer)
     own = settings.rotary
     if rotary is None:
@@ -132,7 +134,7 @@ def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if settings.second_rotary is not None:
-        raise InvalidInputError("rotary: got one, want None: the two channels of a pair have different rotations")
+        raise InvalidInputError("rotary: got a Rotary, want None: the two channels of a pair have different rotations")
     for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
@@ -156,19 +158,21 @@ def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook)
 
 
 def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
-    """Return each processor of the attentions once, with the class that makes it rotate by positions."""
+    """Return each distinct processor of the attentions, and the class that makes it rotate by positions."""
     processors = {id(attention.processor): attention.processor for attention in attentions}.values()
     kinds: list[Any] = [type(processor) for processor in processors]
     if any(_MARK in vars(kind) for kind in kinds):
-        raise UnsupportedError("processor: got one of another patched transformer, want one that is not shared")
+        raise UnsupportedError(
+            "processor: got one shared with another patched transformer, want one that is not shared"
+        )
     return list(zip(processors, map(_patched_class, kinds), strict=True))
 
 
 class TransformerHook:
-    """Forward pre-hook that lays positions out in rows, and forward hook that checks their use.
+    """Forward pre-hook that arranges positions in rows, and forward hook that checks that they were used.
 
     Args:
-        transformer: the transformer.
+        transformer: the patched transformer.
         anatomy: anatomy of its class.
         rotaries: rotations of q and k; see Rows.
     """
@@ -180,7 +184,7 @@ class TransformerHook:
         self.num_rotating = anatomy.num_rotating(transformer)
 
     def __call__(self, transformer: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments if positions are passed."""
+        """Return new arguments if positions are passed, else None."""
         if _ARGUMENT not in kwargs:
             return None
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -210,7 +214,7 @@ class TransformerHook:
         missing = self.num_rotating - len(streams.reached)
         if missing > 0:
             got = f"{missing} of {self.num_rotating} attentions that did not rotate by positions"
-            raise UnsupportedError(f"transformer: got {got}, want the processors that it had at the time of patch")
+            raise UnsupportedError(f"transformer: got {got}, want the processors that it had when it was patched")
 
 
 def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kwargs: object) -> object:
@@ -222,7 +226,7 @@ def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kw
 def _after_rope(
     anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
 ) -> object:
-    """Replace the output of the rotary module, after its split among ranks, by the rows of this rank's tokens."""
+    """Replace the output of the rotary module, already split among ranks, by the rows of this rank's tokens."""
     streams = _STREAMS.get()
     if streams is None:
         return None
@@ -233,7 +237,7 @@ def _after_rope(
 
 
 def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
-    """Pass the mask of texts to the module that processes them per document."""
+    """Pass a mask to the module that processes the text of each document."""
     streams = _STREAMS.get()
     if streams is None:
         return None
@@ -243,13 +247,13 @@ def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] 
 
 
 def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -> Tensor:
-    """Move texts into their rows once the module that processes them per document has run."""
+    """Move texts into their rows after the text module has processed them per document."""
     streams = _STREAMS.get()
     return texts if streams is None else streams.texts_in_rows(texts)
 
 
 def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> None:
-    """Record the rows in the arguments of a block before its forward."""
+    """Record the rows in the arguments of a block before the block runs."""
     for value in (*args, *kwargs.values()):
         candidates = value.get(_KEY, ()) if isinstance(value, Mapping) else [value]
         for rows in candidates:
@@ -258,13 +262,13 @@ def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) 
 
 
 def _leave_block(block: nn.Module, args: tuple[object, ...], output: object) -> None:
-    """Forget the rows after a block, even after an exception."""
+    """Clear the rows after a block has run, even if it raised an exception."""
     _BLOCK.set(None)
 
 
 @cache
 def _patched_class(kind: type) -> type:
-    """Derive a processor class that rotates by positions in blocks with rows, and is unchanged in other blocks."""
+    """Derive a processor class that rotates by positions in blocks with rows, and works as before in other blocks."""
     original: Any = vars(kind)["__call__"]
     names = {**original.__globals__, **_patched_globals(original.__globals__)}
     copied = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
@@ -289,7 +293,7 @@ def _patched_class(kind: type) -> type:
         finally:
             _PROCESSING.reset(token)
 
-    # Attentions pass to a processor the arguments in its signature.
+    # Attention modules pass only the arguments in a processor's signature.
     key = inspect.Parameter(_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
     extended = signature.replace(parameters=[*signature.parameters.values(), key])
     members = {"__call__": __call__, "__doc__": kind.__doc__, "__module__": kind.__module__, _MARK: True}
@@ -298,7 +302,7 @@ def _patched_class(kind: type) -> type:
 
 
 def _patched_globals(names: Mapping[str, Any]) -> dict[str, object]:
-    """Return wrappers of the attention in a processor's module that rotate by the rows of the running processor."""
+    """Wrap the attention functions of a processor's module to rotate by the rows of the running processor."""
 
     def dispatch_attention_fn(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return _attend(names["dispatch_attention_fn"], query, key, value, options)
@@ -309,7 +313,7 @@ def _patched_globals(names: Mapping[str, Any]) -> dict[str, object]:
 
 
 class Functional:
-    """torch.nn.functional with an attention that rotates by the rows of the running processor.
+    """torch.nn.functional with an attention function that rotates by the rows of the running processor.
 
     Args:
         functional: the module torch.nn.functional.

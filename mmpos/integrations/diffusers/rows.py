@@ -1,7 +1,7 @@
-"""Rows of tokens in the order of a transformer's attention: their rotation and their attention mask.
+"""Rows of tokens in the order of a transformer's attention, with their rotation and attention mask.
 
 A PositionTable holds documents in sequence. A transformer keeps texts and images separate and joins them in every
-attention: all texts of a row, then all its images, or the reverse. ``Streams`` arranges the table in that order.
+attention: all texts of a row, then all images of the row, or the reverse. ``Streams`` arranges the table in that order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mmpos.support.checks import IntArray, counted
 __all__ = ["IMAGE", "TEXT", "PackedDocuments", "Rows", "Streams"]
 
 TEXT, IMAGE = "encoder_hidden_states", "hidden_states"
-"""Names of the streams of tokens, which are the names of their arguments."""
+"""Names of the token streams, which are also the names of their arguments."""
 
 Attention = Callable[..., Tensor]
-"""Function of q, k and v, (batch, seq, heads, head_dim), with options such as attn_mask, that returns this shape."""
+"""Function that takes q, k and v (batch, seq, heads, head_dim) and options such as attn_mask; returns this shape."""
 
 
 class PackedDocuments(NamedTuple):
-    """Index of documents packed in one row, to convert to and from a padded batch in which documents are separate.
+    """Index of documents packed in one row; it converts to and from a padded batch in which documents are separate.
 
     Args:
-        tokens: (documents, longest) index in the row of each token of the batch; arbitrary for padding.
-        mask: (documents, 1, 1, longest) whether each is a token; None if all documents have the same length.
-        slots: (seq,) index in the flattened batch of each token of the row; arbitrary for padding.
+        tokens: (documents, longest) index, in the row, of each token in the batch; arbitrary for padding.
+        mask: (documents, 1, 1, longest) True for tokens, False for padding; None if all documents have the same length.
+        slots: (seq,) index, in the flattened batch, of each token in the row; arbitrary for padding.
     """
 
     tokens: Tensor
@@ -64,7 +64,7 @@ class WholeRows:
 
     Args:
         owner: (batch, seq) document of every token, −1 for padding.
-        lengths: number of tokens of each stream in a row.
+        lengths: number of tokens in a row, per stream.
         packed: whether a row holds several documents.
     """
 
@@ -82,7 +82,7 @@ class WholeRows:
             device: device of q and k.
 
         Raises:
-            UnsupportedError: there is a mask, which ring attention does not support.
+            UnsupportedError: a mask is needed, but ring attention does not support masks.
         """
         if not self.packed and (self.owner >= 0).all():
             return None
@@ -102,17 +102,17 @@ class WholeRows:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Tokens in the order of an attention; they replace the transformer's own cos and sin in the arguments of blocks.
+    """Tokens in attention order; they replace the transformer's own cos and sin in the arguments of blocks.
 
     Args:
         positions: positions of (batch, seq) tokens, including padding.
         rotaries: rotations of q and k; the second, if any, rotates the second channel of every pair.
-        mask: (batch, 1, 1, seq) False for padding; None without padding, or if documents are packed.
+        mask: (batch, 1, 1, seq) False for padding; None if there is no padding or documents are packed.
         documents: documents of a packed row; None if every row is one document.
-        text_mask: (documents, 1, 1, tokens) mask of the texts in cross-attention of packed documents; None if all
-            tokens are real.
-        reached: list to which every attention that rotates by these rows appends an entry.
-        whole: the whole rows if these are the part of a rank, else None.
+        text_mask: (documents, 1, 1, tokens) text mask for cross-attention of packed documents; None if there is no
+            padding.
+        reached: list to which each attention that rotates by these rows appends an entry.
+        whole: the whole rows if these rows hold only the tokens of one rank, else None.
     """
 
     positions: DevicePositions
@@ -124,7 +124,7 @@ class Rows:
     whole: WholeRows | None = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Rows:
-        """Return a copy on another device; libraries that spread a model over devices call it for arguments."""
+        """Return a copy on another device; libraries that split a model across devices call this for its arguments."""
         if self.positions.device == torch.device(device):
             return self
         return replace(
@@ -138,14 +138,14 @@ class Rows:
     def attend(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        """Rotate q and k and compute self-attention inside each document.
+        """Rotate q and k and compute self-attention within each document.
 
         Args:
             attention: attention function.
-            query: q before the rotation.
-            key: k before the rotation.
+            query: q before rotation.
+            key: k before rotation.
             value: v.
-            options: options of the call; its attn_mask is replaced.
+            options: other arguments for the attention function; attn_mask is replaced.
         """
         query, key = self._rotated(query, key)
         self.reached.append(None)
@@ -154,7 +154,7 @@ class Rows:
             mask = self.whole.mask(parallel.context_parallel_config, query.device)
             return attention(query, key, value, **{**options, "attn_mask": mask})
         if parallel is not None and (self.mask is not None or self.documents is not None):
-            want = "one whole document per row: a rank has the mask of its own tokens only"
+            want = "one whole document per row, because a rank has only the mask of its own tokens"
             raise UnsupportedError(f"positions: got padding or packed documents with context parallelism, want {want}")
         if self.documents is None:
             return attention(query, key, value, **{**options, "attn_mask": self.mask})
@@ -171,11 +171,11 @@ class Rows:
     def attend_to_text(
         self, attention: Attention, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        """Compute cross-attention of documents to their texts; k and v have a row per text, or all texts in one row."""
+        """Compute cross-attention of documents to their texts; k and v have a row per text or one row for all."""
         if self.documents is None:
             return attention(query, key, value, **options)
         if options.get("parallel_config") is not None:
-            want = "one document per row: diffusers splits their texts"
+            want = "one document per row, because diffusers splits the texts of packed documents"
             raise UnsupportedError(f"positions: got packed documents with context parallelism, want {want}")
         count = self.documents.tokens.shape[0]
         key, value = (x.reshape(count, -1, *x.shape[2:]) for x in (key, value))
@@ -184,7 +184,7 @@ class Rows:
 
 
 class _Stream(NamedTuple):
-    """Segments of all rows, in the order of rows.
+    """Segments of all rows, in row order.
 
     Args:
         columns: (5 + 4·axes, segments) columns of a table with lengths in the OFFSET row.
@@ -197,7 +197,7 @@ class _Stream(NamedTuple):
     document: IntArray
 
     def sorted_by_row(self) -> _Stream:
-        """Return the segments sorted stably by row."""
+        """Return the segments in a stable sort by row."""
         by_row = np.argsort(self.row, kind="stable")
         return _Stream(self.columns[:, by_row], self.row[by_row], self.document[by_row])
 
@@ -209,10 +209,10 @@ class Streams:
         positions: table with one document per row, or with all documents in one row.
         rotaries: rotations of q and k; see Rows.
         batch: number of rows.
-        lengths: number of tokens per row of each stream; None is the number in positions. A stream that is missing must
-            have no tokens.
-        text_mask: (documents, tokens) mask of texts in cross-attention, or None.
-        device: device of the attentions.
+        lengths: number of tokens per row of each stream; None uses the number of tokens in positions. A stream that is
+            missing here must have no tokens in positions.
+        text_mask: (documents, tokens) text mask for cross-attention, or None.
+        device: device of q and k.
     """
 
     def __init__(
@@ -245,15 +245,15 @@ class Streams:
         }
 
     def numbers(self, order: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return the numbers of the tokens in a row for each stream; diffusers splits them among ranks like tokens."""
+        """Return the token numbers in a row for each stream; diffusers splits them among ranks like tokens."""
         lengths = [self._owners(self._streams[name]).shape[1] for name in order]
         return dict(zip(order, torch.arange(sum(lengths)).split(lengths), strict=True))
 
     def rows(self, order: tuple[str, ...], tokens: IntArray | None = None) -> Rows:
-        """Return the rows of an attention.
+        """Return the rows for an attention.
 
         Args:
-            order: streams of the attention, in its order.
+            order: streams of the attention, in token order.
             tokens: ascending indices of this rank's tokens in each row; None for all.
         """
         parts = [self._streams[name] for name in order]
@@ -283,12 +283,12 @@ class Streams:
 
     @property
     def text_lengths(self) -> IntArray:
-        """(documents,) number of text tokens of each document, without padding."""
+        """(documents,) number of text tokens in each document, without padding."""
         owner = self._owners(self._streams[TEXT])
         return np.bincount(owner[owner >= 0], minlength=self.positions.num_documents)
 
     def texts_in_rows(self, x: Tensor) -> Tensor:
-        """Arrange texts, (documents, tokens, …) padded on the right, in their rows."""
+        """Arrange texts (documents, tokens, …), padded on the right, in their rows."""
         if not self.packed:
             return x
         texts = _packed(self._owners(self._streams[TEXT])[0], self.positions.num_documents)
@@ -300,7 +300,7 @@ class Streams:
 
     def _check_none(self, selected: npt.NDArray[np.bool_], name: str) -> bool:
         if selected.any():
-            raise InvalidInputError(f"positions: got text, want none: {name} is used in cross-attention")
+            raise InvalidInputError(f"positions: got text, want none, because {name} is used in cross-attention")
         return False
 
     def _stream(self, selected: npt.NDArray[np.bool_], length: int | None, name: str) -> _Stream:
@@ -331,7 +331,7 @@ def _moved(x: Tensor | None, device: torch.device | str | int, non_blocking: boo
 
 
 def _packed(owner: IntArray, count: int) -> PackedDocuments:
-    """Index the documents of a packed row, given the document of every token, (seq,), −1 for padding."""
+    """Index the documents of a packed row; ``owner`` (seq,) is the document of each token, −1 for padding."""
     order = np.argsort(owner, kind="stable")
     order = order[np.count_nonzero(owner < 0) :]
     counts = np.bincount(owner[order], minlength=count)

@@ -27,17 +27,19 @@ __all__ = ["TransformerSettings", "from_diffusers"]
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of a transformer's positions; ``from_diffusers`` reads them from its config.
+    """Position settings of a transformer; ``from_diffusers`` reads them from its config.
 
     Args:
         class_name: class of the transformer.
-        scheme: scheme of its text and images; the first grid of a document is generated, the others are references.
+        scheme: scheme for text and images; the first grid of a document is the image to generate, the others are
+            references.
         rotary: rotation of q and k. Its head_dim is the size of a head, or of a third of a head if each axis rotates a
             separate third (Allegro).
-        patch_size: frames, rows and columns of latents per token, whether the transformer or its pipeline cuts them.
+        patch_size: frames, rows and columns of latents per token, whether the transformer or the pipeline cuts the
+            patches.
         second_rotary: rotation of the second channel of every pair if its angles differ from the first channel's
-            (ERNIE-Image), else None. If set, rotary describes the first channels only.
-        text_rotary: rotation of text in separate blocks, by one id per token from 0 (Kandinsky), or None.
+            (ERNIE-Image), else None. If it is set, rotary describes only the first channels.
+        text_rotary: rotation of text in separate blocks by one id per token, counted from 0 (Kandinsky), or None.
         limits: (axes,) lowest and highest id in the transformer's own tables; None if they are unlimited.
         vae_scale: frames, rows and columns of pixels per latent; None if the config does not define them.
     """
@@ -57,14 +59,14 @@ class TransformerSettings:
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
     def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
-        """Return the grid of tokens of an image or a video with this size in latents.
+        """Return the token grid of an image or a video whose size is given in latents.
 
         Args:
             height: rows of latents.
             width: columns of latents.
             frames: frames of latents.
             fps: frames per second of the video, an integer or a Fraction, for schemes that place frames in time; None
-                is the default of the scheme.
+                uses the default of the scheme.
 
         Raises:
             InvalidInputError: a size is not a multiple of the patch, or fps is not exact.
@@ -83,15 +85,15 @@ class TransformerSettings:
         return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
-        """Place documents, each a text and its images, and check their ids against the transformer's tables.
+        """Compute positions for documents, each a text with its images; check the ids against the transformer's tables.
 
         Args:
             documents: a SegmentTable, or an argument of ``SegmentTable.from_documents``.
 
         Raises:
-            UnsupportedError: the scheme does not support a segment, such as frames in an image transformer, or text if
-                text has no ids.
-            LimitExceededError: an id is not in the transformer's own tables.
+            UnsupportedError: the scheme does not support a segment, for example frames in an image transformer, or text
+                if text has no ids.
+            LimitExceededError: an id is outside the transformer's own tables.
         """
         segments = documents if isinstance(documents, SegmentTable) else SegmentTable.from_documents(documents)
         positions = place(segments, self.scheme)
@@ -116,11 +118,11 @@ def from_diffusers(config: object) -> TransformerSettings:
     """Read the scheme and the rotation of a diffusers transformer from its config.
 
     Args:
-        config: the mapping of its config.json, the path of that file or its folder, or the transformer itself (or any
-            object with a ``config`` and the name of its class).
+        config: the contents of its config.json as a mapping, the path of that file or its folder, or the transformer
+            itself (or any object with a ``config`` and the same class name).
 
     Raises:
-        UnsupportedError: the class is unknown, or no scheme has its positions; the message gives the reason.
+        UnsupportedError: the class is unknown, or no scheme computes its positions; the message gives the reason.
         InvalidInputError: a field is missing or contradicts another, or a file cannot be read.
     """
     values = _values(config)
@@ -138,7 +140,9 @@ def _values(config: object) -> Mapping[str, Any]:
     if isinstance(config, str | PurePath):
         path = Path(config)
         if not path.exists():
-            want = "that of a config.json or of its folder; nothing is downloaded: for a model on the Hub, download its"
+            want = (
+                "that of a config.json or of its folder; nothing is downloaded, so for a model on the Hub, download its"
+            )
             raise InvalidInputError(
                 f"config: got the path {str(config)!r}, which does not exist, want {want} config.json"
             )

@@ -1,4 +1,4 @@
-"""mmpos positions for models and processors of Transformers.
+"""mmpos positions for the models and processors of Transformers.
 
 Shapes used throughout:
 

@@ -1,4 +1,4 @@
-"""The structure of Llama-like models in Transformers: where they rotate q and k, and which Rotary fits."""
+"""The structure of Llama-like models in Transformers: where they rotate q and k, and which Rotary fits them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Anatomy:
     """Parts of a Llama-like model that use positions.
 
     Args:
-        base: the model below the head; it embeds the tokens, and gets cos and sin from its rotary_emb once per call.
-        attentions: the attention module of every layer; each takes cos and sin as ``position_embeddings``.
+        base: the model below the head; it embeds the tokens and computes cos and sin in its rotary_emb once per call.
+        attentions: the attention module of each layer, which receives cos and sin as ``position_embeddings``.
         layer_types: the layer type of each attention; None if all layers use the same rotation.
     """
 
@@ -51,7 +51,7 @@ class Anatomy:
 
     @property
     def fuses(self) -> bool:
-        """Whether attentions can rotate by positions: one call rotates q and k, and nothing else takes cos and sin."""
+        """Whether attentions can rotate by positions: one call rotates q and k, and nothing else uses cos and sin."""
         return all(_rotates_q_and_k(attention) for attention in self.attentions)
 
     def rotation(self, layer_type: str | None) -> tuple[int, float]:
@@ -111,13 +111,13 @@ def _rotates_q_and_k(attention: nn.Module) -> bool:
 
 
 def rotaries_of(anatomy: Anatomy, rotary: Rotary | Mapping[str, Rotary]) -> dict[str | None, Rotary]:
-    """Return the Rotary of each layer type, after checking that it fits the model."""
+    """Return the Rotary for each layer type, after checking that it fits the model."""
     types = sorted({kind for kind in anatomy.layer_types if kind is not None})
     rotaries: dict[str | None, Rotary]
     if not types:
         if not isinstance(rotary, Rotary):
             raise InvalidInputError(
-                f"rotary: got {type(rotary).__name__}, want one Rotary: all layers use the same rotation"
+                f"rotary: got {type(rotary).__name__}, want one Rotary, because all layers use the same rotation"
             )
         rotaries = {None: rotary}
     else:
@@ -141,7 +141,7 @@ def _check_rotary(name: str, rotary: Rotary, anatomy: Anatomy, layer_type: str |
         raise UnsupportedError(f"model: got {model!r}, which has pairing 'adjacent', want pairing 'half'")
     head_dim = anatomy.attentions[anatomy.layer_types.index(layer_type)].head_dim
     rotary_dim, attention_factor = anatomy.rotation(layer_type)
-    # Transformers sometimes stores its factor as float32.
+    # Transformers sometimes stores this factor as float32.
     close = math.isclose(rotary.attention_factor, attention_factor, rel_tol=1e-6)
     wanted: dict[str, tuple[object, object]] = {
         "head_dim": (rotary.head_dim, head_dim),

@@ -33,16 +33,16 @@ from mmpos.support.checks import INT32_MAX, IntArray, one_of
 __all__ = ["CanvasRopeIndex"]
 
 _CANVAS = MRopeCanvas()
-_PLACEHOLDER = INT32_MAX - VIDEO  # above every text id; patches get this id plus their type
+_PLACEHOLDER = INT32_MAX - VIDEO  # above every text id; patches receive this id plus their type
 
 
 @dataclass(frozen=True)
 class CanvasRopeIndex:
-    """Function with the arguments and results of ``get_rope_index`` of MiniCPM-V 4.7.
+    """Function with the same arguments and results as ``get_rope_index`` of MiniCPM-V 4.7.
 
     Args:
-        crop_markers: tokens around thumbnails and slices.
-        spatial_merge_size: patches merged into one token along each side, unless a call passes downsample_mode.
+        crop_markers: token ids of the markers around thumbnails and slices.
+        spatial_merge_size: side, in patches, of the square merged into one token, unless a call passes downsample_mode.
     """
 
     crop_markers: CropMarkers
@@ -61,13 +61,13 @@ class CanvasRopeIndex:
         """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq); only the marker tokens matter.
+            input_ids: (batch, seq); only the marker tokens are used.
             mm_token_type_ids: (batch, seq) 0 for text and markers, 1 for images, 2 for videos.
-            target_sizes: (crops, 2) height and width before merging of the thumbnails and slices of images, in order;
-                sizes at the end that have no tokens are ignored.
-            target_sizes_videos: (crops, 2) the same for the frames of videos.
-            downsample_mode: "16x" merges 4×4 patches and "4x" merges 2×2; None uses the mode of the config.
-            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+            target_sizes: (crops, 2) height and width, before merging, of the thumbnails and slices of images, in order;
+                sizes at the end without tokens are ignored.
+            target_sizes_videos: (crops, 2) the same for video frames.
+            downsample_mode: "16x" merges 4×4 patches and "4x" merges 2×2; None uses the mode in the config.
+            attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.
             kwargs: ignored, as in Transformers.
 
         Returns:
@@ -75,8 +75,8 @@ class CanvasRopeIndex:
             delta is the highest id plus one, minus the number of tokens.
 
         Raises:
-            InvalidInputError: sizes do not fit the tokens, a thumbnail or slice is not between its markers, a slice is
-                separated from its thumbnail, or an argument has the wrong shape.
+            InvalidInputError: sizes do not match the tokens, a thumbnail or slice is not between its markers, a slice
+                is separated from its thumbnail, or an argument has the wrong shape.
         """
         tensors = check_tensors(
             input_ids=input_ids,
@@ -140,12 +140,12 @@ def _compute(
 
 
 def _one_frame(sizes: Tensor | None) -> Tensor | None:
-    """Add a frame count of 1 to (crops, 2) sizes; return sizes of another rank unchanged, to be refused later."""
+    """Add a frame count of 1 to (crops, 2) sizes; leave sizes of another rank unchanged for a later check to refuse."""
     return sizes if sizes is None or sizes.dim() != 2 else torch.nn.functional.pad(sizes, (1, 0), value=1)
 
 
 def _grids(tokens: TokenTypes, name: str, sizes: Tensor | None, kind: int, merge: int) -> IntArray | None:
-    """Merge (crops, 2) sizes into (crops, 3) grids of one frame."""
+    """Convert (crops, 2) sizes to (crops, 3) merged grids of one frame."""
     used = tokens.used(name, sizes, kind, np.array([merge, merge]))
     return None if used is None else np.insert(used, 0, 1, axis=1)
 

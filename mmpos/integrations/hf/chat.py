@@ -1,4 +1,4 @@
-"""Images and videos in the arguments of a processor and in its chats: objects, bytes, paths and data URLs, named."""
+"""Read the images and videos in a processor's arguments and chats: objects, bytes, paths and data URLs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 
 
 def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[str, Any]], IntArray | None]:
-    """Return all images with their names, and the number of images of each text if they are nested, else None.
+    """Return all images with their names, and the number of images per text if they are nested, else None.
 
     Args:
         kind: name of the argument, "images" or "videos".
-        images: one image, a list of images for all texts, a list with a list of images for each text, or None.
+        images: one image, a list of images for all texts, a list that contains a list of images for each text, or None.
         texts: number of texts; None if there is no text.
     """
     if images is None:
@@ -57,7 +57,7 @@ def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[st
 def process(
     named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None, read_files: bool
 ) -> list[ProcessedImage]:
-    """Process each image; errors name the image."""
+    """Process each image; errors contain its name."""
     processed = []
     for name, image in named:
         source = read_image(name, image, read_files) if isinstance(image, str) else image
@@ -67,12 +67,12 @@ def process(
 
 
 def read_image(name: str, text: str, read_files: bool) -> bytes | Path:
-    """Decode a data: URL, or return the path of an image file; nothing is fetched.
+    """Decode a data: URL, or return the path of an image file; remote URLs are never fetched.
 
     Args:
-        name: name of the image in errors.
+        name: name of the image in error messages.
         text: a data: or file: URL, or a path.
-        read_files: whether text may name a file.
+        read_files: whether text may be the path of a file.
     """
     if text[:5].lower() == "data:":
         return read_data_url(name, text)
@@ -80,13 +80,13 @@ def read_image(name: str, text: str, read_files: bool) -> bytes | Path:
 
 
 def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
-    """Return text as the path of an existing file; refuse remote URLs, and every path if read_files is False."""
+    """Return text as the path of an existing file; refuse remote URLs, and all paths if read_files is False."""
     got = f"{name}: got the text {text[:80]!r}"
     scheme, slashes, _ = text.partition("://")
     if slashes and scheme.lower() != "file":
         raise InvalidInputError(f"{got}, a URL, which is never fetched, want the path of a file, {other}")
     if not read_files:
-        raise InvalidInputError(f"{got}, want {other}: read_files=False allows no paths")
+        raise InvalidInputError(f"{got}, want {other}: read_files=False forbids paths")
     path = url2pathname(urlsplit(text).path) if slashes else text
     if not os.path.isfile(path):
         raise InvalidInputError(f"{got}, want the path of an existing file, {other}")
@@ -94,16 +94,16 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
-"""Videos that need no decoder, as described in errors."""
+"""Description, in error messages, of videos that need no decoder."""
 
 
 class Frames:
-    """Frames of one video, to distinguish them from a list of videos.
+    """Frames of one video; the class distinguishes them from a list of videos.
 
     This is not a dataclass, because Transformers converts dataclasses in a chat to mappings.
 
     Args:
-        images: the frames, each in a form that ImageProcessor takes, or as text for ``read_image``.
+        images: the frames, each in a form that ImageProcessor accepts, or as text for ``read_image``.
     """
 
     def __init__(self, images: tuple[Any, ...]) -> None:
@@ -120,7 +120,7 @@ _AUDIO = ("audio", "input_audio")
 
 
 def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
-    """Return whether text is a conversation (a list of messages), or a list of conversations."""
+    """Return whether text is a conversation (a list of messages) or a list of conversations."""
     first = text[0] if isinstance(text, list | tuple) and text else None
     if isinstance(first, list | tuple) and first:
         first = first[0]
@@ -128,28 +128,28 @@ def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
 
 
 def read_conversations(conversation: object, read_files: bool, *, videos: bool) -> Messages | list[Messages]:
-    """Copy one or several conversations, and replace text that names an image or video by bytes or a path.
+    """Copy one or more conversations, and replace text that refers to an image or video by bytes or a path.
 
     Args:
         conversation: in the format of Transformers or of the OpenAI API.
-        read_files: whether text may name a file.
+        read_files: whether text may be the path of a file.
         videos: whether videos are allowed.
 
     Raises:
-        InvalidInputError: there are no messages, or the source of an image or video is not in a known format.
-        UnsupportedError: a message contains audio, or a video where videos are not allowed.
+        InvalidInputError: there are no messages, or the source of an image or video has an unknown format.
+        UnsupportedError: a message contains audio, or contains a video although videos are not allowed.
     """
     refused = _AUDIO if videos else _AUDIO + _VIDEOS
     if not is_chat(conversation):
         got = _kind(conversation)
-        raise InvalidInputError(f"conversation: got {got}, want a list of messages, or a list of conversations")
+        raise InvalidInputError(f"conversation: got {got}, want a list of messages or a list of conversations")
     if isinstance(conversation[0], Mapping):
         return _read("conversation", conversation, read_files, refused)
     return [_read(f"conversation[{i}]", each, read_files, refused) for i, each in enumerate(conversation)]
 
 
 def separate_images(conversation: Sequence[Any], images: object) -> list[object]:
-    """Return the images passed separately from a chat as a list; for several chats, a list per chat.
+    """Return images that were passed separately from a chat as a list; for several chats, as one list per chat.
 
     Raises:
         InvalidInputError: the chats already contain images, or there is not one list of images per chat.
@@ -177,7 +177,7 @@ def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...
         content = message.get("content")
         if not isinstance(content, list | tuple | str | None):
             got = f"{name}[{i}].content: got {type(content).__name__}"
-            raise InvalidInputError(f"{got}, want text, a list of blocks, or None")
+            raise InvalidInputError(f"{got}, want text, a list of blocks or None")
         if isinstance(content, list | tuple):
             named = ((f"{name}[{i}].content[{n}]", block) for n, block in enumerate(content))
             message = {**message, "content": [_block(*each, read_files, refused) for each in named]}
@@ -186,7 +186,7 @@ def _read(name: str, messages: object, read_files: bool, refused: tuple[str, ...
 
 
 def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...]) -> Mapping[str, object]:
-    """Read one block of content; the image of an image block is under "image", the video of a video block "video"."""
+    """Read one content block; the result has the image under "image" or the video under "video"."""
     if not isinstance(block, Mapping) or (kind := block.get("type")) is None:
         raise InvalidInputError(f"{name}: got {_kind(block)}, want a block with a type")
     if kind in refused:
@@ -206,15 +206,15 @@ def _block(name: str, block: object, read_files: bool, refused: tuple[str, ...])
         rest = {key: block[key] for key in block if key not in sources}
         read = _image if kind == "image" else _video
         return {**rest, kind: read(name, keys[0], block[keys[0]], read_files)} if keys else rest
-    # Templates skip blocks of unknown types, so that the image would be lost silently.
+    # Templates skip blocks of unknown types, so the image would be silently lost.
     for key in ("image", "image_url", "video", "video_url"):
         if block.get(key) is not None:
-            raise InvalidInputError(f"{name}.{key}: got it in a block of type {kind!r}, want type {key[:5]!r}")
+            raise InvalidInputError(f"{name}.{key}: got this key in a block of type {kind!r}, want type {key[:5]!r}")
     return block
 
 
 def _image(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Return the image of a block: text is converted to bytes or a path, other objects are returned as they are."""
+    """Return the image of a block: text is converted to bytes or a path; other objects are returned unchanged."""
     if key == "base64":
         return read_data_url(name, f"data:;base64,{value}")
     if key == "path" and not isinstance(value, str | PathLike):
@@ -225,7 +225,7 @@ def _image(name: str, key: str, value: Any, read_files: bool) -> object:
 
 
 def _video(name: str, key: str, value: Any, read_files: bool) -> object:
-    """Return the video of a block: text is converted to a path, and a list is taken as the frames of the video."""
+    """Return the video in a block: text is converted to a path, and a list is interpreted as video frames."""
     if isinstance(value, str):
         return local_path(name, value, read_files, FRAMES)
     if key != "video" and not isinstance(value, PathLike):

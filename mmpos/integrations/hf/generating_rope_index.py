@@ -1,4 +1,4 @@
-"""Replacement for ``get_rope_index`` of GLM-Image, with the ids of the images to generate."""
+"""Replacement for ``get_rope_index`` of GLM-Image, including the ids of the images to generate."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ _MERGING = Merging(1, 1, frames_apart=False)
 
 @dataclass(frozen=True)
 class GeneratingRopeIndex:
-    """Function with the arguments and results of ``get_rope_index`` of GLM-Image.
+    """Function with the same arguments and results as ``get_rope_index`` of GLM-Image.
 
-    The method also computes the ids of the images to generate, and stores them on the model; ``with_generated``
-    returns them instead.
+    That method also computes the ids of the images to generate and stores them on the model; ``with_generated`` returns
+    them instead.
 
     Args:
-        image_start_token_id: the marker before an image.
-        image_end_token_id: the marker after an image.
-        model: the model on which calls store the ids of the images to generate, where its decoding reads them; or
-            None.
+        image_start_token_id: token id of the marker before an image.
+        image_end_token_id: token id of the marker after an image.
+        model: model on which calls store the ids of the images to generate, to be read by its decoding steps; or None.
     """
 
     image_start_token_id: int
@@ -65,22 +64,22 @@ class GeneratingRopeIndex:
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> Ids:
-        """Compute the position ids of a batch; its deltas are 0.
+        """Compute the position ids of a batch; all deltas are 0.
 
         Args:
             input_ids: (batch, seq); every token between the markers of an image is a patch, whatever its id.
-            image_grid_thw: (images, 3) frames (always 1), height and width in tokens: for each row the images of its
-                prompt, then the images to generate. None counts all tokens as text.
-            images_per_sample: (batch,) number of images of each row; None if every row has all images.
-            attention_mask: (batch, seq); tokens where it is not 1 are not counted, and have the id 1. A mask of
-                another length is ignored.
+            image_grid_thw: (images, 3) frames (always 1), height and width in tokens. For each row of the batch, the
+                images in its prompt come first, then the images to generate. None treats all tokens as text.
+            images_per_sample: (batch,) number of images in each row; None if every row has all images.
+            attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the id 1. A mask of a
+                different length is ignored.
             kwargs: ignored, as in Transformers.
 
         Returns:
-            (3, batch, seq) position ids and (batch, 1) zeros, both of the dtype of input_ids.
+            (3, batch, seq) position ids and (batch, 1) zeros, both with the dtype of input_ids.
 
         Raises:
-            InvalidInputError: the grids do not fit the images, or an argument has the wrong shape.
+            InvalidInputError: the grids do not match the images, or an argument has the wrong shape.
         """
         ids, ahead = self.with_generated(input_ids, image_grid_thw, images_per_sample, attention_mask)
         if self.model is not None:
@@ -94,7 +93,7 @@ class GeneratingRopeIndex:
         images_per_sample: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Ids, Tensor | None]:
-        """Compute the ids of a batch and the ids of the tokens to generate.
+        """Compute the ids of a batch and of the tokens to generate.
 
         Args:
             input_ids: as for ``__call__``.
@@ -103,9 +102,9 @@ class GeneratingRopeIndex:
             attention_mask: as for ``__call__``.
 
         Returns:
-            The result of ``__call__``, and (rows with grids, 3, steps) int64 ids of the patches of the images to
-            generate, the last grid first, and of the end marker after them; shorter rows repeat the ids of the end
-            marker. None if there are no grids.
+            The result of ``__call__``, and (rows with grids, 3, steps) int64 ids: those of the patches of the images to
+            generate, last grid first, and of the end marker after them; shorter rows repeat the ids of the end marker.
+            The second result is None if there are no grids.
         """
         if isinstance(attention_mask, Tensor) and isinstance(input_ids, Tensor):
             attention_mask = attention_mask if attention_mask.shape[1:] == input_ids.shape[1:] else None
@@ -164,12 +163,12 @@ def _compute(
 
 
 class _Prompts(NamedTuple):
-    """Prompts and all their grids.
+    """Prompts and all of their grids.
 
     Args:
-        segments: the prompts, a document each.
-        grid_thw: (grids, 3): for each prompt the grids of its images, then the grids to generate.
-        per_row: (documents,) number of grids of each prompt.
+        segments: the prompts, one document each.
+        grid_thw: (grids, 3); for each prompt, the grids of its images come first, then the grids to generate.
+        per_row: (documents,) number of grids for each prompt.
     """
 
     segments: SegmentTable
@@ -184,7 +183,7 @@ def _scanned(
     attention_mask: Tensor | None,
     markers: tuple[int, int],
 ) -> _Prompts | None:
-    """Build the prompts in one pass in C over tokens on the host; return None for input that the pass declines."""
+    """Build the prompts in a single pass in C over tokens on the host; return None for input unsupported in C."""
     grids = input_ids.new_zeros((0, 3), dtype=torch.int64) if image_grid_thw is None else image_grid_thw
     if not input_ids.is_cpu or grids.dtype != torch.int64 or grids.dim() != 2 or (grids[:, :1] != 1).any():
         return None
@@ -200,7 +199,7 @@ def _scanned(
 
 
 def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) -> _Prompts:
-    """Build the prompts from packed types of tokens: 1 marks the start of an image and 2 its end."""
+    """Build the prompts from packed token types: 1 marks the start of an image, and 2 its end."""
     assert tokens.cu_seqlens is not None, "packed"
     grid_thw = merge_grids("image_grid_thw", grids, np.ones(3, np.int64))
     grid_thw = np.zeros((0, 3), np.int64) if grid_thw is None else grid_thw
@@ -219,7 +218,7 @@ def _matched(tokens: TokenTypes, grids: Tensor | None, counts: Tensor | None) ->
 
 
 def _generated_ids(prompts: _Prompts, positions: PositionTable) -> IntArray:
-    """Compute the (rows with grids, 3, steps) ids of the images to generate; shorter rows repeat their last id."""
+    """Compute the (rows with grids, 3, steps) ids of the images to generate; shorter rows repeat their last ids."""
     segments, grid_thw, per_row = prompts
     ahead = place(generated(segments, grid_thw, per_row), _MROPE, positions.next_positions)
     has_grids = per_row > 0
@@ -229,15 +228,15 @@ def _generated_ids(prompts: _Prompts, positions: PositionTable) -> IntArray:
 
 
 def _between_markers(types: IntArray, cu_seqlens: IntArray, most: IntArray) -> tuple[IntArray, IntArray]:
-    """Find the complete images of prompts, each between a marker of type 1 and a marker of type 2.
+    """Find the complete images in prompts, each between a marker of type 1 and a marker of type 2.
 
     Args:
-        types: (tokens,) types of the tokens of a packed batch.
+        types: (tokens,) token types of a packed batch.
         cu_seqlens: (documents + 1,) first token of each document, then the total.
-        most: (documents,) number of grids of each document, the most images that it can have.
+        most: (documents,) number of grids for each document, which is also the maximum number of its images.
 
     Returns:
-        (tokens,) 1 inside images, else 0; and the (documents,) number of images.
+        (tokens,) 1 inside images, else 0; and (documents,) the number of images.
     """
     starts, ends = (np.flatnonzero(types == kind) for kind in (1, 2))
     begun, ended = (np.searchsorted(at, cu_seqlens) for at in (starts, ends))

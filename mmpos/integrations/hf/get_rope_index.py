@@ -1,4 +1,4 @@
-"""rope_index: a replacement for ``get_rope_index`` of the vision-language models of Transformers."""
+"""rope_index: a replacement for ``get_rope_index`` of the vision-language models in Transformers."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ _METHOD = "get_rope_index"
 
 @dataclass(frozen=True)
 class RopeIndex:
-    """Function with the arguments and results of ``get_rope_index`` of Qwen2-VL and the models derived from it.
+    """Function with the same arguments and results as ``get_rope_index`` of Qwen2-VL and the models derived from it.
 
-    It stores only numbers from the config, so that it can be copied and pickled. It runs as one torch operator, so that
-    torch.compile can capture it in a graph.
+    The function stores only numbers from the config, so it can be copied and pickled. It runs as a single torch
+    operator, so torch.compile can capture it in a graph.
 
     Args:
-        spatial_merge_size: patches merged into one token along each side.
-        temporal_merge_size: frames of a video merged into one.
+        spatial_merge_size: side, in patches, of the square merged into one token.
+        temporal_merge_size: number of video frames merged into one.
         frames_apart: whether each frame of a video is a separate grid.
     """
 
@@ -93,20 +93,20 @@ class RopeIndex:
         """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq); only shape, dtype and device matter.
+            input_ids: (batch, seq); only the shape, dtype and device are used.
             mm_token_type_ids: (batch, seq) 0 for text, 1 for images, 2 for videos.
-            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end that have no tokens are
+            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
                 ignored.
             video_grid_thw: (videos, 3) the same for videos.
-            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+            attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.
             kwargs: ignored, as in Transformers.
 
         Returns:
-            (3, batch, seq) position ids of the dtype of input_ids, and (batch, 1) int64 deltas: new tensors on the
+            (3, batch, seq) position ids with the dtype of input_ids, and (batch, 1) int64 deltas: new tensors on the
             device of input_ids. A delta is the highest id plus one, minus the number of tokens.
 
         Raises:
-            InvalidInputError: the grids do not fit the tokens, or an argument has the wrong shape.
+            InvalidInputError: the grids do not match the tokens, or an argument has the wrong shape.
         """
         return self._ids(input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, None)
 
@@ -136,7 +136,7 @@ class RopeIndex:
 
 @dataclass(frozen=True)
 class TimedRopeIndex(RopeIndex):
-    """Function with the arguments and results of ``get_rope_index`` of Qwen2.5-VL, which places frames by their time.
+    """Function with the same arguments and results as ``get_rope_index`` of Qwen2.5-VL, which places frames by time.
 
     Args:
         tokens_per_second: ids per second of video.
@@ -144,7 +144,7 @@ class TimedRopeIndex(RopeIndex):
 
     tokens_per_second: int = 1
 
-    def __call__(  # type: ignore[override]  # the order of Qwen2.5-VL's arguments
+    def __call__(  # type: ignore[override]  # order of arguments as in Qwen2.5-VL
         self,
         input_ids: Tensor,
         mm_token_type_ids: Tensor,
@@ -161,15 +161,15 @@ class TimedRopeIndex(RopeIndex):
             mm_token_type_ids: as for RopeIndex.
             image_grid_thw: as for RopeIndex.
             video_grid_thw: as for RopeIndex.
-            second_per_grid_ts: seconds between frames, one number per video; None means one second. Ids of frames are
-                rounded down exactly as in Transformers: the seconds are multiplied by tokens_per_second first, those in
-                a tensor in its dtype and those in a list as Python floats, and then by the index of the frame.
+            second_per_grid_ts: seconds between frames, one number per video; None stands for one second. Frame ids are
+                rounded down exactly as in Transformers: the seconds are multiplied first by tokens_per_second (a tensor
+                in its own dtype, a list as Python floats), and then by the frame index.
             attention_mask: as for RopeIndex.
             kwargs: ignored, as in Transformers.
 
         Raises:
-            InvalidInputError: as for RopeIndex; or a number of seconds is not a number, is negative, or leads to ids
-                beyond int32.
+            InvalidInputError: as for RopeIndex; also if an entry of second_per_grid_ts is not a number, is negative, or
+                leads to ids beyond int32.
         """
         intervals = None
         if isinstance(video_grid_thw, Tensor):
@@ -178,7 +178,7 @@ class TimedRopeIndex(RopeIndex):
 
 
 def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
-    """Return (videos,) ids between frames, in the dtype in which Transformers computes them."""
+    """Return the (videos,) distance between frames in ids, with the dtype in which Transformers computes it."""
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):
@@ -208,12 +208,12 @@ def _check_seconds(name: str, seconds: object) -> None:
 
 @dataclass(frozen=True)
 class XDRopeIndex:
-    """Function with the arguments and results of ``get_rope_index`` of HunYuan-VL.
+    """Function with the same arguments and results as ``get_rope_index`` of HunYuan-VL.
 
     Args:
-        spatial_merge_size: patches merged into one token along each side.
-        axes: number of axes; the last three are the column, the row and the number of the image in the batch, and the
-            axes before them the index of the token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
+        axes: number of axes; the last three are the column, the row and the number of the image in the batch; the axes
+            before them are the token index.
     """
 
     spatial_merge_size: int
@@ -230,19 +230,19 @@ class XDRopeIndex:
         """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq); only shape, dtype and device matter.
-            mm_token_type_ids: (batch, seq) 1 for the tokens of an image: its patches, the token at the end of each row,
-                and either one token before and one after the patches, or neither. All other values are text.
+            input_ids: (batch, seq); only the shape, dtype and device are used.
+            mm_token_type_ids: (batch, seq) 1 for image tokens: the patches, the token at the end of each row, and
+                either one token before and one after the patches, or neither of these two. All other values mean text.
             image_grid_thw: (images, 3) frames, height, width before merging, one per image; frames are ignored. None
-                counts all tokens as text.
-            attention_mask: (batch, seq); tokens where it is 0 are not counted, and have the id 0.
+                treats all tokens as text.
+            attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.
             kwargs: ignored, as in Transformers.
 
         Returns:
-            (axes, batch, seq) position ids and (batch, 1) deltas, both of the dtype of input_ids.
+            (axes, batch, seq) position ids and (batch, 1) deltas, both with the dtype of input_ids.
 
         Raises:
-            InvalidInputError: the grids do not fit the tokens, or an argument has the wrong shape.
+            InvalidInputError: the grids do not match the tokens, or an argument has the wrong shape.
         """
         check_tensors(
             input_ids=input_ids,
@@ -260,7 +260,7 @@ Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | Generatin
 
 @dataclass(frozen=True, eq=False)
 class _FrameTimes(MRopeTransformers):
-    """M-RoPE of Transformers with precomputed ids of frames, because their rounding depends on the float dtype.
+    """M-RoPE of Transformers with precomputed frame ids, because their rounding depends on the float dtype.
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
@@ -280,7 +280,7 @@ class _FrameTimes(MRopeTransformers):
 
 @dataclass(frozen=True)
 class _Still(MRopeTransformers):
-    """M-RoPE of Transformers that places all frames of a grid at the time of its first."""
+    """M-RoPE of Transformers that places all frames of a grid at the time of its first frame."""
 
     by_shape = True
 
@@ -292,21 +292,21 @@ _STILL = _Still()
 
 
 def rope_index(config: object) -> Function:
-    """Return a replacement for ``get_rope_index`` of a model of Transformers, from its config.
+    """Return a replacement for ``get_rope_index`` of a Transformers model, based on its config.
 
-    Its ids and deltas equal those of the method bit for bit, in the same dtype and on the same device. It also supports
-    valid input for which the method fails: adjacent images or frames without text between them.
+    The ids and deltas that it returns equal those of the method bit for bit, in the same dtype and on the same device.
+    It also supports valid input for which the method fails: adjacent images or frames without text between them.
 
     Args:
-        config: the complete config object of a model, the mapping from its config.json, or the path of that file or its
-            folder.
+        config: the complete config object of a model, the contents of its config.json as a mapping, or the path of that
+            file or its folder.
 
     Returns:
-        A function with the parameters of the method, without self. It has no reference to the model, and no state.
+        A function with the parameters of the method, without self. It holds no reference to the model and no state.
 
     Raises:
-        UnsupportedError: the model type has no such function here.
-        InvalidInputError: the config lacks a field.
+        UnsupportedError: mmpos has no such function for the model type.
+        InvalidInputError: a field is missing from the config.
     """
     fields = Fields.of(config)
     known = MODEL_TYPES.get(fields.model_type)
@@ -336,7 +336,7 @@ def rope_index(config: object) -> Function:
 
 
 def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
-    """Read only the thinker's config, without its rotation, on which ids do not depend."""
+    """Read only the thinker's config, without the rotation, because ids do not depend on it."""
     image, video, audio = (
         language.integer(f"{kind}_token_id", f"{kind}_token_index", needed=True) for kind in ("image", "video", "audio")
     )
@@ -354,20 +354,20 @@ def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
 
 
 def install(model: Model) -> Model:
-    """Replace ``get_rope_index`` of a model, and of every model inside it, by ``rope_index`` of its config.
+    """Replace ``get_rope_index`` of a model, and of every model inside it, by a function from ``rope_index``.
 
-    The function is set on the instances, not on their classes. Copies and pickles of the model keep it. Installing it
-    again is allowed.
+    The function is set on the instances, not on their classes. Copies and pickles of the model keep the function.
+    Repeated calls are allowed.
 
     Args:
-        model: a model of Transformers with or without a head, or a module that contains one; changed in place.
+        model: a Transformers model with or without a head, or a module that contains such a model; changed in place.
 
     Returns:
         The model itself.
 
     Raises:
-        UnsupportedError: no model inside has the method, one has a type that rope_index does not support, or one has
-            another function set on the instance; nothing is changed then.
+        UnsupportedError: no model inside has the method, rope_index does not support the type of one of them, or
+            another function is already set on an instance. In these cases, nothing is changed.
     """
     modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
     if not modules:
@@ -385,7 +385,7 @@ def install(model: Model) -> Model:
 
 
 def uninstall(model: Model) -> Model:
-    """Remove the functions that ``install`` set; do nothing to a model without them.
+    """Remove the functions that ``install`` set; leave a model without them unchanged.
 
     Args:
         model: as for install.
@@ -450,7 +450,7 @@ def _compute_xd(
 
 
 def _with_times(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -> MRopeTransformers:
-    """Return the scheme with the ids of all frames; products of floats are truncated for frames of videos."""
+    """Return the scheme with the ids of all frames; the ids of video frames are truncated products of floats."""
     lengths, grid = segments.lengths, segments.kind == GRID
     is_video = tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO
     owner, times = ragged_arange(segments.extents[0, grid])
@@ -460,13 +460,13 @@ def _with_times(segments: SegmentTable, tokens: TokenTypes, intervals: Tensor) -
 
 
 def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> IntArray:
-    """Compute (frames,) ids after the first frame of the video.
+    """Compute the (frames,) ids relative to the first frame of each video.
 
     Args:
-        video: (frames,) index of the video of each frame.
+        video: (frames,) index of the video that contains each frame.
         frame: (frames,) index of each frame in its video.
         videos: number of videos.
-        intervals: (videos,) ids between frames.
+        intervals: (videos,) distance between frames in ids.
     """
     if intervals.dim() != 1 or len(intervals) < videos:
         got = f"shape {tuple(intervals.shape)}"
@@ -477,18 +477,19 @@ def _times(video: IntArray, frame: IntArray, videos: int, intervals: Tensor) -> 
     if not valid.all():
         v = int(video[valid.argmin()])
         got = f"frames that are {intervals[v].item():g} ids apart"
-        raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0, and ids within int32")
+        raise InvalidInputError(f"second_per_grid_ts[{v}]: got {got}, want a number >= 0 and ids within int32")
     times: IntArray = ids.long().numpy()
     return times
 
 
 def _timed(segments: SegmentTable, videos: IntArray | None, intervals: Tensor) -> PositionTable | None:
-    """Place segments, with every frame of a video at its time; return None if ids could exceed int32.
+    """Compute positions for segments, with each video frame at its time; return None if ids could exceed int32.
 
     Args:
         segments: the documents.
-        videos: (segments,) index of the video of each segment, -1 if it is not a video; None if there are no videos.
-        intervals: (videos,) ids between frames.
+        videos: (segments,) index of the video in each segment, -1 if the segment is not a video; None if there are no
+            videos.
+        intervals: (videos,) distance between frames in ids.
     """
     positions = place(segments, _STILL)
     if videos is None or not (is_video := videos >= 0).any():

@@ -35,29 +35,30 @@ from mmpos.support.ragged import ragged_arange
 
 __all__ = ["OmniRopeIndex"]
 
-_AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # further token types; segments treat the markers as text
+_AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # additional token types; segments treat these markers as text
 
 
 @dataclass(frozen=True)
 class OmniRopeIndex:
-    """Function with the arguments and results of ``get_rope_index`` of the Qwen Omni models.
+    """Function with the same arguments and results as ``get_rope_index`` of the Qwen Omni models.
 
-    In Qwen2.5-Omni, ids have the dtype of input_ids, or int64 if there are no grids; padding has the id 1. The times of
-    frames are rounded down.
+    In Qwen2.5-Omni, ids have the dtype of input_ids, or int64 if there are no grids; padding has the id 1. Frame times
+    are rounded down.
 
     In Qwen3-Omni, ids and deltas are float32. Frames have fractional ids, and the tokens after a video continue from
-    them. Each id is the sum of the previous id and an increment, rounded to float32, and so is each delta: a decoding
-    step adds the number of tokens to it, and rounds once more. Padding has the id 0, or 1 if there are no grids.
+    them. Each id is the sum of the previous id and an increment, rounded to float32. Deltas are rounded in the same
+    way: a decoding step adds the number of tokens to the delta and rounds once more. Padding has the id 0, or 1 if
+    there are no grids.
 
     Args:
         placeholders: token ids of image patches, video patches and audio.
-        spatial_merge_size: patches merged into one token along each side.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         tokens_per_second: ids per second.
-        vision_start_token_id: the marker before an image or a video.
-        audio_start_token_id: the marker before audio; in a video with audio it follows the marker of the video.
-        tokens_per_chunk: ids per chunk of Qwen2.5-Omni, in which the frames come first, then the audio; None for
+        vision_start_token_id: token id of the marker before an image or a video.
+        audio_start_token_id: token id of the marker before audio; in a video with audio, it follows the video marker.
+        tokens_per_chunk: ids per chunk in Qwen2.5-Omni; the frames of a chunk come before its audio. None for
             Qwen3-Omni.
-        audio_chunk: frames of audio that the encoder of Qwen3-Omni processes at once; None for Qwen2.5-Omni.
+        audio_chunk: number of audio frames that the encoder of Qwen3-Omni processes at once; None for Qwen2.5-Omni.
     """
 
     placeholders: Placeholders
@@ -81,14 +82,14 @@ class OmniRopeIndex:
         """Compute the position ids and deltas of a batch.
 
         Args:
-            input_ids: (batch, seq). If it is None or there are no grids, the tokens of the mask are counted.
-            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end that have no tokens are
-                ignored. If it is None, placeholders without a marker before them are text.
+            input_ids: (batch, seq). If it is None or there are no grids, the tokens in the mask are counted instead.
+            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
+                ignored. If it is None, placeholders without a marker before them are treated as text.
             video_grid_thw: (videos, 3) the same for videos.
-            attention_mask: (batch, seq); tokens where it is not 1 are not counted, and have the id of padding.
-            use_audio_in_video: whether a video may have its audio between its frames.
-            audio_seqlens: (audios,) frames of each audio before the encoder, to compare with the tokens; or None.
-                ``ModelSettings.audio_tokens`` converts frames to tokens.
+            attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the padding id.
+            use_audio_in_video: whether a video's audio may be interleaved with its frames.
+            audio_seqlens: (audios,) number of frames in each audio before the encoder, to be compared with the tokens;
+                or None. ``ModelSettings.audio_tokens`` converts frames to tokens.
             second_per_grids: (videos,) seconds between frames, multiplied in float32.
 
         Returns:
@@ -96,7 +97,7 @@ class OmniRopeIndex:
             tokens.
 
         Raises:
-            InvalidInputError: grids or audio do not fit the tokens, or an argument has the wrong shape.
+            InvalidInputError: grids or audio do not match the tokens, or an argument has the wrong shape.
         """
         tensors = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw, "attention_mask": attention_mask}
         if input_ids is None or (image_grid_thw is None and video_grid_thw is None):
@@ -115,7 +116,7 @@ class OmniRopeIndex:
         return ids
 
     def _count(self, attention_mask: Tensor) -> Ids:
-        """Return the index of each token among the unmasked tokens of its row, 1 for masked tokens, and deltas."""
+        """Return the index of each token among the unmasked tokens of its row (1 for masked tokens), and the deltas."""
         mask = attention_mask.long() if self.audio_chunk is None else attention_mask.float()
         ids = (mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
         return ids.repeat(3, 1, 1), ids.amax(-1, keepdim=True) + 1 - attention_mask.sum(-1, keepdim=True)
@@ -123,11 +124,11 @@ class OmniRopeIndex:
 
 @dataclass(frozen=True, eq=False)
 class _OmniTimes(TMRope):
-    """TMRoPE of Transformers with precomputed ids of frames.
+    """TMRoPE of Transformers with precomputed frame ids.
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
-        first_frames: (grids,) index of the first frame of each grid.
+        first_frames: (grids,) index of the first frame in each grid.
     """
 
     times: IntArray = field(kw_only=True)
@@ -174,7 +175,7 @@ def _compute(
     times, first_frames = _omni_times(segments, tokens, seconds, tokens_per_second)
     if tokens_per_chunk is None:
         return _float_ids(segments, tokens, times.numpy(), input_ids)
-    # Transformers truncates the times, then rounds them once more to float32.
+    # Transformers truncates the times and then rounds them to float32 once more.
     rounded = times.long().float().long().numpy()
     seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
     scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=rounded, first_frames=first_frames)
@@ -206,7 +207,7 @@ def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
     types = tokens.types.ravel()
     at = np.flatnonzero(types == kind)
     if not at.size or (types[at[at > 0] - 1] >= _VISION_START).any():
-        return tokens  # segments() refuses them
+        return tokens  # segments() refuses these placeholders
     return replace(tokens, types=np.where(tokens.types == kind, 0, tokens.types))
 
 
@@ -234,9 +235,7 @@ def _omni_times(
     if not (valid := times.double() <= INT32_MAX).all():
         g = owner[int(valid.logical_not().int().argmax())]
         v = int(is_video[:g].sum())
-        raise InvalidInputError(
-            f"second_per_grids[{v}]: got {intervals[g].item():g}, want ids of its frames within int32"
-        )
+        raise InvalidInputError(f"second_per_grids[{v}]: got {intervals[g].item():g}, want frame ids within int32")
     return times, frames.cumsum() - frames
 
 
@@ -250,16 +249,16 @@ it. Each is the previous one plus a number, summed in float32."""
 
 @dataclass(frozen=True, eq=False)
 class _Contents:
-    """Images, videos, audio and videos with audio of a packed batch, in the order of tokens.
+    """Images, videos, audio and videos with audio in a packed batch, in token order.
 
     Args:
-        document: (contents,) index of the document.
-        first: (contents,) first token in the batch, after the start markers.
+        document: (contents,) index of the document that contains it.
+        first: (contents,) index in the batch of the first token after the start markers.
         markers: (contents,) number of start markers, which equals the number of end markers.
         frames: (contents,) number of frames, 0 for audio.
         height: (contents,) rows of patches, 0 for audio.
         width: (contents,) columns of patches, 0 for audio.
-        audio: (contents,) tokens of audio.
+        audio: (contents,) number of audio tokens.
         cu_seqlens: (documents + 1,) first token of each document, then the total.
     """
 
@@ -274,7 +273,7 @@ class _Contents:
 
     @property
     def stop(self) -> IntArray:
-        """(contents,) token after the last one."""
+        """(contents,) index of the token after the last one of the content."""
         return self.first + self.frames * self.height * self.width + self.audio
 
     @property
@@ -284,19 +283,20 @@ class _Contents:
 
     @property
     def text(self) -> IntArray:
-        """(contents,) tokens of text before the start markers; negative if the markers of two contents overlap."""
+        """(contents,) number of text tokens before the start markers; negative if the markers of contents overlap."""
         before = np.append(0, (self.stop + self.markers)[:-1])[: self.first.size]
         return self.first - self.markers - np.where(self.is_first, self.cu_seqlens[self.document], before)
 
     def ids(self, times: Floats) -> tuple[Floats, Floats]:
         """Compute the (3, tokens) ids of all tokens and the (documents,) deltas.
 
-        Frames and audio of a video are interleaved by ascending id, and a frame comes before audio of the same id. The
-        rounded ids are compared, so that the order depends on the position of the video.
+        Frames and audio of a video are interleaved by ascending id, and a frame comes before audio with the same id.
+        The comparison uses rounded ids, so the order depends on the position of the video.
         Source: get_rope_index of Qwen3-Omni in Transformers.
 
         Args:
-            times: (frames of all contents,) id of each frame minus that of the first, ascending in each content.
+            times: (frames of all contents,) id of each frame minus that of the content's first frame; ascending in each
+                content.
         """
         frame_of, _ = ragged_arange(self.frames)
         audio_of, audio_index = ragged_arange(self.audio)
@@ -304,11 +304,11 @@ class _Contents:
         local = np.append(times, audio_index.astype(np.float32))
         unit_tokens = np.where(is_audio, 1, (self.height * self.width)[owner])  # a unit is a frame or an audio token
         last_frame = np.zeros(self.first.size, np.float32)
-        last_frame[frame_of] = times  # ascending, so the last assignment wins
+        last_frame[frame_of] = times  # times ascend, so the last assignment wins
         last_patch = np.maximum(last_frame, np.maximum(self.height, self.width) - np.float32(1)).astype(np.float32)
         last_audio = (self.audio - 1).astype(np.float32)
         ends_in_audio = (self.frames == 0) | ((self.audio > 0) & (last_audio >= last_frame))
-        while True:  # rounding rarely swaps the last frame and the last audio token; then all later ids change
+        while True:  # rounding sometimes swaps the last frame and the last audio token, which changes all later ids
             sums = self._sums(np.where(ends_in_audio, last_audio, last_patch))
             value = sums[owner, _CONTENT] + local
             order = np.lexsort((is_audio, value, owner))
@@ -329,7 +329,7 @@ class _Contents:
         return ids, (highest + np.float32(1)) - np.diff(bounds).astype(np.float32)
 
     def _sums(self, last: Floats) -> Floats:
-        """Sum the increments of ids: (contents, 7) ids, by the columns _TEXT to _NEXT.
+        """Sum the increments of ids; the result is (contents, 7) ids with the columns _TEXT to _NEXT.
 
         Args:
             last: (contents,) highest id of each content minus its first id.
@@ -345,11 +345,11 @@ class _Contents:
         return np.asarray(sums[self.document[:, None], rank[:, None] * added.shape[1] + np.arange(_NEXT + 1)])
 
     def _text_ids(self, sums: Floats) -> Floats:
-        """Return (3, tokens) ids with text and markers filled in; the ids of contents are uninitialised."""
+        """Return (3, tokens) ids in which those of text and markers are set; the ids of contents are uninitialised."""
         bounds = self.cu_seqlens
         begin, end = bounds[:-1], bounds[1:]
         after = np.minimum(self.markers, end[self.document] - self.stop)
-        (final,) = np.append(self.is_first, True)[1:].nonzero()  # the last content of each document with contents
+        (final,) = np.append(self.is_first, True)[1:].nonzero()  # the last content of each document that has contents
         begin, start = begin.copy(), np.zeros(begin.size, np.float32)
         begin[self.document[final]] = (self.stop + after)[final]
         start[self.document[final]] = sums[final, _NEXT]
@@ -363,7 +363,7 @@ class _Contents:
 
 
 def _since_first(lengths: IntArray, owner: IntArray) -> IntArray:
-    """Sum the lengths between the first entry of an owner and each of its entries; owners ascend."""
+    """Sum the lengths from the first entry of an owner to each entry of that owner; owners ascend."""
     before = lengths.cumsum() - lengths
     return np.asarray(before - before[np.searchsorted(owner, owner)])
 
@@ -379,7 +379,7 @@ def _float_ids(segments: SegmentTable, tokens: TokenTypes, times: Floats, input_
 
 
 def _contents(segments: SegmentTable, types: IntArray, cu_seqlens: IntArray) -> _Contents:
-    """Collect the contents, and check that each follows its start marker, as in Qwen3-Omni."""
+    """Collect the contents and check that each follows its start marker, as in Qwen3-Omni."""
     kind, lengths = segments.kind, segments.lengths
     is_content = (kind == GRID) | (kind == CLIP) | (kind == AUDIO)
     document = np.arange(cu_seqlens.size - 1).repeat(np.diff(segments.segment_offsets))[is_content]
@@ -391,7 +391,7 @@ def _contents(segments: SegmentTable, types: IntArray, cu_seqlens: IntArray) -> 
         audio[is_clip] = segments.extra_tokens[is_content][is_clip]
     contents = _Contents(document, first + 2 * is_clip, 1 + is_clip, frames, height, width, audio, cu_seqlens)
     marker = np.where(is_audio | is_clip, _AUDIO_START, _VISION_START)
-    # A content at the first token has no marker, so that its number of text tokens is negative.
+    # A content at the first token has no marker, so its number of text tokens is negative.
     starts = (contents.text >= 0) & (types[contents.first - 1] == marker)
     starts &= ~is_clip | (types[np.maximum(contents.first - 2, 0)] == _VISION_START)
     if not starts.all():

@@ -1,7 +1,7 @@
-"""patch and unpatch: multi-axis positions for Llama-like models of Transformers.
+"""patch and unpatch: multi-axis positions for Llama-like models in Transformers.
 
-Each call converts positions to cos and sin once, and passes them to the attentions as arguments. Modules keep no state
-between calls, so that gradient checkpointing works.
+Each call converts positions to cos and sin once and passes these to the attention modules as arguments. Modules keep no
+state between calls, so gradient checkpointing works.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
-    """Add the argument ``mm_position_ids`` to forward and generate of a Llama-like model.
+    """Add the argument ``mm_position_ids`` to ``forward`` and ``generate`` of a Llama-like model.
 
-    Without this argument, the outputs of the model stay identical, bit for bit. With it, every layer rotates q and k by
-    these positions under ``rotary``, and ``position_ids`` only affects masks. Weights and everything else stay
-    unchanged.
+    Without this argument, the outputs of the model stay bit-identical. With it, every layer uses ``rotary`` to rotate q
+    and k by these positions, and ``position_ids`` affects only masks. Weights and everything else stay unchanged.
 
     Args:
         model: a PreTrainedModel with or without a head; changed in place.
-        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model; or, if layer types
-            have different rotations (Gemma 3), a mapping from each layer type to a Rotary.
+        rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model. Models whose layer
+            types have different rotations (Gemma 3) require a mapping from each layer type to a Rotary.
         implementation: "reference" passes cos and sin to the model's own function; "triton" replaces this function by
-            ``mmpos.rotary.apply_rotary``; "auto" is "triton" for CUDA tensors if triton is installed and supports the
-            attentions, else "reference".
+            ``mmpos.rotary.apply_rotary``; "auto" selects "triton" for CUDA tensors if triton is installed and supports
+            the attention modules, else "reference".
 
     Returns:
         The model itself.
@@ -68,7 +67,7 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     one_of("implementation", implementation, ("auto", "reference", "triton"))
     anatomy = dissect(model)
     if any(isinstance(hook, ModelHook) for hook in anatomy.base._forward_pre_hooks.values()):
-        raise InvalidInputError("model: got a patched model, want unpatch before another patch")
+        raise InvalidInputError("model: got a patched model; call unpatch first")
     rotaries = rotaries_of(anatomy, rotary)
     fused = _fused(implementation, rotaries, anatomy)
     attributes: list[Attribute] = []
@@ -109,16 +108,16 @@ def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:
 
 
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
-    """Return when layers rotate by positions directly: "never", "always", or only on "cuda".
+    """Return when layers rotate by positions directly: "never", "always", or only on CUDA ("cuda").
 
-    A model's function takes one cos and sin for all heads, so heads with separate axes always rotate by positions.
+    A model's function takes one cos and sin for all heads, so heads with separate axes must rotate by positions.
     """
     by_head = any(each.own_heads for each in rotaries.values())
     partial_rotaries = [each for each in rotaries.values() if each.rotary_dim != each.head_dim]
     if by_head and (partial_rotaries or not anatomy.fuses):
         raise UnsupportedError(
-            "rotary: got head_axes, want the same axes for all heads: "
-            "the model does not rotate whole q and k in one call"
+            "rotary: got head_axes, want the same axes for all heads, "
+            "because the model does not rotate whole q and k in one call"
         )
     if by_head:
         return "always"
@@ -141,7 +140,7 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
 
 
 class Rotations:
-    """Rotations that a call passes to its attentions: for each layer type cos and sin, or positions and a Rotary."""
+    """Rotations that a call passes to the attentions: per layer type, either cos and sin or positions and a Rotary."""
 
     def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
         self.pairs = pairs
@@ -149,12 +148,12 @@ class Rotations:
 
 
 class ModelHook:
-    """Hook before the model below the head; replaces positions in its arguments by rotations for the layers.
+    """Forward pre-hook of the model below the head; it replaces positions in the arguments by rotations for the layers.
 
     Args:
         rotaries: a Rotary for each layer type; the key None means all layers.
-        fused: when layers get positions instead of cos and sin: "always", "never", or on "cuda".
-        names: names of the model's parameters, in order.
+        fused: when layers receive positions instead of cos and sin: "always", "never", or only on CUDA ("cuda").
+        names: names of the parameters of the model's ``forward``, in order.
         packs: whether the model keeps the documents of a row separate.
     """
 
@@ -168,7 +167,7 @@ class ModelHook:
         """Return new arguments if they include positions, else None."""
         position_ids = kwargs.get("position_ids")
         if isinstance(position_ids, PositionTable | DevicePositions):
-            raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it as {ARGUMENT}")
+            raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it in {ARGUMENT}")
         if ARGUMENT not in kwargs:
             return None
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -189,7 +188,7 @@ class ModelHook:
 
 
 class AttentionHook:
-    """Hook before an attention; replaces the model's own cos and sin by the rotations of the call."""
+    """Forward pre-hook of an attention module; it replaces the model's own cos and sin by the rotations of the call."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
@@ -202,7 +201,7 @@ class AttentionHook:
         rotations = arguments.pop(_ROTATIONS)
         rotations.reached = True
         first, second = rotations.pairs[self.layer_type]
-        # Autocast, offloading and split models choose dtype and device late, so use those of the model's own cos.
+        # Autocast, offloading and split models determine dtype and device late, so use those of the model's own cos.
         own = arguments["position_embeddings"][0]
         fused = isinstance(second, Rotary)
         width = second.rotary_dim if fused else first.shape[-1]
@@ -214,7 +213,7 @@ class AttentionHook:
 
 
 def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments, output: object) -> None:
-    """Raise if the layers of a call did not receive its rotations; hook after the model below the head."""
+    """Raise an error, in a forward hook of the model below the head, if layers did not receive a call's rotations."""
     rotations = kwargs.get(_ROTATIONS)
     if rotations is not None and not rotations.reached:
         raise UnsupportedError(
@@ -226,10 +225,10 @@ def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments,
 class FusedForward:
     """Forward of an attention's class with an ``apply_rotary_pos_emb`` that also takes positions and a Rotary.
 
-    It runs the same code with a copy of its globals, so that no other model is affected.
+    It runs the same code with a copy of the globals, so no other model is affected.
 
     Args:
-        attention: the module whose forward this replaces.
+        attention: the module whose ``forward`` is replaced.
         implementation: as for ``apply_rotary``.
     """
 
@@ -245,7 +244,7 @@ class FusedForward:
         self.method = MethodType(copied, attention)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the attention."""
+        """Compute the attention."""
         return self.method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -253,7 +252,7 @@ class FusedForward:
 
 
 def _with_positions(original: Callable[..., object], implementation: Implementation) -> Callable[..., object]:
-    """Wrap ``apply_rotary_pos_emb`` of a model, so that it rotates by positions if it gets them instead of cos."""
+    """Wrap a model's ``apply_rotary_pos_emb`` so that it rotates by positions if it receives them instead of cos."""
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor | DevicePositions, sin: Tensor | Rotary, *args: object, **kwargs: object

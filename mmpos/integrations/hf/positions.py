@@ -1,4 +1,4 @@
-"""``mm_position_ids`` of a call and of generation: checks, and the ids of generated tokens."""
+"""``mm_position_ids`` of calls and of generation: checks, and the ids of generated tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 ARGUMENT = "mm_position_ids"
-"""Name of the argument that a patched model takes."""
+"""Name of the argument that a patched model accepts."""
 
 
 def tokens_of(*candidates: object) -> Tensor:
-    """Return the first candidate that is a tensor of input_ids or inputs_embeds."""
+    """Return the first candidate that is a tensor; candidates are input_ids and inputs_embeds."""
     for tokens in candidates:
         if isinstance(tokens, Tensor) and tokens.dim() > 1:
             return tokens
@@ -40,7 +40,7 @@ def tokens_of(*candidates: object) -> Tensor:
 
 
 def checked_positions(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -> DevicePositions | Tensor:
-    """Check that there is a position for every token, and copy a table to the device of the tokens.
+    """Check that every token has a position, and copy a table to the device of the tokens.
 
     Raises:
         InvalidInputError: the type or dtype is wrong, or axes, tokens, rows or device differ from those of the call.
@@ -61,13 +61,13 @@ def checked_positions(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -
         raise InvalidInputError(f"mm_position_ids: got {got}, want a PositionTable, DevicePositions or a tensor of ids")
     if ids.device != tokens.device:
         raise InvalidInputError(
-            f"mm_position_ids: got a tensor on {ids.device}, want {tokens.device} as for the tokens"
+            f"mm_position_ids: got a tensor on {ids.device}, want {tokens.device}, the device of the tokens"
         )
     return ids
 
 
 def check_length(table: PositionTable, rotaries: Sequence[Rotary]) -> None:
-    """Refuse a table with a next position beyond the length that a scaled Rotary covers."""
+    """Refuse a table whose next position is beyond the length that a scaled Rotary covers."""
     scaled = [rotary for rotary in rotaries if rotary.scaling is not None]
     if not scaled or not table.num_documents:
         return
@@ -85,10 +85,11 @@ def separating_arguments(
 ) -> dict[str, object]:
     """Return arguments that make Transformers separate the documents of a packed row.
 
-    Its masks detect documents from ``position_ids`` that restart at 0, and only if there is no cache and no other mask.
+    Its masks detect documents by ``position_ids`` that restart at 0, but only if there is no cache and no other mask.
 
     Args:
-        ids: positions; a table has the boundaries of documents, DevicePositions only show whether there are several.
+        ids: positions; a table contains the document boundaries, but DevicePositions only show whether there are
+            several documents.
         tokens: (batch, seq, …) tokens of the call; several rows need no further arguments.
         arguments: the other arguments of the call.
         packs: whether the model can separate documents at all.
@@ -97,7 +98,7 @@ def separating_arguments(
         return {}
     if not packs:
         raise UnsupportedError(
-            "mm_position_ids: got several documents in one row, which this model cannot separate, want one row each"
+            "mm_position_ids: got several documents in one row, which this model cannot separate, want one per row"
         )
     if isinstance(ids, PositionTable):
         return _restarts(ids, tokens, arguments)
@@ -106,7 +107,7 @@ def separating_arguments(
 
 
 def _several(ids: object, seq: int) -> bool:
-    """Return whether one row contains several documents; False for dense ids, which do not show it."""
+    """Return whether a single row contains several documents; False for dense ids, which have no boundaries."""
     if isinstance(ids, PositionTable):
         return int((ids.lengths > 0).sum()) > 1
     return isinstance(ids, DevicePositions) and ids.num_tokens == seq != ids.row_length
@@ -118,13 +119,13 @@ def _caches(arguments: Mapping[str, object]) -> list[str]:
 
 
 def _check_boundaries(arguments: Mapping[str, object]) -> None:
-    """Refuse DevicePositions of several documents if no other argument separates them."""
+    """Refuse DevicePositions of several documents if no other argument separates the documents."""
     mask = arguments.get("attention_mask")
     unseparated = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     if unseparated and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
             "mm_position_ids: got DevicePositions of several documents, which have no boundaries, "
-            "want also position_ids that restart with each document, or the PositionTable"
+            "want position_ids that restart with each document in addition, or the PositionTable"
         )
 
 
@@ -135,7 +136,7 @@ def _restarts(table: PositionTable, tokens: Tensor, arguments: Mapping[str, obje
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise InvalidInputError(
             f"attention_mask: got shape {tuple(mask.shape)} for packed documents, which it cannot separate, "
-            "want None, or a mask with four dimensions"
+            "want None or a mask with four dimensions"
         )
     if mask is not None:
         return {}
@@ -158,17 +159,17 @@ def _check_table(ids: DevicePositions, tokens: Tensor, axes: int) -> None:
     if batch > 1 and ids.row_length != seq:
         got = ids.row_length or "unequal numbers of"
         raise InvalidInputError(
-            f"mm_position_ids: got documents of {got} tokens, want {seq}, the length of a row: pad the table"
+            f"mm_position_ids: got documents of {got} tokens, want {seq}, the length of a row; pad the table"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Ids of prompts, and of the tokens after them. It is not a tensor, so that ``generate`` passes it on unchanged.
+    """Ids of prompts and of the tokens after them. This is not a tensor, so ``generate`` passes it on unchanged.
 
     Args:
         ids: (axes, batch, seq) ids, starting at the first token in the cache.
-        next_positions: (batch,) id, equal on all axes, of the token after each prompt.
+        next_positions: (batch,) id of the token after each prompt, equal on all axes.
     """
 
     ids: Tensor
@@ -178,20 +179,20 @@ class Prompt:
     def of(
         cls, positions: object, next_positions: object, rotaries: Sequence[Rotary], tokens: Tensor, cached: bool
     ) -> Prompt:
-        """Check the arguments of generate, and build a Prompt from them.
+        """Check the arguments of ``generate`` and build a Prompt from them.
 
         Args:
             positions: a PositionTable, or ids with next_positions.
-            next_positions: (batch,) integers; None for a table, which contains them.
-            rotaries: the rotations of the layers.
-            tokens: (batch, seq, …) the tokens of the prompts; with a cache, those after the cached tokens.
+            next_positions: (batch,) integers; None for a table, which contains these ids.
+            rotaries: rotations of the layers.
+            tokens: (batch, seq, …) tokens of the prompts; with a cache, only those after the cached tokens.
             cached: whether there is a cache.
         """
         batch, ids = tokens.shape[0], positions
         if isinstance(positions, PositionTable):
             if next_positions is not None:
                 raise InvalidInputError(
-                    "mm_next_positions cannot be combined with a PositionTable, which contains them"
+                    "mm_next_positions cannot be combined with a PositionTable, which already contains them"
                 )
             ids, next_ids = _from_table(positions, batch, tokens.device)
             check_length(positions, rotaries)
@@ -208,9 +209,9 @@ class Prompt:
         return cls(ids, next_ids.to(ids.device))
 
     def columns(self, start: int | Tensor, length: int, rows: int) -> Tensor:
-        """Return (axes, rows, length) ids of ``length`` tokens from ``start``, in the prompt or after it.
+        """Return the (axes, rows, length) ids of ``length`` tokens from ``start`` on, in the prompt or after it.
 
-        Each row of the batch is repeated, rows / batch times, for the sequences generated from it.
+        Each row of the batch is repeated rows / batch times, once for each sequence generated from it.
         """
         seq = self.ids.shape[2]
         token = start + torch.arange(length, device=self.ids.device)
@@ -220,7 +221,7 @@ class Prompt:
 
 
 def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    nonempty = table.lengths > 0  # a slice may have empty documents
+    nonempty = table.lengths > 0  # a slice may contain empty documents
     lengths = table.lengths[nonempty]
     if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
@@ -232,8 +233,8 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     if ends_padded.any():
         row = int(ends_padded.argmax())
         raise InvalidInputError(
-            f"mm_position_ids: got padding after prompt {row}, want it before the prompt, since generation continues "
-            'from the last token: pad the table with side="left"'
+            f"mm_position_ids: got padding after prompt {row}, want it before the prompt, because generation "
+            'continues from the last token: pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
     return ids.to(device), torch.from_numpy(table.next_positions[nonempty]).to(device)
@@ -263,21 +264,21 @@ def generate(
     mm_next_positions: Tensor | None = None,
     **kwargs: object,
 ) -> object:
-    """Call ``generate`` of the model's class with positions of the prompt.
+    """Call ``generate`` of the model's class with the positions of the prompt.
 
     Args:
         model: the model.
-        rotaries: the rotations of its layers.
-        inputs: as in ``generate`` of Transformers.
-        args: as in ``generate`` of Transformers.
-        mm_position_ids: a PositionTable with one document per row, all of one length; or (axes, batch, seq) dense ids
-            or DevicePositions, with mm_next_positions. With a cache, they include the cached tokens.
-        mm_next_positions: (batch,) id of the token after each prompt; None with a table, which contains it.
-        kwargs: as in ``generate`` of Transformers.
+        rotaries: rotations of the model's layers.
+        inputs: as for ``generate`` in Transformers.
+        args: as for ``generate`` in Transformers.
+        mm_position_ids: a PositionTable with one document per row, all of the same length; or (axes, batch, seq) dense
+            ids or DevicePositions, with mm_next_positions. With a cache, positions must include the cached tokens.
+        mm_next_positions: (batch,) id of the token after each prompt; None for a table, which contains these ids.
+        kwargs: as for ``generate`` in Transformers.
     """
     if mm_position_ids is None and mm_next_positions is not None:
         raise InvalidInputError("mm_next_positions requires mm_position_ids")
-    if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant model gets a Prompt
+    if mm_position_ids is not None and not isinstance(mm_position_ids, Prompt):  # an assistant model receives a Prompt
         tokens = tokens_of(kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         cached = bool(_caches(kwargs))
         _check_guidance(model, args, kwargs)
@@ -288,12 +289,12 @@ def generate(
 
 
 def _check_guidance(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Refuse classifier-free guidance, whose second branch Transformers runs without ``mm_position_ids``."""
+    """Refuse classifier-free guidance, because Transformers runs its second branch without ``mm_position_ids``."""
     config = kwargs.get("generation_config") or next(iter(args), None) or model.generation_config
     scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
     if scale not in (None, 1):
         raise UnsupportedError(
-            f"guidance_scale: got {scale}, want 1: the unconditional branch takes no mm_position_ids"
+            f"guidance_scale: got {scale}, want 1, because the unconditional branch takes no mm_position_ids"
         )
 
 
@@ -305,7 +306,7 @@ def prepare_inputs_for_generation(
     mm_position_ids: Prompt | None = None,
     **kwargs: Any,
 ) -> dict[str, object]:
-    """Call the method of the model's class, and add the ids of the tokens in its result.
+    """Call the method of the model's class, and add the ids for the tokens in its result.
 
     Transformers inspects the parameter names of this method to validate the arguments of ``generate``.
     """

@@ -1,4 +1,4 @@
-"""MMPosProcessor: converts text or chats with images to the inputs of a model of Transformers and their positions."""
+"""MMPosProcessor: converts text or chats with images to the inputs of a Transformers model and their positions."""
 
 from __future__ import annotations
 
@@ -44,37 +44,41 @@ __all__ = ["MMPosProcessor", "scheme_of", "scheme_to_json"]
 
 T = TypeVar("T")
 
-_NOT_TENSORS = ["positions", "offset_mapping", "video_metadata"]  # accessed per token, where tensors are slow
+_NOT_TENSORS = [
+    "positions",
+    "offset_mapping",
+    "video_metadata",
+]  # accessed per token; tensors would be too slow
 
 
 class MMPosProcessor(ProcessorMixin):
-    """Processor of Transformers that returns positions with the tokens. It is saved and loaded like any other.
+    """Transformers processor that returns positions with the tokens. It is saved and loaded like any other processor.
 
-    Text contains one placeholder, the patch marker, for each image, and another for each video; each placeholder is
-    replaced by the tokens of its image or video. Chats contain their images, and require a chat template that writes
+    In text, the patch marker is the placeholder for an image, and ``video_token`` is the placeholder for a video; each
+    is replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
     placeholders.
 
     Args:
-        tokenizer: tokenizer of Transformers.
+        tokenizer: tokenizer from Transformers.
         images: an ImageProcessor, or its fields as JSON values; None uses ImageProcessor().
         scheme: a name from mmpos.SCHEMES, a scheme object, or its name and parameters as JSON values.
-        markers: the special tokens of images, or their fields as JSON values; None uses Markers().
+        markers: the special tokens of images, or the fields of Markers as JSON values; None uses Markers().
         add_markers: whether to insert the begin and end markers around the patches; False if the text contains them.
-        start: id of the first token of every row.
+        start: id of the first token in every row.
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
-            returns ``pixel_values``, as the vision encoders of Transformers expect them.
-        chat_template: Jinja template; None uses the tokenizer's.
-        return_positions: default of the option of this name: whether calls return positions in addition to the keys of
-            Transformers. With False, ``model.generate(**batch)`` accepts the batch for a model of Transformers.
-        read_files: whether text may name a file; use False for chats from untrusted users.
-        video_processor: video processor of Transformers, or its fields as JSON values; None refuses videos.
-        video_token: placeholder of a video and of each of its patches, as text or id.
-        timestamp: format string with ``seconds`` for the text before each grid of frames, as in Qwen3-VL; None if all
-            frames of a video are one grid.
+            returns ``pixel_values``, as the vision encoders in Transformers expect.
+        chat_template: Jinja template; None uses the tokenizer's template.
+        return_positions: whether calls return positions in addition to the keys of Transformers, unless a call sets the
+            option of the same name. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
+        read_files: whether text may be the path of a file; use False for chats from untrusted users.
+        video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
+        video_token: placeholder for a video and for each of its patches, as text or token id.
+        timestamp: format string, with the field ``seconds``, of the text before each grid of frames, as in Qwen3-VL;
+            None if all frames of a video form one grid.
 
     Raises:
         TypeError: the tokenizer is not from Transformers.
-        InvalidInputError: a marker is not one token of the tokenizer, or a setting has the wrong type.
+        InvalidInputError: a marker is not a single token of the tokenizer, or a setting has the wrong type.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class MMPosProcessor(ProcessorMixin):
             processor, merge = video_processor_of(video_processor), self.images.spatial_merge_size
             if processor.merge_size != merge:
                 raise InvalidInputError(
-                    f"video_processor.merge_size: got {processor.merge_size}, want {merge} as for images"
+                    f"video_processor.merge_size: got {processor.merge_size}, want {merge}, as for images"
                 )
             self._videos = VideoSettings(
                 processor,
@@ -155,21 +159,21 @@ class MMPosProcessor(ProcessorMixin):
         video_processor: VideoProcessor | None = None,
         **settings: Any,
     ) -> Self:
-        """Create the processor of a model of Transformers; its calls return the inputs of this model.
+        """Create the processor for a Transformers model; its calls return the inputs of that model.
 
         As with the model's own processor, the chat template writes the tokens around images. The template is read from
         chat_template.jinja, chat_template.json or processor_config.json in the folder, else from the tokenizer.
 
         Args:
-            config: config of the model, or the path of its config.json or folder; see ``mmpos.from_hf_config``.
+            config: config of the model, or the path of its config.json or its folder; see ``mmpos.from_hf_config``.
             tokenizer: tokenizer of the model; None loads it from the folder.
             images: None reads preprocessor_config.json in the folder.
-            video_processor: None loads it from the folder if there is a supported one, and otherwise refuses videos.
-                For Qwen-VL models preprocessor_config.json suffices, as in Transformers.
+            video_processor: None loads a supported one from the folder; if there is none, videos are refused. For
+                Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
             settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
-            InvalidInputError: the config is of no known model, or a file or argument is missing.
+            InvalidInputError: the config does not belong to a known model, or a file or argument is missing.
             UnsupportedError: the placeholders, patches or timestamps of the model are not supported.
         """
         model = from_hf_config(config)
@@ -209,7 +213,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_token_id(self) -> int:
-        """Id of every patch of an image in input_ids."""
+        """Token id of each image patch in input_ids."""
         return self._marker_ids.patch
 
     @property
@@ -220,12 +224,12 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Image processor with the interface of Transformers, whose limits can be assigned."""
+        """Image processor with the interface of Transformers, whose limits can be changed by assignment."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
     def images(self) -> ImageProcessor:
-        """The ImageProcessor, with the values assigned to image_processor."""
+        """The ImageProcessor, with the values that were assigned to image_processor."""
         return self.image_processor.images
 
     @images.setter
@@ -235,12 +239,12 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def video_processor(self) -> VideoProcessor | None:
-        """Video processor; None if videos are refused."""
+        """The video processor; None if videos are refused."""
         return None if self._videos is None else self._videos.processor
 
     @property
     def video_token_id(self) -> int | None:
-        """Id of every patch of a video in input_ids; None if videos are refused."""
+        """Token id of each video patch in input_ids; None if videos are refused."""
         return None if self._videos is None else self._videos.token_id
 
     @property
@@ -250,7 +254,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        """Keys of the result of a call that a model takes."""
+        """Keys of a result that a model accepts."""
         names = ["input_ids", "attention_mask", "mm_token_type_ids", *self.image_processor.model_input_names]
         if self._videos is not None:
             names += ["pixel_values_videos", "video_grid_thw"] + ["second_per_grid_ts"] * self._videos.seconds
@@ -267,30 +271,32 @@ class MMPosProcessor(ProcessorMixin):
         """Compute the tokens, patches and positions of a batch.
 
         Args:
-            images: one image, a list of images for all texts, or a list with a list of images for each text; each image
-                as ImageProcessor takes it, or as text: a path or a data: URL.
-            text: one or several texts, each with one placeholder per image and per video; or one or several chats.
-            videos: one video, a list of videos for all texts, or a list with a list of videos for each text; each video
-                as a file, an array of (frames, height, width, 3) or a list of frames.
+            images: one image, a list of images for all texts, or a list that contains a list of images for each text.
+                Each image is in a form that ImageProcessor accepts, or it is text, a path or a data: URL.
+            text: one or more texts, each with one placeholder per image and per video; or one or more chats.
+            videos: one video, a list of videos for all texts, or a list that contains a list of videos for each text.
+                Each video is a file, an array of (frames, height, width, 3) or a list of frames.
             audio: must be None.
             options: ``return_tensors``, ``padding``, ``max_length``, ``return_positions`` and the other fields of
-                ``mmpos.integrations.hf.texts.TextOptions``; for images ``min_pixels``, ``max_pixels``, ``max_tokens``,
-                ``size``, ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std``, also
-                in ``images_kwargs``; for videos the options of the video_processor, also in ``videos_kwargs``. An
-                option that both images and videos have applies to both, and is refused if images do not support it.
+                ``mmpos.integrations.hf.texts.TextOptions``; for images, ``min_pixels``, ``max_pixels``, ``max_tokens``,
+                ``size``, ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std``, which
+                can also be passed in ``images_kwargs``; for videos, the options of the video_processor, which can also
+                be passed in ``videos_kwargs``. An option that exists for images and for videos applies to both, and is
+                refused if images do not support it.
 
         Returns:
             A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1
-            for patches of images, 2 for patches of videos). With images, also (images, 3) ``image_grid_thw`` before
-            merging and, if the pixels are known, ``patches`` or ``pixel_values``. With videos, also ``video_grid_thw``,
+            for image patches, 2 for video patches). With images, also (images, 3) ``image_grid_thw`` before merging
+            and, if the pixels are known, ``patches`` or ``pixel_values``. With videos, also ``video_grid_thw``,
             ``pixel_values_videos`` and, if the scheme uses seconds, ``second_per_grid_ts``. With positions, also (axes,
             batch, seq) ``mm_position_ids``, int64, or float64 for fractional schemes; ``positions``, their
             PositionTable; and (batch,) ``mm_next_positions`` and ``deltas`` if all rows have them.
 
         Raises:
-            InvalidInputError: the number of images differs from that of placeholders, an image cannot be read, or rows
-                cannot be padded or truncated as requested.
-            UnsupportedError: audio, videos without a video_processor, or a row that the scheme cannot place.
+            InvalidInputError: the numbers of images and placeholders differ, an image cannot be read, or rows cannot be
+                padded or truncated as requested.
+            UnsupportedError: audio was passed, videos were passed without a video_processor, or the scheme cannot place
+                a row.
         """
         self._check_media(videos, audio)
         arguments = flat_options(options)
@@ -317,7 +323,7 @@ class MMPosProcessor(ProcessorMixin):
             raise UnsupportedError("videos requires a processor with video_processor and video_token")
 
     def _process_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
-        """Return the batch of a chat passed as text."""
+        """Return the batch for a chat passed as text."""
         if videos is not None:
             raise InvalidInputError("videos cannot be combined with a chat: pass them in its blocks of type 'video'")
         prompt = arguments.pop("add_generation_prompt", False)
@@ -326,23 +332,23 @@ class MMPosProcessor(ProcessorMixin):
             chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, processor_kwargs=arguments
         )
 
-    def apply_chat_template(  # type: ignore[override]  # other arguments by name only, to find them in kwargs
+    def apply_chat_template(  # type: ignore[override]  # other arguments only by name, to find them in kwargs
         self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
-        """Render one or several chats as text, or as a batch with ``tokenize=True, return_dict=True``.
+        """Render one or more chats as text, or as a batch with ``tokenize=True, return_dict=True``.
 
-        This takes the arguments of Transformers by name, and differs in four ways. Images and videos are passed as
-        objects, bytes, paths or base64, and never fetched. Audio is refused. The tokenizer adds no special tokens,
-        because templates write them. Special tokens and placeholders spelled out by users remain text, unless
-        ``sanitize_control_tokens=False`` or the mask of the assistant's tokens is requested, with which Transformers
-        cannot combine this.
+        This method takes the arguments of Transformers by name, but differs from it in four ways. Images and videos are
+        passed as objects, bytes, paths or base64, and are never fetched. Audio is refused. The tokenizer adds no
+        special tokens, because templates write them. Special tokens and placeholders that users spell out remain text,
+        unless ``sanitize_control_tokens=False`` is passed or the mask of the assistant's tokens is requested, because
+        Transformers cannot combine that mask with sanitizing.
 
         Raises:
-            InvalidInputError: as for a call; the message names the block of content.
-            UnsupportedError: audio, or a video without a video_processor.
+            InvalidInputError: as for a call; the message contains the index of the content block.
+            UnsupportedError: a chat contains audio, or a video without a video_processor.
         """
         if chat_template is None and self.chat_template is None:
-            want = "a template from the call, the processor, its tokenizer or the folder of the model"
+            want = "a template from the call, the processor, its tokenizer or the model's folder"
             raise InvalidInputError(f"chat_template: got None, want {want}")
         conversation = read_conversations(conversation, self.read_files, videos=self._videos is not None)
         if kwargs.get("tokenize"):
@@ -350,7 +356,7 @@ class MMPosProcessor(ProcessorMixin):
             for arguments in (call_options, kwargs):
                 if arguments.get("images") is not None:
                     arguments["images"] = separate_images(conversation, arguments["images"])
-            if "return_tensors" in call_options:  # it also applies to the mask of the assistant's tokens
+            if "return_tensors" in call_options:  # also applies to the mask of the assistant's tokens
                 kwargs.setdefault("return_tensors", call_options["return_tensors"])
             kwargs["processor_kwargs"] = call_options
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))
@@ -365,7 +371,7 @@ class MMPosProcessor(ProcessorMixin):
         video_grid_thw: npt.ArrayLike | None = None,
         second_per_grid_ts: Sequence[float] | None = None,
     ) -> SegmentTable:
-        """Build the segments of rows from their tokens, for rows padded, joined or cut after the call.
+        """Build the segments of rows from their tokens, for rows that were padded, joined or cut after the call.
 
         Args:
             input_ids: (batch, seq), or (tokens,) for one row.
@@ -373,10 +379,10 @@ class MMPosProcessor(ProcessorMixin):
             attention_mask: (batch, seq) of 0 and 1; None if no row is padded.
             video_grid_thw: (videos, 3) before merging.
             second_per_grid_ts: (videos,) seconds from one grid of frames to the next; None if the scheme does not use
-                them.
+                seconds.
 
         Raises:
-            InvalidInputError: an image or video does not fit its placeholders; the message has both counts.
+            InvalidInputError: an image or video does not match its placeholders; the message contains both counts.
         """
         return SegmentTable.from_input_ids(
             input_ids,
@@ -396,11 +402,11 @@ class MMPosProcessor(ProcessorMixin):
         attention_mask: npt.ArrayLike | None = None,
         **videos: Any,
     ) -> PositionTable:
-        """Compute the positions of rows from their tokens; arguments and errors are those of ``segments``."""
+        """Compute the positions of rows from their tokens; arguments and errors are as for ``segments``."""
         return place(self.segments(input_ids, image_grid_thw, attention_mask, **videos), self.scheme, self.start)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings as JSON values, without tokenizer and chat template, which are saved separately.
+        """Return the settings as JSON values, except for the tokenizer and chat template, which are saved separately.
 
         Raises:
             UnsupportedError: the scheme is not in mmpos.SCHEMES.
@@ -429,7 +435,7 @@ class MMPosProcessor(ProcessorMixin):
         video_sizes: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> MultiModalData:
-        """Count the tokens and patches of images and videos by their sizes, for engines that have no pixels yet.
+        """Compute the token and patch counts of images and videos from their sizes, for engines without pixels.
 
         Args:
             image_sizes: (height, width) of each image.
@@ -458,7 +464,7 @@ class MMPosProcessor(ProcessorMixin):
         return MultiModalData(**counts)
 
     def _sorted(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Sort the arguments of a call into options of text, images and videos."""
+        """Sort the arguments of a call into options for text, images and videos."""
         options = sort_options(arguments, () if self._videos is None else self._videos.names())
         merge, want = options[2].get("merge_size"), self.image_processor.merge_size
         if merge not in (None, want):
@@ -468,7 +474,7 @@ class MMPosProcessor(ProcessorMixin):
     def _encode_videos(
         self, videos: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]
     ) -> VideoTokens | None:
-        """Add the pixels and grids of videos to a batch, and return their tokens; None without a video processor."""
+        """Add the pixels and grids of videos to a batch; return the video tokens, or None without a video processor."""
         settings = self._videos
         if settings is None:
             return None
@@ -497,7 +503,7 @@ class MMPosProcessor(ProcessorMixin):
         videos: VideoTokens | None,
         options: TextOptions,
     ) -> dict[str, Any]:
-        """Compute every key that depends only on the texts and the sizes of images and videos."""
+        """Compute all keys that depend only on the texts and the sizes of images and videos."""
         encoded = options.encode(self.tokenizer, texts)
         markers = self._marker_ids if self.add_markers else self._marker_ids._replace(begin=None, end=None)
         rows = expand(encoded["input_ids"], grid_thw, counts, markers, videos)
@@ -506,7 +512,7 @@ class MMPosProcessor(ProcessorMixin):
             rows = rows.truncated(limit, self.tokenizer.truncation_side, added_tokens(encoded))
         values = {"input_ids": rows.input_ids, "attention_mask": np.ones(rows.input_ids.size, np.int64)}
         if options.return_mm_token_type_ids:
-            # Only patches have these two ids.
+            # Only patches have either of these ids.
             types = (rows.input_ids == self.image_token_id).astype(np.int64)
             values["mm_token_type_ids"] = types + 2 * (rows.input_ids == self.video_token_id)
         if options.return_offsets_mapping:
@@ -522,7 +528,7 @@ class MMPosProcessor(ProcessorMixin):
 
 
 def _token_id(token: str | int | None, tokenizer: Tokenizer) -> int:
-    """Return the id of the placeholder of videos."""
+    """Return the token id of the video placeholder."""
     token_id = tokenizer.token_to_id(token) if isinstance(token, str) else token
     if token_id is None:
         raise InvalidInputError(f"video_token: got {token!r}, want a token with a single id in the tokenizer")
@@ -547,7 +553,7 @@ def _texts(text: object, images: object, videos: object) -> list[str] | None:
 class PositionBatch(BatchFeature):
     """BatchFeature whose position ids keep their dtype when the batch is cast to another dtype."""
 
-    skip_tensor_conversion = _NOT_TENSORS  # on the class, since pickling a batch loses the attribute of the instance
+    skip_tensor_conversion = _NOT_TENSORS  # set on the class, because pickling a batch loses the instance attribute
 
     def __init__(self, data: dict[str, object], tensor_type: str | None = None) -> None:
         super().__init__(data, tensor_type=tensor_type, skip_tensor_conversion=_NOT_TENSORS)
@@ -555,7 +561,7 @@ class PositionBatch(BatchFeature):
     def convert_to_tensors(
         self, tensor_type: str | TensorType | None = None, skip_tensor_conversion: list[str] | set[str] | None = None
     ) -> PositionBatch:
-        """Convert lists of rows of one length to tensors, in the shapes of a call with ``return_tensors``."""
+        """Convert lists of equally long rows to tensors, with the same shapes as a call with ``return_tensors``."""
         ids = self.data.get("mm_position_ids")
         if tensor_type is not None and isinstance(ids, list) and len({rows.shape for rows in ids}) == 1:
             self.data["mm_position_ids"] = np.stack(ids, axis=1)
@@ -581,11 +587,11 @@ def _per_token(
     """Convert values per token to padded arrays, or to lists with one array per row.
 
     Args:
-        values: (tokens, …) values of all rows, concatenated. Padding is 0, except in input_ids.
-        lengths: (rows,) number of tokens of each row.
-        width: number of tokens to pad rows to; None if they are not padded.
-        tokenizer: has the token for padding and the default side.
-        options: padding and type of the result.
+        values: (tokens, …) concatenated values of all rows. Padding is 0, except in input_ids.
+        lengths: (rows,) number of tokens in each row.
+        width: number of tokens to which rows are padded; None if they are not padded.
+        tokenizer: supplies the padding token and the default side.
+        options: supplies the padding side and the type of the result.
     """
     batch: dict[str, Any]
     if width is None:
@@ -594,7 +600,7 @@ def _per_token(
     else:
         pad_id = tokenizer.pad_token_id
         if pad_id is None and (lengths < width).any():
-            raise InvalidInputError("tokenizer.pad_token: got None, want a token for padding")
+            raise InvalidInputError("tokenizer.pad_token: got None, want a padding token")
         side, fills = options.side(tokenizer), {"input_ids": pad_id or 0}
         batch = {name: _padded(each, lengths, width, side, fills.get(name, 0)) for name, each in values.items()}
     for name in batch:
@@ -632,10 +638,10 @@ def _padded(
 
 
 def video_processor_of(source: Any) -> VideoProcessor:
-    """Return a video processor of Transformers unchanged, or create it from its JSON fields.
+    """Return a Transformers video processor unchanged, or create one from its JSON fields.
 
     Raises:
-        InvalidInputError: the source is of another type, or does not name a video processor of Transformers.
+        InvalidInputError: the source has another type, or does not name a video processor of Transformers.
     """
     processor = source
     if isinstance(source, Mapping):
@@ -649,7 +655,7 @@ def video_processor_of(source: Any) -> VideoProcessor:
 
 
 def video_processor_in(folder: Path, videos_as_images: bool) -> VideoProcessor | None:
-    """Load the video processor in a folder, or return None if there is no file for it."""
+    """Load the video processor from a folder, or return None if the folder has no file for it."""
     config = folder / "processor_config.json"
     in_config = config.is_file() and "video_processor" in json.loads(config.read_bytes())
     names = ["video_preprocessor_config.json"] + ["preprocessor_config.json"] * videos_as_images
@@ -660,7 +666,7 @@ def video_processor_in(folder: Path, videos_as_images: bool) -> VideoProcessor |
 
 
 def scheme_of(source: str | Scheme | Mapping[str, Any]) -> Scheme:
-    """Return a scheme unchanged, by its name, or created from its name and parameters as JSON values."""
+    """Return a scheme unchanged, look it up by name, or create it from its name and parameters as JSON values."""
     if not isinstance(source, Mapping):
         return get_scheme(source)
     parameters = dict(source)
@@ -679,7 +685,7 @@ def scheme_to_json(scheme: Scheme) -> dict[str, object]:
     """Return the name of a scheme and its parameters as JSON values.
 
     Raises:
-        UnsupportedError: the scheme is not in mmpos.SCHEMES, so that a file cannot name it.
+        UnsupportedError: the scheme is not in mmpos.SCHEMES, so a file cannot refer to it.
     """
     if SCHEMES.get(scheme.name) is not type(scheme):
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}, want one of mmpos.SCHEMES to write it to a file")
@@ -690,7 +696,7 @@ def object_of(name: str, kind: type[T], source: object) -> T:
     """Return an object of this class unchanged, or create one from its JSON fields.
 
     Raises:
-        InvalidInputError: the source is of another type, or has a field that the class does not have.
+        InvalidInputError: the source has another type, or contains a field that the class does not have.
     """
     if isinstance(source, kind):
         return source
@@ -703,7 +709,7 @@ def object_of(name: str, kind: type[T], source: object) -> T:
 
 
 def to_json(settings: Any) -> dict[str, object]:
-    """Convert a frozen object to JSON values: tuples to lists, fractions to "3/2", numpy scalars to Python's."""
+    """Convert a frozen object to JSON values: tuples to lists, fractions to "3/2", numpy scalars to Python scalars."""
     return {each.name: _plain(getattr(settings, each.name)) for each in fields(settings) if each.init}
 
 

@@ -1,4 +1,4 @@
-"""Options of a processor's call, and the expansion of placeholders to the tokens of images and videos."""
+"""Options for calls to a processor, and the expansion of placeholders to the tokens of images and videos."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 PIXEL_OPTIONS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
-"""Options of Transformers that control how bytes are rescaled and normalised."""
+"""Transformers options that control how bytes are rescaled and normalised."""
 
 IMAGE_OPTIONS = ("min_pixels", "max_pixels", "max_tokens", "size", *PIXEL_OPTIONS)
-"""Options of images; size has shortest_edge and longest_edge, as in Transformers."""
+"""Image options; size has shortest_edge and longest_edge, as in Transformers."""
 
 FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
     {
@@ -46,19 +46,20 @@ FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size")),
     }
 )
-"""Image options of Transformers with the one value accepted here; the last three must equal the processor's."""
+"""Image options of Transformers, each with the only value accepted here; the last three must equal the processor's."""
 
 
 def sort_options(
     arguments: Mapping[str, Any], video_options: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Sort the arguments of a call into options of text, images and videos.
+    """Sort the arguments of a call into options for text, images and videos.
 
-    An option that both images and videos have is passed to both.
+    An option that exists for images and for videos is passed to both.
 
     Args:
-        arguments: arguments by name; ``images_kwargs`` and ``videos_kwargs`` contain options of images or videos only.
-        video_options: names of the options that the video processor takes.
+        arguments: arguments by name; ``images_kwargs`` and ``videos_kwargs`` contain options only for images or only
+            for videos.
+        video_options: names of the options that the video processor accepts.
 
     Raises:
         InvalidInputError: an argument is passed twice, or a group contains an unknown option.
@@ -84,7 +85,7 @@ def sort_options(
 
 
 def _pop_group(arguments: dict[str, Any], group: str) -> dict[str, Any]:
-    """Remove a group of options from the arguments, and return it."""
+    """Remove a group of options from the arguments and return it."""
     options = arguments.pop(group, None) or {}
     if not isinstance(options, Mapping):
         raise InvalidInputError(f"{group}: got {type(options).__name__}, want a mapping from names to options")
@@ -107,26 +108,27 @@ def flat_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Checked arguments of a call, with the meanings that they have in Transformers.
+    """Validated arguments of a call, with the same meanings as in Transformers.
 
     Args:
-        return_tensors: "pt" or "np"; None returns lists of rows, but patches and grids as arrays.
+        return_tensors: "pt" or "np"; None returns rows as lists, but patches and grids as arrays.
         padding: True or "longest", "max_length", or False.
-        padding_side: "left" or "right"; None uses the tokenizer's.
+        padding_side: "left" or "right"; None uses the tokenizer's side.
         pad_to_multiple_of: the length of padded rows is rounded up to a multiple of this number.
         truncation: whether to truncate rows to max_length, on the tokenizer's side. Special tokens added by the
-            tokenizer are kept, and images are never cut. None is True if max_length is set and padding is False.
-        max_length: number of tokens to which rows are truncated or padded; None uses model_max_length of the tokenizer,
-            and if it has none, rows are neither truncated nor padded to it.
+            tokenizer are kept, and images are never cut. None means True if max_length is set and padding is False.
+        max_length: number of tokens to which rows are truncated or padded; None uses model_max_length of the tokenizer;
+            if that is not set either, rows are neither truncated nor padded to a maximum length.
         add_special_tokens: whether the tokenizer adds special tokens around each text; chat templates write their own.
-        sanitize_control_tokens: whether ``apply_chat_template``, which sets this option, has marked user text.
-        return_mm_token_type_ids: whether to return the types of tokens: text, image or video.
+        sanitize_control_tokens: whether user text has been marked; ``apply_chat_template`` sets this option when it
+            marks user text.
+        return_mm_token_type_ids: whether to return token types: text, image or video.
         return_positions: whether to return positions in addition to the keys of Transformers; None uses the processor's
             setting.
-        return_offsets_mapping: whether to return the range of characters of each token in the text; tokens of an image
+        return_offsets_mapping: whether to return each token's range of characters in the text; the tokens of an image
             have the range of its placeholder.
-        return_text_replacement_offsets: accepted and ignored, since offsets always refer to the original text.
-        add_generation_prompt: whether chats end with the start of an answer; not for text.
+        return_text_replacement_offsets: accepted but ignored, because offsets always refer to the original text.
+        add_generation_prompt: whether chats end with the start of an answer; not supported for text.
     """
 
     return_tensors: str | None = None
@@ -157,7 +159,7 @@ class TextOptions:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TextOptions:
-        """Build the options; the defaults are those with which the tokenizer was created, if any.
+        """Build the options; arguments with which the tokenizer was created serve as defaults.
 
         Raises:
             InvalidInputError: an argument is unknown.
@@ -166,7 +168,7 @@ class TextOptions:
         for name in arguments.keys() - set(known):
             want = ", ".join([*known, *IMAGE_OPTIONS, "images_kwargs", "videos_kwargs"])
             raise InvalidInputError(f"{name}: got an unknown option, want {want}")
-        initial = tokenizer.init_kwargs  # attributes of the same names may have been changed since
+        initial = tokenizer.init_kwargs  # attributes with the same names may have changed since
         defaults = {name: getattr(tokenizer, name, initial[name]) for name in known if name in initial}
         return cls(**defaults | arguments)
 
@@ -182,7 +184,7 @@ class TextOptions:
             return_attention_mask=False,
             return_offsets_mapping=self.return_offsets_mapping,
             return_special_tokens_mask=truncates,
-            verbose=not truncates,  # warns about texts longer than the model's limit
+            verbose=not truncates,  # would warn about texts longer than the model's limit
             **marked,
         )
         if self.return_offsets_mapping and "offset_mapping" not in encoded:
@@ -234,14 +236,14 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class VideoTokens:
-    """Tokens of the videos of a batch.
+    """Tokens of the videos in a batch.
 
     Args:
-        token_id: the placeholder of a video, and of each of its patches.
-        grid_thw: (grids, 3) frames, height and width after merging: a grid per video, or a grid per frame.
+        token_id: token id of the placeholder for a video, and for each of its patches.
+        grid_thw: (grids, 3) frames, height and width after merging; one grid per video, or one per frame.
         per_row: (rows,) number of videos passed for each row; None if they are passed as one list for all rows.
         unexpanded: token ids of each video, with one placeholder per grid.
-        seconds_per_frame: (grids,) seconds, or None if the scheme does not use them.
+        seconds_per_frame: (grids,) seconds per frame, or None if the scheme does not use seconds.
     """
 
     token_id: int
@@ -253,17 +255,17 @@ class VideoTokens:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Concatenated token ids of several rows, and their images; videos and frames count as images.
+    """Concatenated token ids of several rows, and the images in them; videos and frames count as images.
 
     Args:
         input_ids: (tokens,) token ids of all rows.
-        lengths: (rows,) number of tokens of each row.
+        lengths: (rows,) number of tokens in each row.
         source: (tokens,) index, before expansion, of the token from which each token was expanded.
         first: (images,) first token of each image, including a start marker.
         stop: (images,) one past the last token of each image, including an end marker.
-        document: (images,) the row of each image.
+        document: (images,) row of each image.
         grid_thw: (images, 3) frames, height and width after merging.
-        markers: the marker tokens inserted around and inside images.
+        markers: marker tokens inserted around and inside images.
         seconds_per_frame: (images,) seconds for videos and None for images; None if no image has seconds.
     """
 
@@ -290,22 +292,22 @@ class TextRows:
         )
 
     def truncated(self, length: int, side: str, added: IntArray) -> TextRows:
-        """Truncate every row to at most ``length`` tokens without removing any token of an image.
+        """Truncate every row to at most ``length`` tokens without removing any image token.
 
         Args:
-            length: most tokens of a row.
+            length: maximum number of tokens in a row.
             side: "right" or "left".
-            added: (rows, 2) number of tokens at the start and at the end of each row to keep.
+            added: (rows, 2) number of tokens to keep at the start and at the end of each row.
 
         Raises:
-            InvalidInputError: a token of an image would be removed, although its pixels remain; or the tokens to keep
-                are more than ``length``.
+            InvalidInputError: an image token would be removed although the pixels remain, or more than ``length``
+                tokens must be kept.
         """
         is_long = self.lengths > length
         least = int((added.sum(axis=1) * is_long).max())
         if least > length:
-            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the special tokens of a row")
-        # Remove one run of tokens: just before the kept tokens at the end, or just after those at the start.
+            raise InvalidInputError(f"max_length: got {length}, want >= {least}, the number of special tokens in a row")
+        # Remove one run of tokens, just before the kept tokens at the end or just after those at the start.
         begin = length - added[:, 1] if side == "right" else added[:, 0]
         begin = np.where(is_long, begin, self.lengths)
         lengths = np.minimum(self.lengths, length)
@@ -333,7 +335,7 @@ class TextRows:
 
 
 def added_tokens(encoded: BatchEncoding) -> IntArray:
-    """Count the (rows, 2) special tokens that a tokenizer added before and after each text."""
+    """Count the special tokens that a tokenizer added before and after each text, (rows, 2)."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
         for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
@@ -355,10 +357,11 @@ def expand(
         grid_thw: (images, 3) frames, height and width after merging, in the order of the placeholders.
         per_row: (rows,) number of images passed for each row; None if they are passed as one list for all rows.
         markers: marker tokens to insert around and inside each image and each grid of a video.
-        videos: tokens of the videos; None if the processor does not take videos.
+        videos: tokens of the videos; None if the processor does not support videos.
 
     Raises:
-        InvalidInputError: a row has no tokens, or the number of placeholders differs from that of images or videos.
+        InvalidInputError: a row has no tokens, or the number of placeholders differs from the number of images or
+            videos.
     """
     before = np.fromiter(accumulate(map(len, texts), initial=0), np.int64, len(texts) + 1)
     lengths = np.diff(before)
@@ -403,7 +406,7 @@ def expand(
 def _merge_grids(
     ids: IntArray, grid_thw: IntArray, patch: int, videos: VideoTokens
 ) -> tuple[IntArray, Sequence[float | None] | None]:
-    """Merge the grids of images and videos in the order of their placeholders, and their seconds."""
+    """Merge the grids and seconds of images and videos in the order of their placeholders."""
     is_video = ids[(ids == patch) | (ids == videos.token_id)] == videos.token_id
     grids = np.empty((is_video.size, 3), np.int64)
     grids[is_video], grids[~is_video] = videos.grid_thw, grid_thw
@@ -414,7 +417,7 @@ def _merge_grids(
 
 
 def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
-    """Replace the placeholder of each video by its unexpanded tokens; return all ids, and the source of each."""
+    """Replace the placeholder of each video by its unexpanded tokens; return all ids and the source of each id."""
     at = ids == videos.token_id
     _check_counts("video", row[at], rows, len(videos.unexpanded), videos.per_row)
     counts = np.ones(ids.size, np.int64)
@@ -427,7 +430,7 @@ def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens)
 
 
 def _check_counts(kind: str, placeholders: IntArray, rows: int, number: int, per_row: IntArray | None) -> None:
-    """Check that there is one placeholder per image or video; ``placeholders`` are the rows of the placeholders."""
+    """Check that there is one placeholder per image or video; ``placeholders`` contains the row of each placeholder."""
     if per_row is not None:
         in_rows = np.bincount(placeholders, minlength=rows)
         wrong = in_rows != per_row

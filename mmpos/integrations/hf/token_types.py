@@ -1,4 +1,4 @@
-"""Token types, as passed to ``get_rope_index``: copied to the host, and ids copied back to the device."""
+"""Token types, as passed to ``get_rope_index``: they are copied to the host, and ids are copied back to the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MASKS = (torch.int64, torch.bool, torch.int32, torch.uint8)
 
 
 def check_tensors(**named: Tensor | None) -> list[Tensor]:
-    """Return the arguments that are tensors, after checking their types and that token arguments have one shape."""
+    """Return the arguments that are tensors, after checking their types and that token arguments have equal shapes."""
     tensors = {}
     for name, value in named.items():
         if isinstance(value, Tensor):
@@ -68,9 +68,10 @@ def scan_tensors(
     images_per_document: Tensor | None = None,
     marker_ids: Tensor | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
-    """Build the table of token ids, or of token types, in one pass in C; see ``mmpos.segments.table.scan``.
+    """Build the table from token ids or token types in a single pass in C; see ``mmpos.segments.table.scan``.
 
-    All tensors are on the host. Return None for input that the pass declines, such as masks with holes.
+    All tensors must be on the host. The result is None if the pass does not support the input, such as masks with
+    holes.
     """
     if attention_mask is not None and attention_mask.dtype not in _MASKS:
         return None
@@ -87,7 +88,7 @@ def scan_tensors(
 
 
 def on_host(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Copy tensors to the host, in a single copy if all of them are on one device."""
+    """Copy tensors to the host, in a single copy if all of them are on the same device."""
     remote = [tensor for tensor in tensors if tensor is not None and not tensor.is_cpu]
     if not remote:
         return [*tensors]
@@ -120,7 +121,7 @@ class TokenTypes:
 
     @classmethod
     def of(cls, mm_token_type_ids: Tensor | None, mask: Tensor | None, most: int = VIDEO) -> TokenTypes:
-        """Build TokenTypes from types up to ``most`` and a mask of the same shape, both on the host."""
+        """Build TokenTypes from types of at most ``most`` and a mask of the same shape, both on the host."""
         assert mm_token_type_ids is not None, "checked by the caller"
         types = mm_token_type_ids.numpy()
         if types.dtype.kind not in "biu":
@@ -143,7 +144,7 @@ class TokenTypes:
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
-        """Merge the grids of one kind, and drop grids at the end that have no tokens.
+        """Merge the grids of one kind, and drop grids at the end without tokens.
 
         With ``frames_apart``, a video becomes one grid per frame, and no grid if it has 0 frames.
         """
@@ -164,7 +165,7 @@ class TokenTypes:
         placeholders: Placeholders | None = None,
         **more: Any,
     ) -> SegmentTable:
-        """Build segments from the types as if they were token ids; ``more`` goes to ``SegmentTable.from_input_ids``."""
+        """Build segments from types used as token ids; ``more`` is passed to ``SegmentTable.from_input_ids``."""
         if placeholders is None:
             placeholders = Placeholders(IMAGE, VIDEO if self.videos or video_grid_thw is not None else None)
         return SegmentTable.from_input_ids(
@@ -178,7 +179,7 @@ class TokenTypes:
         )
 
     def packed(self) -> TokenTypes:
-        """Remove padding, and return all rows packed."""
+        """Remove padding and pack all rows."""
         if self.cu_seqlens is not None:
             return self
         if self.real is None:
@@ -189,20 +190,20 @@ class TokenTypes:
 
     @property
     def packed_index(self) -> npt.NDArray[np.bool_] | slice:
-        """Index of the packed tokens among the tokens of the batch."""
+        """Index that selects the packed tokens from the tokens of the batch."""
         return slice(None) if self.real is None else self.real
 
 
 def ids_and_deltas(
     positions: PositionTable, input_ids: Tensor, tokens: TokenTypes | None = None, padding: int = 0
 ) -> Ids:
-    """Return ids in the dtype of input_ids, and int64 deltas, both on the device of input_ids, copied at once.
+    """Return ids in the dtype of input_ids and int64 deltas, copied together to the device of input_ids.
 
     Args:
-        positions: table whose scheme gives every document a next position.
+        positions: table in which every document has a next position.
         input_ids: (batch, seq) tensor with the shape, dtype and device of the ids.
         tokens: types with the mask of the batch; None if the table has batch · seq tokens.
-        padding: id of tokens where the mask is 0.
+        padding: id of tokens whose mask is 0.
     """
     (batch, seq), axes, dtype = input_ids.shape, positions.axes, input_ids.dtype
     if tokens is None and input_ids.is_cpu and dtype in (torch.int64, torch.int32):
@@ -229,16 +230,16 @@ def on_device(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
     batch, seq = input_ids.shape
     copied = torch.from_numpy(numbers).to(input_ids.device, non_blocking=input_ids.device.type == "cuda")
     ids, deltas = copied.split([axes * batch * seq, batch])
-    # A model keeps the deltas; as a view, they would keep the memory of the ids allocated.
+    # A model keeps the deltas; if they were a view, the memory of the ids would stay allocated.
     return ids.view(axes, batch, seq), deltas.view(batch, 1).clone()
 
 
 def merge_grids(
     name: str, grid_thw: Tensor | None, merge: IntArray, room: int | None = None, frames_apart: bool = False
 ) -> IntArray | None:
-    """Divide (grids, sizes) counts of patches by (sizes,) ``merge``; a size whose ``merge`` is 0 becomes 1.
+    """Divide (grids, sizes) patch counts by ``merge`` (sizes,); a size whose ``merge`` is 0 becomes 1.
 
-    With ``room``, the number of tokens, drop the grids at the end that have no tokens, whatever their sizes.
+    If ``room``, the number of tokens, is set, drop the grids at the end without tokens, whatever their sizes.
     With ``frames_apart``, allow grids of 0 frames.
     """
     if grid_thw is None:
@@ -257,13 +258,13 @@ def merge_grids(
 
 
 def _first_grids(tokens: int, grids: IntArray) -> IntArray:
-    """Return the first grids, up to the grid that contains the last of these tokens."""
+    """Return the grids up to the one that contains the last of ``tokens`` tokens."""
     stops = grids.clip(0).prod(axis=1, dtype=np.float64).cumsum()
     return grids[: np.searchsorted(stops, tokens) + (tokens > 0)]
 
 
 def _has_videos(types: Array, most: int) -> bool:
-    """Check that types are from 0 to ``most``, and return whether there are types above IMAGE."""
+    """Check that types are from 0 to ``most``, and return whether any of them is above IMAGE."""
     least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
     if least < 0 or highest > most:
         got = least if least < 0 else highest
@@ -272,6 +273,6 @@ def _has_videos(types: Array, most: int) -> bool:
 
 
 def shapes(input_ids: Tensor, *_: object) -> Ids:
-    """Return empty results of the right shapes and dtypes, for tracing."""
+    """Return uninitialised results with the right shapes and dtypes, for tracing."""
     batch, seq = input_ids.shape
     return input_ids.new_empty((3, batch, seq)), input_ids.new_empty((batch, 1), dtype=torch.int64)

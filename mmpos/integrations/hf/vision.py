@@ -1,4 +1,4 @@
-"""Pixels of a processor: an image processor with the interface of Transformers, and videos."""
+"""Pixel processing for a processor: an image processor with the interface of Transformers, and videos."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
 
     Args:
         images: the image processor.
-        options: ``IMAGE_OPTIONS`` of the call by name.
-        frames: number of frames whose pixels ``size`` counts together.
+        options: the call's ``IMAGE_OPTIONS``, by name.
+        frames: number of frames whose pixels are counted together in ``size``.
 
     Raises:
         InvalidInputError: a value has the wrong type or is out of range, or size has unknown edges.
@@ -67,7 +67,7 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
 
 
 def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProcessor:
-    """Return the image processor with the mean and std that the options of a call lead to."""
+    """Return the image processor with the mean and std that result from the options of a call."""
     values: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
     if boolean("do_normalize", options.get("do_normalize", True)):
         values = {name: options.get(f"image_{name}", getattr(images, name)) for name in values}
@@ -84,16 +84,16 @@ def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProc
 
 
 class ImagesOfProcessor:
-    """Image processor of a processor, with the interface of Transformers.
+    """A processor's image processor, with the interface of Transformers.
 
-    ``size`` and its edges, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` can be assigned, and apply
-    to all later calls. The next call refuses contradictory limits.
+    ``size`` and its edges, ``min_pixels``, ``max_pixels``, ``image_mean`` and ``image_std`` can be assigned; the new
+    values apply to all later calls. The next call refuses contradictory limits.
 
     Args:
-        images: reads the images.
+        images: processor that reads the images.
         temporal_patch_size: frames in a patch of pixel_values; None for uint8 patches.
-        read_files: whether text may name a file.
-        assigned: assignable values, which several objects may share; an empty dictionary is filled from ``images``.
+        read_files: whether text may be the path of a file.
+        assigned: assignable values, which several objects can share; an empty dictionary is filled from ``images``.
     """
 
     do_resize = do_convert_rgb = do_rescale = do_normalize = True
@@ -102,7 +102,7 @@ class ImagesOfProcessor:
     _images: ImageProcessor
     _read_files: bool
     _assigned: dict[str, Any]
-    _frames: int  # number of frames whose pixels size counts together
+    _frames: int  # number of frames whose pixels are counted together in size
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ImagesOfProcessor:
         elif name not in self.to_dict() or value != getattr(self, name):
             raise InvalidInputError(
                 f"image_processor.{name}: got {value!r:.80}, want an assignment to size, min_pixels, max_pixels, "
-                f"image_mean or image_std: {', '.join(PIXEL_OPTIONS[:3])} are options of a call, "
+                f"image_mean or image_std: {', '.join(PIXEL_OPTIONS[:3])} are options of a call; "
                 "everything else is set in images="
             )
 
@@ -153,7 +153,7 @@ class ImagesOfProcessor:
 
     @property
     def merge_size(self) -> int:
-        """Patches merged into one token along each side."""
+        """Number of side, in patches, of the square merged into one token."""
         return self._images.spatial_merge_size
 
     @property
@@ -163,12 +163,12 @@ class ImagesOfProcessor:
 
     @property
     def max_pixels(self) -> int:
-        """Maximum number of pixels of an image."""
+        """Maximum number of pixels in an image."""
         return self.size["longest_edge"] // self._frames
 
     @property
     def size(self) -> dict[str, int]:
-        """Minimum and maximum number of pixels under the names of Transformers; of all frames of a patch in GLM-V."""
+        """Minimum and maximum number of pixels, under the names in Transformers; GLM-V counts all frames in a patch."""
         return cast("dict[str, int]", self._assigned["size"])
 
     @property
@@ -178,18 +178,18 @@ class ImagesOfProcessor:
 
     @property
     def image_std(self) -> list[float]:
-        """Standard deviation of red, green and blue, on the scale from 0 to 1."""
+        """Standard deviation of red, green and blue, on a scale from 0 to 1."""
         return cast("list[float]", self._assigned["image_std"])
 
     @property
     def image_processor_type(self) -> str:
-        """Class of Transformers that resizes images in the same way."""
+        """Name of the Transformers class that resizes images in the same way."""
         kinds = {"qwen-vl": "Qwen2VL", "glm-v": "Glm4v", "paddleocr-vl": "PaddleOCRVL"}
         return f"{kinds[self._images.small_images]}ImageProcessor"
 
     @property
     def model_input_names(self) -> list[str]:
-        """Keys of the result of a call."""
+        """Keys in the result of a call."""
         return ["patches" if self.temporal_patch_size is None else "pixel_values", "image_grid_thw"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class ImagesOfProcessor:
         return {name: copy(getattr(self, name)) for name in names}
 
     def __call__(self, images: object, return_tensors: str | None = None, **options: Any) -> BatchFeature:
-        """Return the patches and grids of images; arguments and errors are those of the processor's call."""
+        """Return the patches and grids of images; arguments and errors are as for a call to the processor."""
         data: dict[str, object] = {}
         self.process(images, None, options, data)
         return BatchFeature(data, tensor_type=return_tensors)
@@ -209,16 +209,16 @@ class ImagesOfProcessor:
     def process(
         self, images: object, texts: int | None, options: Mapping[str, Any], batch: dict[str, Any]
     ) -> tuple[IntArray, IntArray | None]:
-        """Add the pixels of images and their grids before merging to a batch.
+        """Add image pixels, and image grids before merging, to a batch.
 
         Args:
-            images: as in the processor's call.
+            images: as for a call to the processor.
             texts: number of texts; None if there is no text.
-            options: options of images.
+            options: image options.
             batch: result of the call, changed in place.
 
         Returns:
-            (images, 3) frames, height and width after merging; and the (texts,) number of images of each text, or None.
+            (images, 3) frames, height and width after merging; and (texts,) the number of images in each text, or None.
         """
         processor = self._with_options(options)
         named, counts = flatten("images", images, texts)
@@ -239,7 +239,7 @@ class ImagesOfProcessor:
     def get_number_of_image_patches(
         self, height: int, width: int, images_kwargs: Mapping[str, Any] | None = None
     ) -> int:
-        """Count the patches of an image of this size before merging."""
+        """Compute the number of patches, before merging, of an image with this size."""
         grid = self._with_options(images_kwargs or {}).grid(height, width)
         return grid.height * grid.width * self.merge_size**2
 
@@ -247,7 +247,7 @@ class ImagesOfProcessor:
         """Return the ImageProcessor with the options of a call applied.
 
         Raises:
-            InvalidInputError: an option is unknown, or is fixed at another value.
+            InvalidInputError: an option is unknown, or a fixed option has another value.
         """
         own = {name: getattr(self, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
         fixed = {**FIXED_OPTIONS, **own}
@@ -258,7 +258,7 @@ class ImagesOfProcessor:
                 raise InvalidInputError(f"{name}: got an unknown option, want {', '.join(IMAGE_OPTIONS)}")
             if value != fixed[name] and (value is not None or fixed[name]):
                 remedy = "create another processor" if name in own else "prepare them before the call"
-                want = f"{fixed[name]} for images: {remedy}, or pass options of videos in videos_kwargs"
+                want = f"{fixed[name]} for images: {remedy}, or pass video options in videos_kwargs"
                 raise InvalidInputError(f"{name}: got {value!r:.80}, want {want}")
         if self.temporal_patch_size is None and self._images.dtype == "uint8":
             for name in options.keys() & set(PIXEL_OPTIONS):
@@ -268,7 +268,7 @@ class ImagesOfProcessor:
 
 
 class VideoProcessor(Protocol):
-    """Video processor of Transformers with patches of several frames, as for Qwen-VL models."""
+    """Video processor from Transformers whose patches span several frames, as for Qwen-VL models."""
 
     merge_size: int
     temporal_patch_size: int
@@ -280,7 +280,7 @@ class VideoProcessor(Protocol):
     def get_num_of_video_patches(
         self, num_frames: int, height: int, width: int, videos_kwargs: Mapping[str, Any]
     ) -> int:
-        """Count the patches of a video of this size before merging."""
+        """Compute the number of patches, before merging, of a video with this size."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -288,14 +288,14 @@ class VideoProcessor(Protocol):
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """Video settings of a processor.
+    """A processor's video settings.
 
     Args:
-        processor: video processor of Transformers.
-        token_id: the placeholder of a video, and of each of its patches.
-        timestamp: format string with ``seconds`` for the text before each grid of frames; None if all frames are one
-            grid.
-        seconds: whether the scheme places frames by their time.
+        processor: video processor from Transformers.
+        token_id: token id of the placeholder for a video, and for each of its patches.
+        timestamp: format string, with the field ``seconds``, of the text before each grid of frames; None if all frames
+            form one grid.
+        seconds: whether the scheme places frames by time.
     """
 
     processor: VideoProcessor
@@ -304,7 +304,7 @@ class VideoSettings:
     seconds: bool
 
     def names(self) -> list[str]:
-        """Return the names of the options of videos."""
+        """Return the names of the video options."""
         return sorted(set(self.processor.valid_kwargs.__annotations__) - {"return_tensors", "device"})
 
 
@@ -315,7 +315,7 @@ class Videos:
     Args:
         values: pixel_values_videos of each video.
         grid_thw: (videos, 3) frames, height, width before merging.
-        metadata: VideoMetadata of Transformers for each video.
+        metadata: Transformers VideoMetadata of each video.
         temporal_patch_size: frames in a patch.
     """
 
@@ -330,7 +330,7 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Return the mean time in seconds of the first and last frame of each grid, in floats as in Transformers."""
+        """Return the mean time, in seconds, of each grid's first and last frame, in floats as in Transformers."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)
@@ -338,13 +338,13 @@ class Videos:
         return [(first + last) / 2 for first, last in zip(times[::size], times[size - 1 :: size], strict=True)]
 
     def unexpanded(self, settings: VideoSettings, markers: MarkerIds, tokenizer: Tokenizer) -> list[IntArray]:
-        """Return the tokens of each video with one placeholder per grid, each after its timestamp if there is one.
+        """Return the tokens of each video, with one placeholder per grid; timestamps, if any, precede the placeholders.
 
         Args:
             settings: video settings of the processor.
             markers: markers to insert around the grids of timestamped videos; begin and end are None if they are
                 inserted later.
-            tokenizer: encodes each timestamp separately.
+            tokenizer: tokenizer that encodes each timestamp separately.
         """
         if settings.timestamp is None:
             return [np.array([settings.token_id])] * len(self.values)
@@ -363,14 +363,14 @@ def process_videos(
     options: Mapping[str, Any],
     read_files: bool,
 ) -> Videos:
-    """Process each video; errors name the video.
+    """Process each video; errors contain its name.
 
     Args:
         named: paths, arrays or Frames with their names.
         settings: video settings of the processor.
-        images: reads frames in files.
-        options: options of videos, under the names of Transformers.
-        read_files: whether text may name a file.
+        images: processor that reads frames from files.
+        options: video options, with the names of Transformers.
+        read_files: whether text may be the path of a file.
     """
     size = options.get("temporal_patch_size") or settings.processor.temporal_patch_size
     processing = {name: value for name, value in options.items() if name not in ("video_metadata", "return_metadata")}
@@ -393,7 +393,7 @@ def process_videos(
 
 
 def _metadata(known: Any, videos: int) -> list[list[Any] | None]:
-    """Return a list for each video with its metadata, the form that Transformers expects for one video."""
+    """Return one list per video with its metadata, the form that Transformers expects for a single video."""
     if known is None:
         return [None] * videos
     flat_list = [known] if isinstance(known, Mapping) else list(known)
@@ -420,7 +420,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _source(name: str, video: Any, images: ImageProcessor, read_files: bool) -> object:
-    """Return a video in a form that Transformers takes: the path of a file, or (frames, …) pixels."""
+    """Return a video in a form that Transformers accepts: the path of a file, or (frames, …) pixels."""
     if isinstance(video, Frames):
         named = ((f"{name}.frames[{k}]", frame) for k, frame in enumerate(video.images))
         return _stack_frames(name, [_frame(*each, images, read_files) for each in named])
@@ -442,6 +442,6 @@ def _frame(name: str, frame: Any, images: ImageProcessor, read_files: bool) -> n
 def _stack_frames(name: str, frames: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     shapes = sorted({frame.shape for frame in frames})
     if len(shapes) != 1:
-        got = f"frames of the shapes {shapes}" if shapes else "no frames"
-        raise InvalidInputError(f"{name}: got {got}, want frames of one shape")
+        got = f"frames of shapes {shapes}" if shapes else "no frames"
+        raise InvalidInputError(f"{name}: got {got}, want frames of the same shape")
     return np.stack(frames)

@@ -1,4 +1,4 @@
-"""Settings of deployed models from their configs: scheme, token ids and rotations."""
+"""Settings of deployed models, read from their configs: scheme, token ids and rotations."""
 
 from mmpos.integrations.models.from_config import from_hf_config
 from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType

@@ -1,4 +1,4 @@
-"""Settings of a model from its Hugging Face config."""
+"""Settings of a model, read from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def from_hf_config(
     """Read the scheme, token ids, merge size and rotations of a model from its config.
 
     Args:
-        config: the whole config object of a model, the mapping of its config.json, or the path of that file or its
-            folder. From a path, preprocessor_config.json in the folder (or image_processor in processor_config.json)
-            is also read, for `image_processor`.
-        engine: implementation whose ids of videos to use, if they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
+        config: the whole config object of a model, the contents of its config.json as a mapping, or the path of that
+            file or its folder. For a path, preprocessor_config.json in the folder (or image_processor in
+            processor_config.json) is also read, for `image_processor`.
+        engine: implementation whose video ids are used where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
             PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
-            the last id of a video; for Qwen Omni see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL it also selects the
-            rotation, and whether images are counted over the batch.
-        layer_type: type of layer, for configs with one rotation per layer type (Gemma 3).
+            the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL, it also selects
+            the rotation, and whether images are numbered across the batch.
+        layer_type: layer type, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
-        UnsupportedError: the model type is unknown, and the message names the type most similar to it; or no
-            scheme has its positions.
-        InvalidInputError: the config lacks a field or contradicts itself, and the message names the field; or a file
-            of the folder is missing or not JSON, and the message names the file.
+        UnsupportedError: the model type is unknown (the message suggests the most similar type), or no scheme computes
+            its positions.
+        InvalidInputError: a field of the config is missing or contradicts another, or a file in the folder is missing
+            or not JSON; the message contains the name of the field or file.
     """
     one_of("engine", engine, ("transformers", "serving"))
     whole, folder = Fields.of(config), config_folder(config)
@@ -88,14 +88,14 @@ def from_hf_config(
 
 
 def config_folder(config: object) -> Path | None:
-    """Return the folder of a config that is the path of a folder or of its config.json; None for other configs."""
+    """Return the folder of a config given as the path of a folder or of a config.json; None for other configs."""
     if not isinstance(config, str | PurePath):
         return None
     return Path(config) if isdir(config) else Path(config).parent
 
 
 def thinker(whole: Fields) -> Fields:
-    """Return the part of a config with the language model and the encoders, which for most models is the whole."""
+    """Return the part of a config with the language model and the encoders; for most models, this is all of it."""
     fields = whole
     for name in ("thinker_config", "vlm_config"):
         fields = fields.part(name) or fields
@@ -112,7 +112,7 @@ def _model_type(fields: Fields) -> ModelType:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
         raise UnsupportedError(
-            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type of "
+            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type, see "
             "docs/models-names.md"
         )
     return MODEL_TYPES[model]
@@ -179,7 +179,7 @@ def audio_chunk(fields: Fields) -> int:
 
 
 def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
-    """Read the rotation of the language model, and the rotation of the second channels of pairs if it differs."""
+    """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
     inside = OTHER_TYPES.get(inside, inside)
@@ -190,9 +190,9 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
     scheme = get_scheme(known.scheme)
-    if scheme.axes == 1 and text.rotation.section is not None:  # the ids of all its axes are equal
+    if scheme.axes == 1 and text.rotation.section is not None:  # the ids are equal on all axes
         overrides |= {"axes": 1, "allocation": "interleaved"}
-    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 ignores scaling and has another name for head_dim
+    if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 ignores scaling and uses another name for head_dim
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
     arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides, released=isinstance(scheme, XDRope))
@@ -218,7 +218,7 @@ def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
 
 
 def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
-    """Return the token ids of the markers before and after, or None unless the config has both."""
+    """Return the token ids of the markers before and after, or None unless the config contains both."""
     if names is None:
         return None
     begin, end = (fields.integer(name, name.replace("_id", "_index")) for name in names)
@@ -231,9 +231,9 @@ def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, in
 
 
 def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
-    """Read the sizes of an encoder, and its scheme and rotation if it rotates by rows and columns."""
+    """Read the sizes of an encoder, and read its scheme and rotation if it rotates by rows and columns."""
     settings: dict[str, Any] = {"patch_size": vision.integer("patch_size", minimum=1)}
-    if not known.merges_frames:  # models that merge frames have patches of one frame
+    if not known.merges_frames:  # in models that merge frames, each patch covers one frame
         settings["temporal_patch_size"] = vision.integer("temporal_patch_size", minimum=1)
     else:
         settings["temporal_merge_size"] = vision.integer("temporal_merge_size", needed=True, minimum=1)
@@ -244,7 +244,7 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
-    # No Rotary describes heads whose halves rotate separately and share keys.
+    # A Rotary cannot describe heads whose halves rotate separately and share keys.
     shared = vision.kv_heads_of_halves not in (None, vision.get("num_attention_heads"))
     if vision.model_type in ENCODERS and not shared:
         settings |= {"vision_scheme": vision_scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
@@ -252,10 +252,10 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
 
 
 def vision_scheme(vision: Fields) -> Grid2D:
-    """Build the scheme of an encoder in ENCODERS from its config.
+    """Build the scheme for an encoder in ENCODERS from its config.
 
     Raises:
-        InvalidInputError: the config has no spatial_merge_size, which the order of patches requires.
+        InvalidInputError: the config has no spatial_merge_size, on which the order of patches depends.
     """
     encoder = ENCODERS[vision.model_type]
     assert encoder.order is not None, "all of ENCODERS have an order"

@@ -1,4 +1,4 @@
-"""ImageFile: the image processor settings of a model, from the file next to its config.json."""
+"""ImageFile: the image processor settings of a model, read from the file next to its config.json."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "PaddleOCRVLImageProcessor": {"shortest_edge": 384**2, "longest_edge": 1536**2, "temporal_patch_size": 1},
     }
 )
-"""Image processors of Transformers that resize like ImageProcessor, with the defaults of their classes."""
+"""Image processors in Transformers that resize as ImageProcessor does, with the defaults of their classes."""
 
 _SMALL_IMAGES = {
     "Glm46VImageProcessor": "glm-v",
     "Glm4vImageProcessor": "glm-v",
     "PaddleOCRVLImageProcessor": "paddleocr-vl",
 }
-"""The ``small_images`` of ImageProcessor for image processors that do not use its default."""
+"""Values of ImageProcessor's ``small_images`` for image processors that do not use the default."""
 
 OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -47,21 +47,21 @@ OTHER_IMAGE_TYPES: Mapping[str, str] = MappingProxyType(
         "Step3p7ImageProcessor": "cuts images into tiles",
     }
 )
-"""Image processors of models with a known encoder that ImageProcessor cannot replace, and the reason."""
+"""Image processors that ImageProcessor cannot replace although the model's encoder is known, with the reason."""
 
 _UNREAD_SIZES = {"MiniMaxM3VLImageProcessor": [672, 672]}
 """Sizes that a class ignores, because released files contain them by mistake."""
 
 _FIXED = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
-"""Fields of which ImageProcessor supports one value; resample 3 is bicubic."""
+"""Fields for which ImageProcessor supports only one value; resample 3 is bicubic."""
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """Settings of a Transformers image processor, as read from its file.
+    """Settings of a Transformers image processor, read from its file.
 
     Args:
-        path: name of the file in messages.
+        path: name of the file in error messages.
         values: fields of the file.
     """
 
@@ -70,10 +70,10 @@ class ImageFile:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageFile | None:
-        """Read image_processor in processor_config.json, or else preprocessor_config.json, like Transformers.
+        """Read image_processor in processor_config.json, or else preprocessor_config.json, as Transformers does.
 
         Raises:
-            InvalidInputError: a file is not a JSON object; the message names the file and the line.
+            InvalidInputError: a file is not a JSON object; the message contains the file name and the line number.
         """
         path = folder / "processor_config.json"
         if path.is_file():
@@ -87,11 +87,12 @@ class ImageFile:
         """Return mean, std, min_pixels, max_pixels and small_images for ImageProcessor.
 
         Args:
-            sizes: patch_size, merge_size and temporal_patch_size of the config, None for a size that it lacks.
+            sizes: patch_size, merge_size and temporal_patch_size in the config; None for sizes that it does not
+                contain.
 
         Raises:
             UnsupportedError: ImageProcessor does not support the image processor or one of its options.
-            InvalidInputError: a size differs from the config, or a field has an invalid value.
+            InvalidInputError: a size differs from that in the config, or a field has an invalid value.
         """
         kind, processor = self.values.get("image_processor_type"), self._processor
         defaults = IMAGE_TYPES.get(processor)
@@ -124,7 +125,7 @@ class ImageFile:
             arguments[name] = integer(f"{self.path}: {name}", value, minimum=1)
         if processor in _SMALL_IMAGES:
             arguments["small_images"] = _SMALL_IMAGES[processor]
-        if arguments.get("small_images") == "glm-v":  # these limits count the pixels of all frames of a patch
+        if arguments.get("small_images") == "glm-v":  # these limits count the pixels of all frames in a patch
             frames = self.temporal_patch_size or 1
             for name in ("min_pixels", "max_pixels"):
                 pixels, odd = divmod(arguments[name], frames)
@@ -145,7 +146,7 @@ class ImageFile:
 
     @property
     def _processor(self) -> str:
-        """Name of the class without the suffix of its backend."""
+        """Class name without the suffix for the backend."""
         return str(self.values.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
 
     def _get(self, name: str, default: Any) -> Any:

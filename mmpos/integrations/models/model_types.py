@@ -29,26 +29,27 @@ class ModelType:
 
     Args:
         scheme: name of the scheme in Transformers, or in the model's own code.
-        note: peculiarities, for readers.
-        serving: name of the scheme in the serving engines; "" if it is the same.
-        text: permitted types of the language model; if empty, the type that the model's class defines, or any of
-            TEXT_TYPES if the class defines none.
+        note: peculiarities of the model type, as text.
+        serving: name of the scheme in the serving engines; "" if it is the same as ``scheme``.
+        text: permitted types of the language model. If empty, the type that the model's class defines is permitted, or
+            any of TEXT_TYPES if the class defines none.
         markers: config fields with the token ids before and after an image.
         video_markers: config fields with the token ids around a video, if videos use the placeholders of images.
-        timed: whether frames are placed in seconds, at vision_config.tokens_per_second.
+        timed: whether frames are placed by time in seconds, at vision_config.tokens_per_second.
         frames_apart: whether every frame of a video is a separate grid.
         timestamps: whether the text before each frame is its time, as in Qwen3-VL.
-        videos_as_images: whether preprocessor_config.json also applies to videos if they have no other file.
+        videos_as_images: whether preprocessor_config.json also applies to videos if there is no separate file for them.
         merges_frames: whether vision_config.temporal_merge_size frames of a video become one.
-        row_markers: names of the token after each row but the last and of the token after the last row, if the encoder
-            is Pixtral's; such images have no markers around them.
-        opening: config field with the id of the token before an image, if one more placeholder follows this token and
-            rows end in a separate token.
-        row_separator: whether rows of images end in one more placeholder, and images begin and end in one more.
-        generates: whether the model generates images, whose grids follow those of the prompt.
-        start: id of the first token of a document.
-        crop_markers: config fields with the ids of CropMarkers, if images are thumbnails and tiles; their patches are
-            then merged by 4×4, or by 2×2 if downsample_mode is "4x".
+        row_markers: names of the token after each row except the last and of the token after the last row, if the
+            encoder is Pixtral's; such images have no markers around them.
+        opening: config field with the id of the token before an image, if an extra placeholder follows this token and
+            each row ends with a separate token.
+        row_separator: whether each row of an image ends with an extra placeholder, and each image begins and ends with
+            one.
+        generates: whether the model generates images; their grids follow those of the prompt.
+        start: id of the first token in a document.
+        crop_markers: config fields with the ids of CropMarkers, if images are split into thumbnails and tiles; their
+            patches are then merged 4×4, or 2×2 if downsample_mode is "4x".
     """
 
     scheme: str
@@ -71,7 +72,7 @@ class ModelType:
 
     @property
     def has_rope_index(self) -> bool:
-        """Whether the class in Transformers has ``get_rope_index``, which is true for more than two axes."""
+        """Whether the class in Transformers has ``get_rope_index``, as is the case for more than two axes."""
         return get_scheme(self.scheme).axes > 2
 
 

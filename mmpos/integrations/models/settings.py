@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 __all__ = ["ModelSettings"]
 
 MERGES = {"4x": 2, "16x": 4}
-"""Patches merged along each side into one token for each downsample_mode of MiniCPM-V 4.7."""
+"""Side, in patches, of the square merged into one token, for each downsample_mode of MiniCPM-V 4.7."""
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model's positions, read from a config by `from_hf_config`.
+    """Position settings of a model, read from a config by `from_hf_config`.
 
     Args:
-        model_type: model_type of the config.
+        model_type: model_type in the config.
         scheme: scheme of the language model.
         rotary: rotation of the language model's q and k; one axis if images are placed as text.
-        vision_scheme: scheme of the encoder, for grids before merging; None if no scheme describes its positions.
-        vision_rotary: rotation of the encoder's q and k; None if it has none or an unknown one.
-        placeholders: tokens of patches, of audio whose ids depend on videos, of row ends and around crops, as far as
-            the config defines them.
+        vision_scheme: scheme of the encoder, for grids before merging; None if no scheme computes its positions.
+        vision_rotary: rotation of the encoder's q and k; None if there is no rotation or it is unknown.
+        placeholders: token ids of patches, of audio whose ids depend on videos, of row ends, and around crops, as far
+            as the config defines them.
         image_markers: token ids before and after an image; None if the config does not define them.
-        row_markers: names of the token after each row but the last and of the token after the last row; None if there
-            are no tokens between rows.
-        opening_token_id: id of the token that is followed by one placeholder without a patch at the start of an image
+        row_markers: names of the token after each row except the last and of the token after the last row; None if
+            there are no tokens between rows.
+        opening_token_id: id of the token that, at the start of an image, is followed by one placeholder without a patch
             (NeoMME), or None.
         video_markers: token ids around a video whose frames use the placeholders of images, or None.
-        spatial_merge_size: patches merged along each side into one token.
-        temporal_merge_size: frames of video_grid_thw merged into one.
+        spatial_merge_size: side, in patches, of the square merged into one token.
+        temporal_merge_size: number of frames of video_grid_thw merged into one.
         patch_size: side of an encoder patch in pixels; None if it is not in the config.
         temporal_patch_size: frames per patch; None if it is not in the config.
         frames_apart: whether every frame of a video is a separate grid, with text between frames.
-        generates: whether the model generates images, whose grids follow those of the prompt: see ``generated``.
-        start: id of the first token of a document: 1 for PaliGemma, 0 for all others.
-        second_rotary: rotation of the second channel of every pair if its axis differs from the first channel's, else
-            None. If set, take the first channels rotated by rotary and the second channels rotated by second_rotary.
-        image_file: image processor settings of the model's folder; None unless a folder was read.
-        audio_chunk: audio frames per chunk of the encoder; None if it processes all frames at once.
+        generates: whether the model generates images; their grids follow those of the prompt (see ``generated``).
+        start: id of the first token in a document: 1 for PaliGemma, 0 for all others.
+        second_rotary: rotation of the second channel of every pair if its axis differs from that of the first channel,
+            else None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
+        image_file: image processor settings from the model's folder; None unless a folder was read.
+        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames at once.
     """
 
     model_type: str
@@ -101,26 +101,26 @@ class ModelSettings:
         audio_lengths: npt.ArrayLike | None = None,
         images_per_sample: npt.ArrayLike | None = None,
     ) -> SegmentTable:
-        """Build the segment table of a batch tokenised by the processor of the model.
+        """Build the segment table of a batch that was tokenised by the model's processor.
 
-        In models with one axis, placeholders have the ids of text; without grids they become text segments.
+        In models with one axis, placeholders have the ids of text; without grids, they become text segments.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
-            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; for MiniCPM-V 4.7 one
+            image_grid_thw: (images, 3) frames, height, width before merging, as in Transformers; for MiniCPM-V 4.7, one
                 row of target_sizes per thumbnail and slice, preceded by 1.
             video_grid_thw: (videos, 3) frames, height, width before merging.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right.
-            seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            rows: ids of row_markers, as in ``Placeholders``; None for NeoMME selects the token after the first row.
-            audio_lengths: (audios,) tokens of each audio after the encoder, checked against input_ids; or None.
-            images_per_sample: (documents,) number of rows of image_grid_thw per document, in which images to generate
-                come last and are ignored; None if there are no images to generate.
+            seconds_per_frame: one number per video (Transformers' second_per_grid_ts), or None.
+            rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
+            audio_lengths: (audios,) tokens of each audio after the encoder, to be checked against input_ids; or None.
+            images_per_sample: (documents,) number of rows of image_grid_thw per document, including images to generate,
+                which come last and are ignored; None if there are none.
 
         Raises:
             InvalidInputError: see ``SegmentTable.from_input_ids``.
-            UnsupportedError: images_per_sample for a model that generates no images.
+            UnsupportedError: images_per_sample is passed for a model that generates no images.
         """
         as_text, image, video = self.scheme.axes == 1, self.placeholders.image, self.placeholders.video
         as_text = as_text and image_grid_thw is None and video_grid_thw is None
@@ -154,17 +154,17 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        Place it at ``start=settings.place(prompt).next_positions`` to get the ids of decoding in advance.
+        To compute the ids of decoding in advance, place the table at ``start=settings.place(prompt).next_positions``.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:
             prompt: segment table of the prompts, from ``segments``.
-            image_grid_thw: (images, 3) frames, height, width in tokens: for each document the images of its prompt,
+            image_grid_thw: (images, 3) frames, height, width in tokens; for each document, the images of its prompt,
                 then the images to generate.
             images_per_sample: (documents,) number of rows of image_grid_thw per document.
 
         Returns:
-            One document per prompt: a grid per image to generate, then one text token for the end marker.
+            One document per prompt, with one grid per image to generate, then one text token for the end marker.
 
         Raises:
             UnsupportedError: the model generates no images.
@@ -175,7 +175,7 @@ class ModelSettings:
         return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
-        """Return the number of tokens that the encoder outputs for each audio, the audio_lengths of ``segments``.
+        """Return the number of tokens that the encoder outputs for each audio: the audio_lengths of ``segments``.
 
         Source: _get_feat_extract_output_lengths of Qwen2.5-Omni and Qwen3-Omni in Transformers.
 
@@ -197,10 +197,10 @@ class ModelSettings:
 
     @property
     def markers(self) -> Markers:
-        """Markers for ``SequenceBuilder``: tokens around an image by id, tokens after rows by name.
+        """Markers for ``SequenceBuilder``; tokens around an image are given by id, and tokens after rows by name.
 
         Raises:
-            UnsupportedError: the config does not define them, or Markers cannot describe the tokens of images
+            UnsupportedError: the config does not define the markers, or Markers cannot describe the image tokens
                 (HunYuan-VL, NeoMME, MiniCPM-V 4.7).
         """
         image = self.placeholders.image
@@ -213,8 +213,8 @@ class ModelSettings:
         ):
             if applies:
                 raise UnsupportedError(
-                    f"markers: got {self.model_type!r}, whose images have {tokens}, which SequenceBuilder cannot make; "
-                    "pass the input_ids of its processor to segments"
+                    f"markers: got {self.model_type!r}, whose images have {tokens}, which SequenceBuilder cannot "
+                    "build; pass the input_ids of the model's processor to segments"
                 )
         if self.image_markers is None or image is None:
             raise UnsupportedError(
@@ -224,22 +224,22 @@ class ModelSettings:
         return Markers(*self.image_markers, image)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
-        """Build an ImageProcessor with the patch size, merge size and patch order of the encoder.
+        """Build an ImageProcessor with the encoder's patch size, merge size and patch order.
 
         Args:
-            arguments: arguments of ImageProcessor; they override the image_file.
+            arguments: arguments of ImageProcessor, which override the image_file.
 
         Raises:
-            UnsupportedError: the order of the encoder's patches is unknown, or ImageProcessor does not support the
+            UnsupportedError: the patch order of the encoder is unknown, or ImageProcessor does not support the
                 image processor of the image_file.
-            InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor in an image_file (config.json
-                does not contain them), or the image_file contradicts the config.
+            InvalidInputError: mean, std, min_pixels or max_pixels is neither passed nor contained in an image_file
+                (config.json does not contain them), or the image_file contradicts the config.
         """
         from mmpos.images import ImageProcessor
 
         if self.vision_scheme is None or self.patch_size is None:
             raise UnsupportedError(
-                f"image_processor: got {self.model_type!r}, want a model whose config defines the order of patches"
+                f"image_processor: got {self.model_type!r}, want a model whose config defines the patch order"
             )
         sizes: dict[str, Any] = {"patch_size": self.patch_size, "spatial_merge_size": self.spatial_merge_size}
         missing = [name for name in ("mean", "std", "min_pixels", "max_pixels") if name not in arguments]
@@ -259,7 +259,7 @@ class ModelSettings:
     def _sources(
         self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
-        """Return the grids of images that are complete in each prompt, counted by its end markers."""
+        """Return the grids of the images that are complete in each prompt, counted by the end markers."""
         if not self.generates:
             raise UnsupportedError(
                 f"images_per_sample must be None for {self.model_type!r}, a model that generates no images"
@@ -288,12 +288,12 @@ class ModelSettings:
 
 
 def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArray:
-    """Return the number of tokens of each audio, (audios,); see ``ModelSettings.audio_tokens``."""
+    """Return the number of tokens in each audio, (audios,); see ``ModelSettings.audio_tokens``."""
     lengths = int_array(name, frames, (None,))
     first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
     if chunk is None:
         return ((lengths - 1) // 2 - 1) // 2 + 1
-    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions halve the rest.
+    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions each halve the rest.
     rest = lengths % chunk
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -303,7 +303,7 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
 def per_sample(
     image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
 ) -> tuple[IntArray, IntArray]:
-    """Check and return grids, (images, 3), and the number of grids per document, (documents,)."""
+    """Check and return the grids (images, 3) and the number of grids per document (documents,)."""
     grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
     counts = int_array("images_per_sample", images_per_sample, (documents,))
     first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
@@ -313,7 +313,7 @@ def per_sample(
 
 
 def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> SegmentTable:
-    """Build the table of the images to generate from checked grids and counts; see ``ModelSettings.generated``."""
+    """Build the table of images to generate from checked grids and counts; see ``ModelSettings.generated``."""
     sources = np.zeros(prompt.num_documents, np.int64)
     np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
     if (sources > counts).any():
@@ -331,28 +331,28 @@ def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> Segmen
 
 
 def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, int]) -> IntArray:
-    """Return ids in which image placeholders between video markers are replaced by video placeholders.
+    """Return ids with the image placeholders between video markers replaced by video placeholders.
 
-    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token is in a video if more videos have begun than
-    ended before it in its document.
+    Source: create_mm_token_type_ids of GLM-4V in Transformers: a token belongs to a video if, within its document, more
+        videos have begun than ended before it.
     """
     ids = batch.ids.astype(np.int64)
     begin, end = (ids == marker for marker in markers)
     open_videos = np.append(0, np.cumsum(begin.astype(np.int64) - end))
     at = np.flatnonzero(ids == image)
-    if at.size:  # implies at least one document
+    if at.size:  # true only if there is at least one document
         document = np.maximum(np.searchsorted(batch.starts, at, side="right") - 1, 0)
         ids[at[open_videos[at] > open_videos[batch.starts[document]]]] = video
     return ids
 
 
 def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
-    """Return ids in which the placeholders without a patch at the start of images are replaced by the opening token.
+    """Return ids with the placeholders without a patch at the start of images replaced by the opening token.
 
-    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder right after the opening token has no patch.
+    Source: get_placeholder_mask of NeoMME in Transformers: a placeholder directly after the opening token has no patch.
 
     Returns:
-        The ids, and the token after the first row of patches, or None if there is none.
+        The ids, and the id of the token after the first row of patches, or None if there is no such row.
     """
     ids = batch.ids.astype(np.int64)
     at = np.setdiff1d(np.flatnonzero(ids == image), batch.starts)

@@ -1,4 +1,4 @@
-"""Contiguous M-RoPE sections: the layout of a rotation in an engine, and the ids of requests, windows and drafts."""
+"""Contiguous M-RoPE sections: the layout of a rotation in an engine, and the ids for requests, windows and drafts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 BLOCK = 1 << 14
-"""Rows of the cache computed at a time."""
+"""Number of cache rows computed at a time."""
 
 ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
-"""The axis of each row of ids, for one, two and three axes."""
+"""Axis for each row of ids, with one, two and three axes."""
 
 
 def pair_order(rotary: Rotary) -> IntArray:
-    """Return the indices that sort pairs stably by axis, (pairs,): for two interleaved axes the even, then the odd.
+    """Return the indices (pairs,) of a stable sort of pairs by axis: for two interleaved axes, the even, then the odd.
 
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -44,14 +44,14 @@ def pair_order(rotary: Rotary) -> IntArray:
 
 
 def _axes(rotary: Rotary) -> IntArray:
-    """Return the axis of each pair; pairs that are not rotated count as axis 0, since no id affects them."""
+    """Return the axis of each pair; pairs that are not rotated count as axis 0, because no id affects them."""
     return np.maximum(rotary.pair_axis, 0)
 
 
 def qk_channels(rotary: Rotary) -> IntArray:
-    """Return the indices that sort the channels of q and k by the axis of their pairs, (head_dim,).
+    """Return the indices (head_dim,) that sort the channels of q and k by the axis of their pairs.
 
-    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that are not rotated do not move.
+    A head of q or k in the new order is ``head[qk_channels(rotary)]``; channels that are not rotated keep their places.
 
     >>> qk_channels(Rotary(head_dim=10, rotary_dim=8)).tolist()
     [0, 2, 1, 3, 4, 6, 5, 7, 8, 9]
@@ -73,7 +73,7 @@ def _check_rotary(rotary: Rotary) -> None:
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if rotary.own_heads:
         want = "one rotation for all heads, as in the kernels of engines"
-        raise UnsupportedError(f"rotary: got one with {rotary.told_by}, want {want}")
+        raise UnsupportedError(f"rotary: got a Rotary with {rotary.told_by}, want {want}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Sections:
 
     The kernels of such engines rotate the first pairs by the first row of ids, the next pairs by the second row and the
     last pairs by the third. A rotation whose pairs are sorted by axis needs no change. Any other rotation needs weights
-    with sorted channels of q and k (``permute_qk``). This changes no attention score, since q·k is a sum over channels.
+    in which the channels of q and k are sorted (``permute_qk``). Sorting does not change attention scores, because q·k
+    is a sum over channels.
 
     >>> from mmpos.rotary import Rotary
     >>> sections = Sections(Rotary(head_dim=128), max_position=131072, permuted=True)
@@ -91,7 +92,7 @@ class Sections:
 
     Args:
         rotary: rotation of the trained model.
-        max_position: rows of the engine's cos/sin cache; ids are 0 to max_position − 1.
+        max_position: number of rows in the engine's cos/sin cache; ids are 0 to max_position − 1.
         permuted: whether the weights of q and k were permuted by ``permute_qk``.
 
     Raises:
@@ -109,7 +110,9 @@ class Sections:
         object.__setattr__(self, "max_position", maximum)
         object.__setattr__(self, "permuted", boolean("permuted", self.permuted))
         if self.rotary.axes > len(ROWS):
-            raise UnsupportedError(f"rotary: got {self.rotary.axes} axes, want at most 3, an engine's rows of ids")
+            raise UnsupportedError(
+                f"rotary: got {self.rotary.axes} axes, want at most 3, one per row of ids in an engine"
+            )
         if not self.permuted and (np.diff(_axes(self.rotary)) < 0).any():
             raise UnsupportedError(
                 f"rotary: got allocation {self.rotary.allocation!r}, want contiguous sections, such as 'split', or "
@@ -118,19 +121,19 @@ class Sections:
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Number of pairs rotated by each row of ids, as in the engine's config; two axes have 0 for the first row."""
+        """Number of pairs that each row of ids rotates, as in the engine's config; for two axes, the first is 0."""
         counts = np.bincount(_axes(self.rotary), minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """Axis of each row of ids, such as (0, 0, 1) for row, row, column."""
+        """Axis for each row of ids, such as (0, 0, 1) for row, row, column."""
         return ROWS[self.rotary.axes - 1]
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """Fields of the checkpoint's config from which an engine builds matching modules; a new dict."""
+        """Config fields of the checkpoint from which an engine builds matching modules; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
         if int(head_dim * factor) < self.rotary.rotary_dim:  # engines truncate this product
@@ -144,29 +147,29 @@ class Sections:
 
     @property
     def order(self) -> IntArray:
-        """(pairs,) the model's pair for each pair of the engine."""
+        """(pairs,) index of the model's pair for each of the engine's pairs."""
         return pair_order(self.rotary)
 
     @property
     def is_neox_style(self) -> bool:
-        """Whether pairs are channels (j, j + rotary_dim/2), under the engines' name."""
+        """Whether pairs are channels (j, j + rotary_dim/2); engines use this name."""
         return self.rotary.pairing == "half"
 
     def cos_sin_cache(self, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
-        """Compute the cos/sin cache of the engine in the order of the sections, multiplied by the attention factor.
+        """Compute the engine's cos/sin cache in the order of the sections, multiplied by the attention factor.
 
-        With ``precision="exact"`` every entry is within 2e-7 of the exact value before it is rounded to dtype; with
-        "hf" it is computed from Transformers' float32 angles. See ``Rotary.for_length`` for scaling by length.
+        With ``precision="exact"``, every entry is within 2e-7 of the exact value before it is rounded to dtype; with
+        "hf", it is computed from Transformers' float32 angles. See ``Rotary.for_length`` for scaling by length.
 
         Args:
             dtype: dtype of the cache; engines use the model's dtype or float32.
-            device: device of the cache; None is the CPU.
+            device: device of the cache; None uses the CPU.
 
         Returns:
-            (max_position, rotary_dim) cos of all pairs, then sin; a new tensor.
+            (max_position, rotary_dim) cos of all pairs, followed by sin; a new tensor.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise InvalidInputError(f"dtype: got {dtype}, want a floating dtype of torch")
+            raise InvalidInputError(f"dtype: got {dtype}, want a floating-point torch dtype")
         pairs = self.rotary.num_pairs
         cache = torch.empty(self.max_position, 2 * pairs, dtype=dtype, device=device)
         order = torch.from_numpy(self.order).to(cache.device)
@@ -181,23 +184,23 @@ class Sections:
 def request_positions(
     positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0, computed: int = 0
 ) -> tuple[Tensor, int]:
-    """Return the ids of a prompt, and the delta of the tokens generated after it.
+    """Return the ids of a prompt and the delta of the tokens generated after it.
 
-    The engine gives token i of the request, counted from 0, the id i + delta if i is beyond the prompt.
+    If token i of the request, counted from 0, comes after the prompt, the engine assigns it the id i + delta.
 
     Args:
-        positions: one document: the prompt, or the rest of it after a cached prefix, placed with ``start`` at the
+        positions: one document: the prompt, or the rest of it after a cached prefix, placed with ``start`` equal to the
             cursor of the prefix.
         sections: layout of the engine's rotation.
         max_new_tokens: maximum number of generated tokens, including drafts.
-        computed: number of tokens of the request before this document.
+        computed: number of tokens in the request before this document.
 
     Returns:
-        (3, tokens) int64 ids, a new tensor, and delta.
+        (3, tokens) int64 ids in a new tensor, and the delta.
 
     Raises:
-        InvalidInputError: positions do not hold exactly one document, hold padding or a negative id, or differ from
-            rotary in their axes.
+        InvalidInputError: positions do not contain exactly one document, contain padding or a negative id, or differ
+            from rotary in the number of axes.
         UnsupportedError: ids may be fractions, or the scheme has no next position.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cache.
     """
@@ -223,17 +226,18 @@ def window_positions(
     starts: npt.ArrayLike,
     lengths: npt.ArrayLike,
 ) -> Tensor:
-    """Return the ids of one step, which consists of windows of requests: chunked prefill, cached prefixes, drafts.
+    """Return the ids of one step, a set of windows of requests: chunked prefill, cached prefixes, drafts.
 
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
         documents: (windows,) index of each window's request, in any order.
-        starts: (windows,) number of tokens of the request that are already computed.
-        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated, or a chain of drafts.
+        starts: (windows,) number of tokens in the request that are already computed.
+        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated tokens or a chain of
+            drafts.
 
     Returns:
-        (3, sum of lengths) int64 ids, concatenated windows; a new tensor.
+        (3, sum of lengths) int64 ids of the concatenated windows; a new tensor.
     """
     _check_table(positions, sections)
     documents = int_array("documents", documents, (None,))
@@ -244,12 +248,12 @@ def window_positions(
 def draft_positions(
     positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
 ) -> Tensor:
-    """Return the ids of a draft tree after a request; drafts of the same depth share an id.
+    """Return the ids of a draft tree that follows a request; drafts of the same depth share an id.
 
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
-        start: number of tokens of the request before the root of the tree, at least the length of the prompt.
+        start: number of tokens in the request before the root of the tree; at least the length of the prompt.
         depths: (drafts,) depth of each draft; 0 for the root.
         document: index of the request.
 
@@ -279,7 +283,7 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
     if positions.fractional:
         raise UnsupportedError(
             f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "
-            "the engine's cos/sin cache, and each generated token has the next row"
+            "the engine's cos/sin cache, and each generated token uses the next row"
         )
     if positions.is_padding.any():
         raise InvalidInputError("positions: got padding, want none: engines pack requests")
@@ -293,7 +297,7 @@ def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray)
 
 
 def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sections) -> None:
-    """Raise unless all ids are rows of the cache; the tokens of owner i begin at ``firsts[i]``."""
+    """Raise an error unless all ids are rows of the cache; the tokens of owner i begin at ``firsts[i]``."""
     if not ids.size or (ids.min() >= 0 and ids.max() < sections.max_position):
         return
     low = np.minimum.reduceat(ids, firsts, axis=1).min(axis=0)

@@ -1,4 +1,4 @@
-"""Permuting weights of q and k into the order of an engine's sections and back, and installing the cos/sin cache."""
+"""Permute weights of q and k to the order of an engine's sections and back, and install the cos/sin cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUERY_OR_KEY = re.compile(
 OTHERS = re.compile(
     r"(v|o|c|g|out|output|gate)_\w+|wo|dense|gate|proj|sinks?|rotary_emb|attn_sub_norm|inner_attn_ln", re.I
 )
-"""Parts of attention modules of Transformers, other than q_proj and k_proj, that hold no channels of q and k."""
+"""Parts of Transformers' attention modules, other than q_proj and k_proj, that hold no channels of q and k."""
 
 
 class _Options(TypedDict, total=False):
@@ -72,34 +72,36 @@ def permute_qk(
     leave: str | None = None,
     inverse: bool = False,
 ) -> dict[str, Tensor] | Iterator[tuple[str, Tensor]]:
-    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as required by ``Sections``.
+    """Sort the channels of q and k in a checkpoint by the axis that rotates them, as ``Sections`` requires.
 
-    Sort the rows of q_proj, k_proj and of q and k in qkv_proj inside each head, with their biases, the weights of the
-    norms of q and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and LoRA's B. Other
-    tensors that may hold channels of q or k, by their name or because they are next to q_proj and no known part of
-    attention, are refused unless ``norms`` or ``leave`` matches them. All other tensors are passed through unchanged.
-    A checkpoint does not show whether it is sorted: permute once, and save the result under another name.
+    Within each head, this sorts the rows of q_proj, of k_proj, and of q and k in qkv_proj, together with their biases,
+    the weights of the norms of q and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and
+    LoRA's B. Some other tensors may hold channels of q or k, judging by their names or because they are next to q_proj
+    and not a known part of attention. They are refused unless ``norms`` or ``leave`` matches them. All other tensors
+    are passed through unchanged. A checkpoint does not show whether it is sorted, so permute it once and save the
+    result under another name.
 
     Args:
-        weights: mapping of names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
-        rotary: rotation of the trained model, which defines head_dim, pairing and allocation.
-        num_heads: number of q heads; required for qkv_proj only.
-        num_kv_heads: number of k and v heads; required for qkv_proj only.
+        weights: mapping from names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
+        rotary: rotation of the trained model; it defines head_dim, pairing and allocation.
+        num_heads: number of q heads; required only for qkv_proj.
+        num_kv_heads: number of k and v heads; required only for qkv_proj.
         fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
-        names: regular expression that a name must contain; None selects all names outside of vision, audio and video
-            towers, which have other rotations.
-        norms: regular expression for names of further norms or scales of the channels of q or k, to be sorted.
-        leave: regular expression for names to pass through unchanged.
-        inverse: undo an earlier ``permute_qk``, bit for bit.
+        names: regular expression that names of tensors to sort must contain; None selects all names outside vision,
+            audio and video towers, which have other rotations.
+        norms: regular expression for the names of additional norms or scales over channels of q or k, which are then
+            sorted as well.
+        leave: regular expression for the names of tensors that are passed through unchanged.
+        inverse: whether to undo an earlier ``permute_qk``, bit for bit.
 
     Returns:
-        A dict for a mapping, else an iterator of pairs, one tensor at a time; changed tensors are new.
+        A dict for a mapping, else an iterator of pairs that processes one tensor at a time; changed tensors are new.
 
     Raises:
-        InvalidInputError: there is no weight of q and k, or q without k; rows are not whole heads; or a tensor with an
-            unknown name may hold channels of q or k.
-        UnsupportedError: rows of weights are packed or scaled in blocks, so permute before quantising; or q_proj
-            contains gates (Qwen3-Next, Qwen3.5), so it has two rows per column of o_proj.
+        InvalidInputError: there are no weights of q and k, or weights of only one of them; rows do not form whole
+            heads; or a tensor with an unknown name may hold channels of q or k.
+        UnsupportedError: rows of weights are packed or scaled in blocks (permute before quantising), or q_proj contains
+            gates and so has two rows per column of o_proj (Qwen3-Next, Qwen3.5).
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
@@ -117,10 +119,11 @@ class _Permutation:
 
     Args:
         channels: (head_dim,) old channel for each new channel of a head.
-        sorted_heads: (heads,) 1 for the heads of a fused qkv that are sorted; None if their numbers are unknown.
-        names: pattern of names to sort; None is all except towers.
-        norms: pattern of names of further norms.
-        leave: pattern of names to pass through.
+        sorted_heads: (heads,) 1 for the heads of a fused qkv that are sorted, else 0; None if the numbers of heads are
+            unknown.
+        names: pattern for the names to sort; None selects all except towers.
+        norms: pattern for the names of additional norms.
+        leave: pattern for the names to pass through.
     """
 
     channels: IntArray
@@ -143,7 +146,7 @@ class _Permutation:
                 yield name, tensor
             else:
                 role = match["role"] or match["norm"][0]
-                # An adapter may change q only.
+                # An adapter may change only q.
                 counterpart = _counterpart(match) if match["leaf"] == "weight" and role != "qkv" else name
                 permuted = self._permuted(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
                 seen.counterparts[name] = counterpart
@@ -153,7 +156,7 @@ class _Permutation:
         seen.check()
 
     def _record(self, name: str, tensor: Tensor, seen: _Seen) -> None:
-        """Record a tensor that is passed through; raise if its name is one of q or k."""
+        """Record a tensor that is passed through; raise an error if its name is one of q or k."""
         if output := OUTPUT.fullmatch(name):
             seen.outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
         shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold values that are not tensors
@@ -199,14 +202,14 @@ class _Permutation:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Records of a pass over a checkpoint, to be checked at its end.
+    """Records of a pass over a checkpoint, which are checked at the end of the pass.
 
     Args:
         counterparts: name of the tensor that must accompany each tensor of q and k.
         rows: number of rows of each tensor of q and k.
-        blocks: names of the modules that hold tensors of q and k, with a dot at the end.
-        outputs: columns of o_proj, by the name of the q_proj in the same module.
-        others: shapes of the tensors passed through whose sizes are whole heads.
+        blocks: names of the modules that hold tensors of q and k, with a trailing dot.
+        outputs: number of columns of o_proj, by the name of the q_proj in the same module.
+        others: shapes, by name, of the tensors that are passed through although a size is a multiple of head_dim.
     """
 
     counterparts: dict[str, str] = field(default_factory=dict)
@@ -236,7 +239,7 @@ class _Seen:
 
 
 def _counterpart(match: re.Match[str]) -> str:
-    """Return the name of the tensor of k for a tensor of q, or of q for a tensor of k."""
+    """Return the name of the k tensor for a q tensor, or of the q tensor for a k tensor."""
     other = {"q": "k", "k": "q", "query": "key", "key": "query"}
     role, rest = match["part"].split("_", 1)
     return f"{match['layer']}{other[role]}_{rest}.{match['leaf']}"
@@ -250,7 +253,7 @@ def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
 
 
 def _sorted_heads(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """Return 1 for each head of q and k in a fused qkv and 0 for each head of v, (heads,)."""
+    """Return 1 for each head of q and k in a fused qkv, and 0 for each head of v, (heads,)."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None
@@ -273,14 +276,15 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
     """Replace the cos/sin cache of every M-RoPE module of a model in place, keeping its dtype and device.
 
     Engines fill their caches in the natural order of frequencies, with float32 angles. SGLang also appends rows to a
-    cache that is too short; after this call appended rows are exact as well and include the attention factor.
+    cache that is too short; after this call, appended rows are exact as well and include the attention factor.
 
     Args:
-        model: model with modules that have ``cos_sin_cache`` and ``mrope_section``, the names in vLLM and SGLang.
-        sections: layout to install; the sizes, pairing and sections of each module must equal it.
+        model: model that contains modules with ``cos_sin_cache`` and ``mrope_section``, as they are called in vLLM and
+            SGLang.
+        sections: layout to install; it must match the sizes, pairing and sections of each module.
 
     Returns:
-        Number of changed modules.
+        The number of changed modules.
 
     Raises:
         InvalidInputError: there is no such module, or a module differs from sections.
@@ -332,8 +336,8 @@ def _check(module: _EngineRotary, sections: Sections) -> None:
 
 
 def _grow(module: _EngineRotary, sections: Sections, needed_max_pos: int) -> None:
-    """Extend the cache to ids up to ``needed_max_pos``; replaces SGLang's ``_ensure_cos_sin_cache_length``."""
+    """Extend the cache to ids up to ``needed_max_pos``; this replaces SGLang's ``_ensure_cos_sin_cache_length``."""
     cache = module.cos_sin_cache
     if needed_max_pos >= len(cache):
-        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # in blocks, since decoding adds one id at a time
+        rows = BLOCK * (needed_max_pos // BLOCK + 1)  # in blocks, because decoding adds one id at a time
         module.cos_sin_cache = replace(sections, max_position=rows).cos_sin_cache(cache.dtype, cache.device)

@@ -1,4 +1,4 @@
-"""Positions for vLLM: ids of a request from its multimodal features, and models with the weights and caches to match.
+"""Positions for vLLM: ids of a request from its multimodal features, and models with matching weights and caches.
 
 Only ``plugin.register``, which vLLM calls, and ``models``, which it loads afterwards, import vLLM.
 """

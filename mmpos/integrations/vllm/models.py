@@ -1,4 +1,4 @@
-"""vLLM's Qwen-VL models with positions on two axes; only this file imports vLLM's models."""
+"""vLLM's Qwen-VL models with positions on two axes. Only this file imports vLLM's models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_DRAFT_MODEL = ("ngram", "suffix")
 
 
 class _Placed:
-    """Base class of the models: ids, weights and rotations of the scheme in their config."""
+    """Base class of the models: they use the ids, weights and rotations of the scheme in their config."""
 
     language_model: torch.nn.Module
 
@@ -42,7 +42,7 @@ class _Placed:
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Place a request for SupportsMRoPE, also with adjacent images, since an exception would end the engine."""
+        """Compute positions for SupportsMRoPE, even for adjacent images, because an exception would stop the engine."""
         return mrope_input_positions(
             input_tokens,
             mm_features,
@@ -53,14 +53,14 @@ class _Placed:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the weights of a whole checkpoint with q and k in the order of the sections."""
+        """Load the weights of a whole checkpoint, with q and k in the order of the sections."""
         if self.served.permute:
             weights = permute_qk(weights, self.served.sections.rotary)
         return super().load_weights(weights)  # type: ignore[misc]
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """Replace the rotation of all layers, since vLLM shares its own between models and gives it fewer rows."""
+    """Replace the rotation of all layers, because vLLM shares rotations among models and gives them fewer rows."""
     rotary = sections.rotary
     new = MRotaryEmbedding(
         rotary.head_dim,
@@ -91,13 +91,13 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
             f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM derives "
-            "the cache slots of a draft model from ids, which are not token indices here"
+            "the cache slots of a draft model from ids, but ids are not token indices here"
         )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False: embeddings of videos would bypass the limits")
+        raise UnsupportedError("enable_mm_embeds: got True, want False: video embeddings would bypass the limits")
     if multimodal.is_multimodal_pruning_enabled():
-        raise UnsupportedError("multimodal pruning: got enabled, want disabled: it computes its own ids")
+        raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
     if permute and vllm_config.lora_config is not None:
         raise UnsupportedError("lora_config: got one, want none, or a permuted checkpoint and permuted adapters")
     if permute and vllm_config.quant_config is not None:
@@ -106,10 +106,10 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
 
 
 class _ImagesOnly:
-    """Processing info that refuses videos when a request arrives, since two axes cannot place frames."""
+    """Processing info that refuses videos when a request arrives, because two axes cannot place frames."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None, "video": 0}  # Qwen3-VL reads the entry of video
+        return {"image": None, "video": 0}  # Qwen3-VL reads the video entry
 
 
 class _SeparateImages:
@@ -124,7 +124,7 @@ class _SeparateImages:
 
 
 class Qwen2VLInfo(_ImagesOnly, qwen2_vl.Qwen2VLProcessingInfo):
-    """Processing info that permits images only."""
+    """Processing info that permits only images."""
 
 
 class Qwen2VLProcessor(_SeparateImages, qwen2_vl.Qwen2VLMultiModalProcessor):
@@ -139,7 +139,7 @@ class PlacedQwen2VL(_Placed, qwen2_vl.Qwen2VLForConditionalGeneration):
 
 
 class Qwen25VLInfo(_ImagesOnly, qwen2_5_vl.Qwen2_5_VLProcessingInfo):
-    """Processing info that permits images only."""
+    """Processing info that permits only images."""
 
 
 class Qwen25VLProcessor(_SeparateImages, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
@@ -154,7 +154,7 @@ class PlacedQwen25VL(_Placed, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
 
 
 class Qwen3VLInfo(_ImagesOnly, qwen3_vl.Qwen3VLProcessingInfo):
-    """Processing info that permits images only."""
+    """Processing info that permits only images."""
 
 
 class Qwen3VLProcessor(_SeparateImages, qwen3_vl.Qwen3VLMultiModalProcessor):

@@ -1,4 +1,4 @@
-"""The entry point of vLLM's plugin: architectures by name, imported when a checkpoint has one of them."""
+"""The entry point of the vLLM plugin: architectures by name, imported when a checkpoint uses one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def register() -> None:
-    """Register the architectures with vLLM, which may call this function repeatedly, in every process."""
+    """Register the architectures with vLLM, which may call this function more than once in every process."""
     from vllm import ModelRegistry
 
     for architecture, path in ARCHITECTURES.items():

@@ -1,4 +1,4 @@
-"""Positions of a vLLM request: its segments from spans and grids, and the three rows of ids for vLLM."""
+"""Positions of a vLLM request: segments built from spans and grids, and the three rows of ids for vLLM."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def request_segments(
     """Build the segment table of one request from the spans and grids of its images and videos.
 
     A feature is vLLM's MultiModalFeatureSpec, or any object with its fields: ``modality``, ``data`` with the grid, and
-    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the patches of a span, one run
-    of patches is a whole grid, and one run per frame is a video with text between its frames (Qwen3-VL).
+    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the patches of a span, a single
+    run of patches is a whole grid, and one run per frame is a video with text between frames (Qwen3-VL).
 
     Args:
-        num_tokens: number of tokens of the prompt.
-        mm_features: features of the request, in any order; features of modality "prompt_embeds" are text.
-        spatial_merge_size: patches merged along each side into one token; grids in ``data`` are sized before merging.
-        row_separator: whether every row of a grid ends in one more token of its span (Pixtral).
+        num_tokens: number of tokens in the prompt.
+        mm_features: features of the request, in any order; features with modality "prompt_embeds" are treated as text.
+        spatial_merge_size: side, in patches, of the square merged into one token; grids in ``data`` are not merged yet.
+        row_separator: whether every row of a grid ends with an extra token that belongs to the span (Pixtral).
 
     Returns:
-        A new SegmentTable of one document.
+        A new SegmentTable with one document.
 
     Raises:
-        InvalidInputError: the span of a feature does not match its grid, or grids overlap or exceed the prompt.
-        UnsupportedError: a modality has no grid.
+        InvalidInputError: the span of a feature does not match its grid, or grids overlap or extend beyond the prompt.
+        UnsupportedError: a modality has no grids.
     """
     num_tokens = integer("num_tokens", num_tokens, minimum=1)
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
@@ -84,14 +84,14 @@ def request_segments(
 
 
 def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Scheme) -> None:
-    """Check that there is text between images, if the scheme requires it; only their spans are needed.
+    """Check that there is text between images if the scheme requires it; only the spans of images are needed.
 
     Args:
-        mm_placeholders: spans of the items of each modality, with ``offset`` and ``length``.
+        mm_placeholders: spans of the items in each modality, with ``offset`` and ``length``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
 
     Raises:
-        InvalidInputError: a span begins where another ends; the message names it.
+        InvalidInputError: a span begins where another ends; the message contains the token index.
     """
     if not get_scheme(scheme).strict:
         return
@@ -105,7 +105,7 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Sch
 
 
 class _Item(NamedTuple):
-    """Span of a feature, with its frames, height and width after merging in ``grid``."""
+    """Span of a feature; ``grid`` holds its frames, height and width after merging."""
 
     name: str
     offset: int
@@ -149,7 +149,7 @@ def _mask(name: str, is_embed: object, length: int) -> npt.NDArray[np.bool_] | N
 
 
 def _pieces(item: _Item, separators: int) -> list[tuple[int, list[int]]]:
-    """Return the first token and the sides of each grid of a feature."""
+    """Return the first token and the sides of each grid in a feature."""
     frames, height, width = item.grid
     rows, separated = frames * height, " and a token after each row" * separators
     if item.is_embed is None:
@@ -187,28 +187,28 @@ def mrope_input_positions(
     strict: bool | None = None,
     row_separator: bool = False,
 ) -> tuple[Tensor, int]:
-    """Return the ids and the delta of a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
+    """Return the ids and the delta for a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
 
-    vLLM slices the ids for chunks and cached prefixes, and gives token i after the prompt the id i + delta. An
-    exception in a worker of vLLM ends the engine and all its requests: to refuse a request, call this function with
-    ``max_new_tokens`` when the request arrives.
+    vLLM slices the ids for chunks and cached prefixes, and assigns the id i + delta to token i after the prompt. An
+    exception in a vLLM worker stops the engine and all its requests. To refuse a request safely, call this function
+    with ``max_new_tokens`` when the request arrives.
 
     Args:
-        input_tokens: tokens of the prompt, of which only the number is used.
+        input_tokens: tokens of the prompt; only their number is used.
         mm_features: vLLM's features of the request; see ``request_segments``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
         sections: layout of vLLM's rotation.
-        spatial_merge_size: patches merged along each side into one token.
+        spatial_merge_size: side, in patches, of the square merged into one token.
         max_new_tokens: maximum number of generated tokens.
-        strict: whether two images without text between them are an error; None is the default of the scheme.
-        row_separator: whether every row of a grid ends in one more token of its span.
+        strict: whether two images without text between them are an error; None uses the default of the scheme.
+        row_separator: whether every row of a grid ends with an extra token that belongs to the span.
 
     Returns:
-        (3, tokens) int64 ids, a new tensor on the CPU, and delta.
+        (3, tokens) int64 ids in a new tensor on the CPU, and the delta.
 
     Raises:
         InvalidInputError: the span of a feature does not match its grid, images are adjacent, or an id is negative.
-        UnsupportedError: ids may be fractions, the scheme has no next position, or it cannot place a segment.
+        UnsupportedError: ids may be fractions, the scheme has no next position, or the scheme cannot place a segment.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """
     segments = request_segments(

@@ -1,4 +1,4 @@
-"""ServedModel: the positions with which vLLM serves a checkpoint, from the ``mmpos`` part of its config."""
+"""ServedModel: the positions with which vLLM serves a checkpoint, read from the ``mmpos`` part of its config."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mmpos.support.checks import boolean, integer, one_of
 __all__ = ["IDS_PER_TOKEN", "ServedModel", "mmpos_options"]
 
 IDS_PER_TOKEN = 3
-"""Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw."""
+"""Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw ids."""
 
 KEYS = ("scheme", "allocation", "precision", "permuted")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them.
+    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from its config.
 
     Args:
         scheme: scheme of the model.
         sections: layout of vLLM's rotation.
-        spatial_merge_size: patches merged along each side into one token.
-        permute: whether to permute the weights while loading them.
+        spatial_merge_size: side, in patches, of the square merged into one token.
+        permute: whether to permute the weights while they are loaded.
     """
 
     scheme: Scheme
@@ -51,18 +51,19 @@ class ServedModel:
         if self.scheme.axes != 2:
             raise UnsupportedError(f"scheme: got {self.scheme.name!r} with {self.scheme.axes} axes, want two axes")
         probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
-        request_positions(place(probe, self.scheme), self.sections)  # raises if no request could be served
+        request_positions(place(probe, self.scheme), self.sections)  # raises an error if no request could be served
 
     @classmethod
     def from_config(cls, config: object, max_model_len: int) -> ServedModel:
-        """Read the ``mmpos`` part of a checkpoint's config, and the rotation of its language model.
+        """Read the ``mmpos`` part of a checkpoint's config and the rotation of its language model.
 
         Args:
-            config: the whole config object of a model, or the mapping of its config.json. ``mmpos`` holds ``scheme``
-                (a name), ``allocation`` ("interleaved", the default of ``Rotary``, or "split"), ``precision`` ("exact"
-                or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``; False by default).
-            max_model_len: maximum number of tokens of a request; the cos/sin cache has rows for all ids that they may
-                consume.
+            config: the whole config object of a model, or the contents of its config.json as a mapping. ``mmpos`` holds
+                ``scheme`` (a name), ``allocation`` ("interleaved", the default of ``Rotary``, or "split"),
+                ``precision`` ("exact" or "hf") and ``permuted`` (whether the checkpoint comes from ``permute_qk``;
+                False by default).
+            max_model_len: maximum number of tokens in a request; the cos/sin cache has rows for all ids that these
+                tokens may consume.
 
         Raises:
             InvalidInputError: ``mmpos`` is missing or has an unknown field, or mrope_section does not match it.
@@ -80,7 +81,7 @@ class ServedModel:
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
         if permuted and not sections.permuted:
             raise InvalidInputError(
-                "config.mmpos.permuted: got True for allocation 'split', want False: it needs no permutation"
+                "config.mmpos.permuted: got True for allocation 'split', want False: 'split' needs no permutation"
             )
         _check_sections(config, sections)
         merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
@@ -93,7 +94,7 @@ class ServedModel:
 
 
 def mmpos_options(config: object) -> Mapping[str, Any]:
-    """Return the mapping under ``mmpos`` in a config."""
+    """Return the ``mmpos`` mapping in a config."""
     options = read_field(config, "mmpos")
     if not isinstance(options, Mapping) or "scheme" not in options:
         raise InvalidInputError(f"config.mmpos: got {options!r}, want a mapping with scheme")

@@ -1,4 +1,4 @@
-"""Triton kernels for rotations directly from a table and for dense ids; the only package that imports triton."""
+"""Rotate directly from a table and compute dense ids in Triton kernels; only this package imports triton."""
 
 from mmpos.rotary.kernel.backward import launch_backward
 from mmpos.rotary.kernel.phases import launch_dense

@@ -1,7 +1,7 @@
-"""Kernel and launch for the gradients of a rotation and norm, including the weights."""
+"""Compute the gradients of a rotation and norm, including those of the weights: kernel and launch."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def _norm_heads(
     grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of heads through rotation and norm; return the weight gradient summed over these heads."""
+    """Compute the gradients of heads through rotation and norm; return the weight gradient summed over these heads."""
     weights = load_weight(weight, offset, CHANNELS)
     grad_rows, x_rows = rows_of(grad, batch, index), rows_of(x, batch, index)
     grad_head, x_head = tl.cast(grad.head, tl.int64), tl.cast(x.head, tl.int64)
@@ -80,7 +80,7 @@ def _heads(
     grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of this program's share of the heads of one tensor; without a weight, only rotate them back."""
+    """Compute the gradients of this program's share of one tensor's heads; without a weight, only rotate them back."""
     if weight is not None:
         by_first, by_second, by_rest = _norm_heads(
             grad, x, out, heads, weight, sums, eps, offset, batch, index, cos, sin, valid, CHANNELS, BLOCK,
@@ -107,7 +107,7 @@ def backward_kernel(
     positions, frequencies, pair_axis, tokens, seq, segments, row_stride, q_heads, k_heads, attention_factor,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of a block of tokens and a share of the q and k heads per program, from shared phases."""
+    """Compute the gradients of a block of tokens and a share of the q and k heads per program, from shared phases."""
     token, valid, cos, sin = phases(
         positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
     )
@@ -127,11 +127,11 @@ def launch_backward(
     grads: Sequence[Tensor], inputs: Sequence[Tensor], outs: Sequence[Tensor | None], summed: Sequence[bool],
     rotation: RotationArguments, norm: Norm,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Compute gradients of a rotation and norm in one launch and one sum per weight, in a deterministic order.
+    """Compute the gradients of a rotation and norm in one launch and one sum per weight, in a deterministic order.
 
     Args:
-        grads: gradients of rotated q and k, (batch, seq, heads, head_dim) with at least one token.
-        inputs: q and k of the forward pass, same shapes.
+        grads: gradients of the rotated q and k, (batch, seq, heads, head_dim) with at least one token.
+        inputs: q and k of the forward pass, with the same shapes.
         outs: outputs for the gradients of q and k; None if unwanted.
         summed: whether each weight's gradient is wanted.
         rotation: the backward rotation.

@@ -1,7 +1,7 @@
-"""Convert 8-bit floats in kernels by integer arithmetic, since some GPUs and Triton's interpreter lack the dtypes."""
+"""Convert 8-bit floats in kernels with integer arithmetic, since some GPUs and Triton's interpreter lack the dtypes."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803, SIM102  (kernel constants are upper case and are tested in separate conditions)
+# ruff: noqa: N803, SIM102  (kernel constants are upper case and tested in separate conditions)
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Format(NamedTuple):
 
 
 class Formats(NamedTuple):
-    """8-bit formats of stored q, k and v; None for other dtypes."""
+    """8-bit formats in which q, k and v are stored; None for other dtypes."""
 
     q: Format | None
     k: Format | None
@@ -55,7 +55,7 @@ def formats_of(q: torch.dtype, k: torch.dtype, v: torch.dtype, scales: Scales) -
 
 
 def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | None:
-    """Return input scales (heads,) or computed scales as ``Heads`` with their block, token and head strides."""
+    """Return (heads,) input scales or computed scales as ``Heads`` with their block, token and head strides."""
     if computed is not None:
         return Heads(computed, *computed.stride(), 0)
     return None if scale is None else Heads(scale, 0, 0, scale.stride(0), 0)
@@ -63,7 +63,7 @@ def heads_of_scales(scale: Tensor | None, computed: Tensor | None) -> Heads | No
 
 @triton.jit
 def scale_rows(scales, batch, token, FORMAT: tl.constexpr):
-    """Return (rows,) offsets of the scales of tokens, or 0 if all tokens share them."""
+    """Return the (rows,) offsets of the tokens' scales, or 0 if all tokens share their scales."""
     rows = 0
     if FORMAT is not None:
         if FORMAT.dynamic:
@@ -81,14 +81,14 @@ def format_of(dtype: torch.dtype, dynamic: bool) -> Format:
 
 @triton.jit
 def codes_of(x, FORMAT: tl.constexpr):
-    """Round float32 to the nearest 8-bit number, ties to even, saturating; return its bits as uint8."""
+    """Round float32 to the nearest 8-bit number, ties to even, with saturation; return the bits as uint8."""
     dropped: tl.constexpr = 23 - FORMAT.mantissa
     least_normal: tl.constexpr = (128 - FORMAT.bias) << 23
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
     normal = tl.minimum((rounded >> dropped) - ((127 - FORMAT.bias) << FORMAT.mantissa), FORMAT.largest_code)
-    # Next to this power of two, a unit in the last place of float32 equals the spacing of 8-bit subnormal numbers.
+    # Just above this power of two, one float32 ulp equals the spacing of 8-bit subnormal numbers.
     large = tl.full(x.shape, (151 - FORMAT.bias - FORMAT.mantissa) << 23, tl.uint32)
     shifted = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
     codes = tl.where(magnitude < least_normal, shifted.to(tl.uint32, bitcast=True) - large, normal)
@@ -117,13 +117,13 @@ def values_of(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def _largest_of(x):
-    """Return the (rows,) largest magnitude of each row, ignoring NaN."""
+    """Return the (rows,) largest magnitudes, ignoring NaN."""
     return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
 
 
 @triton.jit
 def largest_of(first, second, rest, CHANNELS: tl.constexpr):
-    """Return the (rows,) largest magnitude of heads over their nonempty parts."""
+    """Return the (rows,) largest magnitudes of heads over their nonempty parts."""
     if CHANNELS.pairs == 0:
         return _largest_of(rest)
     largest = tl.maximum(_largest_of(first), _largest_of(second))
@@ -132,10 +132,10 @@ def largest_of(first, second, rest, CHANNELS: tl.constexpr):
 
 @triton.jit
 def divisor_of(largest, scale, mask, FORMAT: tl.constexpr):
-    """Return the scales of heads: one scale that is read, or (rows, 1) computed from largest magnitudes and written.
+    """Return the scales of heads: one that is read, or (rows, 1) computed from the largest magnitudes and written.
 
     Args:
-        largest: (rows,) magnitudes; unused if scales are read.
+        largest: (rows,) largest magnitudes; unused if the scale is read.
         scale: pointer to the scale that is read, or (rows,) pointers to the scales that are written.
         mask: (rows,) whether each head exists.
         FORMAT: 8-bit format of the heads.

@@ -1,7 +1,7 @@
 """Load, normalise, rotate and store the heads of a block of tokens in a kernel."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 import triton
 import triton.language as tl
@@ -11,14 +11,14 @@ from mmpos.rotary.kernel.float8 import codes_of_heads
 
 @triton.jit
 def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return (1, width) indices of channels or pairs, or (rows, width) if each row holds one piece of its token."""
+    """Return (1, width) indices of channels or pairs, or (rows, width) if each row contains one piece of its token."""
     column = tl.arange(0, width)[None, :]
     if CHANNELS.pieces > 1:
         column += (tl.arange(0, rows) % CHANNELS.pieces)[:, None] * width
     return column
 
 
-# Offsets have 64 bits: long batches exceed 2³¹ elements.
+# Offsets have 64 bits because long batches exceed 2³¹ elements.
 @triton.jit
 def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
     """Load the first and second channels of pairs as (rows, pairs_padded) float32; masked lanes are 0."""
@@ -37,7 +37,7 @@ def load_pairs(source, step, valid, CHANNELS: tl.constexpr):
 
 @triton.jit
 def store_pairs(target, step, valid, first, second, CHANNELS: tl.constexpr):
-    """Store the first and second channels of pairs with one rounding, in the layout of ``load_pairs``."""
+    """Round the first and second channels of pairs once and store them, in the layout of ``load_pairs``."""
     dtype: tl.constexpr = target.dtype.element_ty
     if CHANNELS.adjacent:
         both = columns_of(valid.shape[0], 2 * CHANNELS.pairs_padded, CHANNELS).to(tl.int64)
@@ -70,7 +70,7 @@ def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, offset, CHANNELS: tl.constexpr):
-    """Load float32 weights: (1, pairs_padded) for first and for second channels, (1, rest_padded) for the rest."""
+    """Load float32 weights: (1, pairs_padded) each for the first and second channels, (1, rest_padded) for the rest."""
     source = weight + tl.zeros([1, 1], tl.int64)
     mask = tl.full([1], 1, tl.int1)
     first, second = load_pairs(source, 1, mask, CHANNELS)
@@ -95,7 +95,7 @@ def inverse_rms(first, second, rest, eps, CHANNELS: tl.constexpr):
 
 @triton.jit
 def rotate_pairs(first, second, cos, sin):
-    """Rotate channel pairs by angles; products and sums are rounded separately."""
+    """Rotate channel pairs by their angles; products and sums are rounded separately."""
     return first * cos - second * sin, second * cos + first * sin
 
 

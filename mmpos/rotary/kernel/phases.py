@@ -1,4 +1,4 @@
-"""Compute ids, cos and sin of a block of tokens in a kernel, bit-equal to the reference."""
+"""Compute the ids, cos and sin of a block of tokens in a kernel, bit-equal to the reference."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (kernel constants are upper case)
@@ -39,7 +39,7 @@ def _first_segment(table, segments, token):
 
 @triton.jit
 def _segments_of(table, segments, token, first, stop, BLOCK: tl.constexpr):
-    """Find the (BLOCK,) segments of tokens: search for the segment of the first token, then step forward."""
+    """Find the (BLOCK,) segments of tokens: search for the first token's segment, then step forward."""
     low = _first_segment(table, segments, first)
     segment = tl.zeros([BLOCK], tl.int32) + low
     following = low + 1
@@ -53,7 +53,7 @@ def _segments_of(table, segments, token, first, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cell(column, row_stride, token):
-    """Compute frame, row and column of tokens within their segments, from pointers to their table columns."""
+    """Compute the tokens' frame, row and column within their segments, from pointers to their table columns."""
     offset = tl.load(column + OFFSET * row_stride).to(tl.int32)
     skip = tl.load(column + SKIP * row_stride).to(tl.int32)
     height = tl.load(column + HEIGHT * row_stride).to(tl.int32)
@@ -120,7 +120,7 @@ def _cos_sin_of_turns(turn):
 
 @triton.jit
 def _group_of_program(ANGLES: tl.constexpr):
-    """Return the group of heads that this program rotates, if heads rotate differently."""
+    """Return the group of heads that this program rotates if heads rotate differently."""
     return tl.program_id(1) * ANGLES.head_groups // tl.num_programs(1)
 
 
@@ -129,9 +129,9 @@ def _ids_of_pairs(
     positions, segments, row_stride, pair_axis, token, valid, first, stop,
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute (BLOCK, pairs_padded) integer parts and fractions of ids, each on the axis of its pair.
+    """Compute the (BLOCK, pairs_padded) integer parts and fractions of ids, each on the axis of its pair.
 
-    Ids of axis −1 are 0.
+    Ids on axis −1 are 0.
     """
     width: tl.constexpr = CHANNELS.pairs_padded
     axes: tl.constexpr = ANGLES.axes
@@ -158,7 +158,7 @@ def _ids_of_pairs(
 
 @triton.jit
 def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load float32 cos and sin from an engine's cache; NaN for ids without a row."""
+    """Load float32 cos and sin from an engine's cache; they are NaN for ids without a row."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     mask = valid[:, None] & (pair < CHANNELS.pairs)
     known = mask & (whole >= 0) & (whole < ANGLES.cache_rows)
@@ -172,7 +172,7 @@ def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.co
 
 @triton.jit
 def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the words of the frequencies; call it before the segment search, whose loads depend on each other."""
+    """Load the words of the frequencies; call this before the segment search, whose loads depend on each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
     if ANGLES.own_frequencies:
@@ -219,7 +219,7 @@ def angles_of(
 
 @triton.jit
 def cos_sin_of(angles, AS_HF: tl.constexpr):
-    """Compute float32 cos and sin of the angles of ``angles_of``."""
+    """Compute float32 cos and sin of the angles that ``angles_of`` returns."""
     if AS_HF:
         return tl.cos(angles), tl.sin(angles)
     return _cos_sin_of_turns(angles)

@@ -1,7 +1,7 @@
-"""Kernel and launch that rotate keys in a paged cache from old positions to new ones."""
+"""Rotate keys in a paged cache from old positions to new ones: kernel and launch."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from mmpos.rotary.reference import RotationArguments
 
 @triton.jit
 def _grow(scales, row, first, second, rest, kept, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Increase the scales of heads as far as rotated keys require, and divide the keys by the increase."""
+    """Increase the scales of heads as much as the rotated keys require, and divide the keys by the increase."""
     growth = tl.maximum(tl.div_rn(largest_of(first, second, rest, CHANNELS), FORMAT.largest), 1.0)
     scale = tl.load(scales + row, mask=kept, other=1.0)
     tl.store(scales + row, scale * growth, mask=kept)
@@ -87,8 +87,8 @@ def launch_rerotate(
         pages: (blocks, block_size, heads, head_dim).
         scales: (blocks, block_size, heads) float32 scales that grow if necessary; None if scales stay unchanged.
         slots: (tokens,) slots of the tokens.
-        start: rotation at the old positions; its attention factor and conjugate are ignored.
-        stop: rotation at the new positions, with the same frequencies.
+        start: the rotation at the old positions; its attention factor and conjugate are ignored.
+        stop: the rotation at the new positions, with the same frequencies.
     """
     blocks, block_size, heads, head_dim = pages.shape
     tokens = slots.shape[0]

@@ -1,7 +1,7 @@
-"""Kernels and launches that rotate q and k, and that also store k and v in a paged cache."""
+"""Rotate q and k and optionally store k and v in a paged cache: kernels and launches."""
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803  (kernel constants are upper case)
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def rotary_kernel(
     CHANNELS: tl.constexpr, ANGLES: tl.constexpr, COPY_REST: tl.constexpr, BLOCK: tl.constexpr,
     NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of tokens and a share of the q and k heads per program, by shared phases."""
+    """Rotate a block of tokens and a share of the q and k heads per program, with shared phases."""
     token, valid, cos, sin = phases(
         positions, segments, row_stride, frequencies, pair_axis, tokens, attention_factor, CHANNELS, ANGLES, BLOCK
     )
@@ -44,7 +44,7 @@ def rotary_kernel(
 
 @triton.jit
 def slots_of(slots, token, stored, capacity, block_size):
-    """Return whether each token has a valid slot, and the 64-bit block and offset of the slot."""
+    """Return whether each token has a valid slot, and the slot's 64-bit block and offset."""
     slot = tl.load(slots + token, mask=token < stored, other=-1).to(tl.int64)
     kept = (slot >= 0) & (slot < capacity)
     slot = tl.where(kept, slot, 0).to(tl.int32)  # 32-bit division is faster
@@ -53,7 +53,7 @@ def slots_of(slots, token, stored, capacity, block_size):
 
 @triton.jit
 def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Copy this program's share of unrotated heads; with a FORMAT, divide them by scales and round to 8 bits."""
+    """Copy this program's share of unrotated heads; with a FORMAT, divide them by their scales and round to 8 bits."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
@@ -103,7 +103,7 @@ def store_kernel(
     v_scale_rows = scale_rows(v_scales, page, slot, FORMATS.v)
     _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, v_scales, v_scale_rows, VALUE_CHANNELS, FORMATS.v)
     if k_out is not None:
-        # Rotate k again, since tokens without a slot must be written too; k_out may be k itself.
+        # Rotate k again because tokens without a slot must also be written; k_out may be k itself.
         tl.debug_barrier()
         rotate_heads(
             k, k_out, k_rows, rows_of(k_out, batch, index), k_heads, k_weight, eps, offset,
@@ -126,15 +126,15 @@ def launch_rotate(
 
     Args:
         q: (batch, seq, heads, head_dim).
-        k: the same with its own heads; 0 heads if there is no k.
+        k: the same shape with its own number of heads; 0 heads if there is no k.
         q_out: output with the shape of q; it may be q.
         k_out: output with the shape of k; it may be k.
         rotation: the rotation.
         norm: normalisation of each head before or after the rotation.
-        start: function called in place of ``tiling.launch``, such as ``bind``.
+        start: function to call instead of ``tiling.launch``, such as ``bind``.
 
     Returns:
-        the result of start; None without tokens.
+        the result of start; None if there are no tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
@@ -173,16 +173,16 @@ def launch_store(
 
     Args:
         q: (batch, seq, heads, head_dim).
-        k: the same with its own heads.
+        k: the same shape with its own number of heads.
         q_out: output with the shape of q; it may be q.
-        k_out: output with the shape of k; it may be k, and has 0 heads if rotated k is not returned.
+        k_out: output with the shape of k; it may be k, and it has 0 heads if the rotated k is not returned.
         stored: v, the caches, slots and scales.
-        rotation: the rotation, not conjugate.
+        rotation: the rotation, which is not conjugate.
         norm: normalisation of each head before or after the rotation.
-        start: function called in place of ``tiling.launch``, such as ``bind``.
+        start: function to call instead of ``tiling.launch``, such as ``bind``.
 
     Returns:
-        the result of start; None without tokens.
+        the result of start; None if there are no tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     v, key_cache, value_cache, slots, _, scales = stored

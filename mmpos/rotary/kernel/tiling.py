@@ -1,4 +1,4 @@
-"""Launch kernels: choose programs per launch and collect compile-time constants."""
+"""Launch kernels: choose the number of programs per launch and collect compile-time constants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mmpos.rotary.reference import Norm, RotationArguments
 
 
 class Heads(NamedTuple):
-    """Kernel argument for (batch, seq, heads, head_dim), or a cache (blocks, block_size, heads, head_dim).
+    """Kernel argument for a (batch, seq, heads, head_dim) tensor or a (blocks, block_size, heads, head_dim) cache.
 
     Args:
         data: the tensor; a pointer in a kernel.
-        batch: stride of the first dimension, in elements like all strides.
-        token: stride of the second.
-        head: stride of the third.
-        channel: stride of the last.
+        batch: stride of the first dimension; all strides are in elements.
+        token: stride of the second dimension.
+        head: stride of the third dimension.
+        channel: stride of the last dimension.
     """
 
     data: Any
@@ -37,11 +37,11 @@ class HeadChannels(NamedTuple):
 
     Args:
         pairs: number of rotated channel pairs.
-        pairs_padded: pairs, or pairs per piece, padded to a power of two.
+        pairs_padded: pairs, or pairs per piece, rounded up to a power of two.
         rest: number of unrotated channels, which follow the pairs.
-        rest_padded: rest padded to a power of two, at least 1.
+        rest_padded: rest rounded up to a power of two, at least 1.
         adjacent: whether pair j consists of channels (2j, 2j + 1) instead of (j, j + pairs).
-        pieces: number of rows of a program among which the pairs of one token are split.
+        pieces: number of rows of a program over which the pairs of one token are split.
     """
 
     pairs: int
@@ -53,16 +53,16 @@ class HeadChannels(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Compile-time description of positions and their angles.
+    """Compile-time description of positions and how angles are computed from them.
 
     Args:
         axes: number of position axes.
         from_table: whether positions are a table instead of dense ids.
         fractional: whether ids may be fractions.
-        as_hf: whether angles are the float32 products of Transformers.
+        as_hf: whether angles are float32 products as in Transformers.
         conjugate: whether to rotate by the negative angles.
         scaled: whether cos and sin are multiplied by an attention factor.
-        cache_rows: number of rows of an engine's cache of cos and sin; 0 if they are computed.
+        cache_rows: number of rows of an engine's cache of cos and sin; 0 if cos and sin are computed.
         head_groups: number of groups of heads, one per row of pair_axis; 0 if all heads rotate alike.
         own_frequencies: whether each group has its own frequencies.
     """
@@ -79,20 +79,20 @@ class Angles(NamedTuple):
 
 
 def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel with separately rounded products and sums.
+    """Launch a kernel in which products and sums are rounded separately.
 
     Args:
         kernel: the kernel.
-        grid: number of programs in each of two dimensions.
+        grid: number of programs in each of the two dimensions.
         warps: warps per program.
-        arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent parameter.
+        arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent argument.
         constants: compile-time constants by name.
     """
     kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 class Bound(NamedTuple):
-    """Compiled kernel and its arguments, whose tensors can be replaced by others of the same form and alignment.
+    """Compiled kernel and its arguments, whose tensors can be replaced by tensors of the same form and alignment.
 
     Args:
         run: launches the kernel.
@@ -107,7 +107,7 @@ class Bound(NamedTuple):
     strides: Sequence[tuple[int, ...] | None]
 
     def launch(self, *tensors: Tensor) -> None:
-        """Launch with other tensors at these indices."""
+        """Launch the kernel with other tensors at these indices."""
         arguments = self.arguments.copy()
         for index, strides, x in zip(self.indices, self.strides, tensors, strict=True):
             arguments[index] = x if strides is None else Heads._make((x, *strides))
@@ -117,12 +117,12 @@ class Bound(NamedTuple):
 def bind(
     indices: Sequence[int], kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any
 ) -> Bound | None:
-    """Prepare a launch that can be repeated without Triton's argument binding, which takes 30 µs.
+    """Prepare a launch that can be repeated without Triton's argument binding, which costs 30 µs.
 
     Each repetition replaces the arguments at ``indices``; the other parameters are those of ``launch``.
 
     Returns:
-        the bound kernel; None in the interpreter, and on AMD devices, where compiled kernels depend on memory sizes.
+        the bound kernel; None in the interpreter and on AMD devices, where compiled kernels depend on memory sizes.
     """
     if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:
         return None
@@ -154,10 +154,10 @@ def channels_of(head_dim: int, pairs: int, adjacent: bool = False) -> HeadChanne
 
 @lru_cache
 def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
-    """Return the channels of a head in power-of-two pieces if the number of pairs is not a power of two, else whole.
+    """Return a head's channels in power-of-two pieces if its number of pairs is not a power of two, else in one piece.
 
-    Padding pairs to a power of two leaves threads idle: 37 % of them for head_dim 80. Heads in pieces must not be
-    normalised and must not have unrotated channels.
+    Padding pairs to a power of two leaves threads idle: 37 % of them for head_dim 80. Heads in pieces cannot be
+    normalised and cannot have unrotated channels.
     """
     whole = channels_of(head_dim, pairs, adjacent)
     piece = pairs & -pairs
@@ -182,7 +182,7 @@ def angles_of(rotation: RotationArguments) -> Angles:
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
-    """Return both weights, eps and offset, or four times None without a norm."""
+    """Return both weights, eps and offset; four times None if there is no norm."""
     return (None,) * 4 if norm.is_none else (norm.q_weight, norm.k_weight, norm.eps, norm.offset)
 
 
@@ -190,15 +190,17 @@ LEAST_PIECE = 4
 """Minimum number of pairs per piece: 8 bytes of each half of a bfloat16 head."""
 
 MOST_HEADS = 16
-"""Maximum number of heads that a program processes in sequence: with more, the last programs run alone for long."""
+"""Maximum number of heads that a program processes in sequence; with more, the last programs would run alone for
+long.
+"""
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Choose tokens per program, programs that share the heads of a block of tokens, and warps per program.
 
     A program computes its phases once, which takes as many instructions as six or seven heads, so it should have many
-    heads. But a few thousand warps are needed to fill a device, and fewer for small inputs, where the latency of
-    phases dominates. A thread holds eight pairs of a head: two loads of 16 bytes.
+    heads. But a few thousand warps are needed to fill a device (fewer for small inputs, where the latency of the phases
+    dominates). A thread holds eight pairs of a head, which are two loads of 16 bytes.
     """
     warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)
@@ -207,17 +209,17 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
 
 
 def shares_of(shares: int, groups: int) -> int:
-    """Round shares up to a multiple of groups, since a program has the phases of a single group."""
+    """Round shares up to a multiple of groups, since a program computes the phases of a single group."""
     return groups * cdiv(shares, groups) if groups else shares
 
 
 def width(head_dim: int, pairs: int, whole: bool) -> int:
-    """Return the padded number of pairs that threads share: rotated pairs, or half of all channels if whole."""
+    """Return the padded number of pairs that threads share: the rotated pairs, or half of all channels if whole."""
     return power_of_two(max(pairs, head_dim // 2) if whole else pairs)
 
 
 def cdiv(total: int, size: int) -> int:
-    """Divide and round up, like ``triton.cdiv``, which takes 2 µs since kernels may also call it."""
+    """Divide and round up, like ``triton.cdiv``, which takes 2 µs because kernels may also call it."""
     return -(-total // size)
 
 

@@ -1,1 +1,1 @@
-"""Open Inference Protocol v2, for clients of Triton and KServe: positions, sequences and rotate as models."""
+"""Serve positions, sequences and rotate as models of the Open Inference Protocol v2, for Triton and KServe clients."""

@@ -1,4 +1,4 @@
-"""ModelInfer requests and responses: arrays from and to tensors in messages and in shared memory."""
+"""Convert ModelInfer requests and responses: arrays from and to tensors in messages and in shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["DATATYPES", "Datatype", "Input", "Outputs", "Request", "Spec", "get_
 
 
 class Datatype(NamedTuple):
-    """Data type of tensors.
+    """Data type of a tensor.
 
     Args:
         dtype: numpy dtype; None for BYTES, whose elements vary in size; uint16 for the bits of BF16.
@@ -60,10 +60,10 @@ class Spec:
     Args:
         name: name of the tensor.
         datatypes: names of the accepted types; metadata lists the first one.
-        shape: shape in metadata; -1 stands for any size.
+        shape: shape in metadata; -1 means any size.
         optional: whether an input may be omitted.
-        ndim: further accepted numbers of axes, of any sizes.
-        reported: whether metadata lists the tensor; False for an output that only another scheme has.
+        ndim: further numbers of axes that are accepted, with any sizes.
+        reported: whether metadata lists the tensor; False for an output that exists only for other schemes.
     """
 
     name: str
@@ -98,7 +98,7 @@ _RANGE: Mapping[str, Kind] = {_REGION: "string", _SIZE: "int64", _OFFSET: "int64
 
 
 class _Range(NamedTuple):
-    """Range of bytes of a registered region; the offset counts from the start of the region."""
+    """Range of bytes in a registered region; the offset is counted from the start of the region."""
 
     region: Region
     name: str
@@ -107,7 +107,7 @@ class _Range(NamedTuple):
 
 
 def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Regions) -> _Range | None:
-    """Return the range of shared memory named by the parameters of a tensor, or None for a tensor in the message."""
+    """Return the range of shared memory that a tensor's parameters name, or None for a tensor in the message."""
     values = get_values(f"{where}.parameters", parameters, _RANGE)
     if not values:
         return None
@@ -121,7 +121,7 @@ def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Reg
 
 
 _MAX_AXES = 64
-"""Maximum number of axes of a shape that an error quotes; every tensor has fewer."""
+"""Maximum number of axes in a shape that an error quotes; every tensor has fewer."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Input:
     Args:
         name: name of the tensor.
         datatype: name of the type.
-        shape: shape of the tensor, already checked.
+        shape: shape of the tensor, which has been checked.
         source: raw bytes, numbers in the message, or a range of shared memory.
     """
 
@@ -141,7 +141,7 @@ class Input:
     source: bytes | pb.InferTensorContents | _Range
 
     def array(self) -> Array:
-        """Return the array of a tensor of numbers: a view of raw bytes, or a writable copy of shared memory.
+        """Return the array for a tensor of numbers: a view of raw bytes, or a writable copy of shared memory.
 
         Raises:
             InvalidInputError: the bytes or numbers do not fit the type and shape, or the region has shrunk.
@@ -165,10 +165,10 @@ class Input:
         return np.frombuffer(data, dtype).reshape(self.shape).astype(native, copy=False)
 
     def elements(self) -> list[bytes]:
-        """Return the elements of a tensor of BYTES; in raw bytes, four bytes of length precede each element.
+        """Return the elements of a BYTES tensor; in raw bytes, a four-byte length precedes each element.
 
         Raises:
-            InvalidInputError: the number of elements differs from the shape, or an element is cut off.
+            InvalidInputError: the number of elements does not match the shape, or an element is cut off.
         """
         if isinstance(self.source, pb.InferTensorContents):
             return self._contents(self.source)
@@ -197,7 +197,7 @@ class Input:
         return source.region.read(self.name, source.offset, source.byte_size).data
 
     def _contents(self, contents: pb.InferTensorContents) -> list[Any]:
-        """Return the numbers, or the elements of BYTES, of a message."""
+        """Return the numbers of a message, or its elements of BYTES."""
         known = DATATYPES[self.datatype].contents
         for field, _ in contents.ListFields():
             if field.name != known:
@@ -211,15 +211,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Request:
-    """Inference request, checked; its tensors are read on demand.
+    """Inference request that has been checked; its tensors are read on demand.
 
     Args:
         profile: version of the model.
         named: whether the client named the version.
-        parameters: values by name.
+        parameters: parameter values by name.
         inputs: input tensors by name.
-        outputs: requested outputs by name, each with its range of shared memory or None; None requests all outputs.
-        shared_bytes: bytes of inputs in shared memory.
+        outputs: requested outputs by name, each with its range of shared memory or None; None means all outputs.
+        shared_bytes: number of bytes of the inputs in shared memory.
     """
 
     profile: Profile
@@ -230,11 +230,11 @@ class Request:
     shared_bytes: int
 
     def wants(self, output: str) -> bool:
-        """Return whether the client asks for an output."""
+        """Return whether the client requests an output."""
         return self.outputs is None or output in self.outputs
 
     def array(self, name: str) -> Array | None:
-        """Return the array of an input, or None for an omitted input."""
+        """Return the array of an input, or None if the input is omitted."""
         return self.inputs[name].array() if name in self.inputs else None
 
 
@@ -247,22 +247,22 @@ def get_request(
     regions: Regions,
     limits: Limits,
 ) -> Request:
-    """Check a message, and return its request.
+    """Check a message and return the request in it.
 
     Args:
-        message: message of the client.
+        message: the client's message.
         profile: version of the model.
         inputs: input tensors of the model.
         outputs: output tensors of the model.
         parameters: parameters of the model, with their kinds.
         regions: registered regions.
-        limits: limits of one request.
+        limits: limits for one request.
 
     Raises:
-        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, data twice, or a wrong type or
-            shape.
+        InvalidInputError: a name is unknown, missing or repeated; a tensor has no data, has data twice, or has a wrong
+            type or shape.
         UnsupportedError: a parameter is unknown.
-        LimitExceededError: the inputs have too many bytes in shared memory.
+        LimitExceededError: the inputs in shared memory have too many bytes.
     """
     tensors = _inputs(message, inputs, regions)
     shared_bytes = sum(tensor.source.byte_size for tensor in tensors.values() if isinstance(tensor.source, _Range))
@@ -308,7 +308,7 @@ class _Named(Protocol):
 
 
 def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list[Spec]:
-    """Return the specification of each tensor of a message; refuse unknown and repeated names."""
+    """Return the specification of each tensor in a message; refuse unknown and repeated names."""
     if len(tensors) > len(specs):
         raise InvalidInputError(f"{where}: got {len(tensors)} tensors, want at most {len(specs)}")
     unused = {spec.name: spec for spec in specs}
@@ -323,18 +323,18 @@ def _specs(where: str, tensors: Sequence[_Named], specs: Sequence[Spec]) -> list
 
 
 Outputs = Mapping[str, Callable[[], Array]]
-"""Functions that compute the outputs of a model; arrays of uint16 hold the bits of BF16."""
+"""Functions that compute the outputs of a model; uint16 arrays contain the bits of BF16."""
 
 
 def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outputs) -> None:
-    """Compute the requested outputs and fill a message with them.
+    """Compute the requested outputs and put them into a message.
 
-    Outputs in shared memory come last: some clients locate raw bytes by counting all outputs, others by counting only
-    outputs outside shared memory; in this order both get the same result.
+    Outputs in shared memory come last. Some clients locate raw bytes by counting all outputs, others by counting only
+    the outputs outside shared memory; in this order, both get the same result.
 
     Args:
         message: message to fill.
-        request: names the requested outputs, and their ranges of shared memory.
+        request: names the requested outputs and their ranges of shared memory.
         outputs: functions that compute the outputs.
 
     Raises:
@@ -362,5 +362,5 @@ def put_response(message: pb.ModelInferResponse, request: Request, outputs: Outp
         tensor.parameters[_SIZE].int64_param = array.nbytes
         tensor.parameters[_OFFSET].int64_param = shared.offset
         in_regions.append((name, shared, array))
-    for name, shared, array in in_regions:  # after all outputs are known to fit
+    for name, shared, array in in_regions:  # only after all outputs are known to fit
         shared.region.write(name, shared.offset, array.reshape(-1).view(np.uint8).data)

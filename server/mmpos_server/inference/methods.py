@@ -1,4 +1,4 @@
-"""Methods of the Open Inference Protocol, with the metadata and statistics of its models."""
+"""Implement the methods of the Open Inference Protocol, including the metadata and statistics of its models."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class OpenInference:
     """Implementation of GRPCInferenceService.
 
     Args:
-        models: models of the service; profiles are their versions.
-        profiles: settings of models; the default profile is the version with an empty name.
-        limits: limits of one request.
-        memory: access to shared memory of clients.
+        models: the service's models; profiles are their versions.
+        profiles: settings for the models; the default profile is the version with an empty name.
+        limits: limits for one request.
+        memory: access to the clients' shared memory.
     """
 
     def __init__(self, models: Sequence[Model], profiles: Profiles, limits: Limits, memory: SharedMemory) -> None:
@@ -54,7 +54,7 @@ class OpenInference:
         }
 
     def methods(self) -> list[Method]:
-        """Return all methods; the server answers liveness and readiness under any load."""
+        """Return all methods; the server answers those for liveness and readiness under any load."""
         probes: dict[str, Run] = {
             "ServerLive": _server_live,
             "ServerReady": _server_ready,
@@ -161,7 +161,7 @@ class OpenInference:
         self._regions.unregister(message.name)
 
     def _find(self, name: str, version: str) -> tuple[Model, Profile]:
-        """Return a model and its version; an empty version stands for the default.
+        """Return a model and its version; an empty version means the default.
 
         Raises:
             NotFoundError: the model or the version does not exist.
@@ -202,14 +202,14 @@ def _cuda_memory_status(message: pb.CudaSharedMemoryStatusRequest, answer: objec
 
 
 def _register_cuda_memory(message: object, answer: object, call: Call) -> None:
-    raise UnsupportedError("region: memory of a GPU is not supported, want system shared memory")
+    raise UnsupportedError("region: GPU memory is not supported, want system shared memory")
 
 
 def _unregister_cuda_memory(message: object, answer: object, call: Call) -> None:
     """Do nothing, so that clients can clean up: GPU regions are never registered."""
 
 
-# Stages of a call by their names in the protocol. Encoding, after ``infer``, has no name there.
+# Stages of a call by their names in the protocol. Encoding, which follows ``infer``, has no name there.
 _DURATIONS = {
     "queue": "queue",
     "decode": "compute_input",
@@ -223,7 +223,7 @@ _DURATIONS = {
 
 @dataclass
 class _Times:
-    """Counts and seconds of the requests of one version of one model."""
+    """Counts and seconds of the requests to one version of one model."""
 
     succeeded: int = 0
     failed: int = 0
@@ -234,7 +234,7 @@ class _Times:
     )
 
     def put(self, message: pb.ModelStatistics) -> None:
-        """Fill a message with the statistics of a version of a model."""
+        """Write the statistics of a model's version to a message."""
         message.last_inference = int(1000 * self.last)
         message.inference_count, message.execution_count = self.documents, self.succeeded
         for name, seconds in self.seconds.items():
@@ -244,7 +244,7 @@ class _Times:
 
 
 class _Statistics:
-    """Statistics of all models since the server started.
+    """Statistics for all models since the server started.
 
     Args:
         versions: name and version of each model.
@@ -269,7 +269,7 @@ class _Statistics:
                 times.seconds[_DURATIONS[stage]] += seconds
 
     def put(self, message: pb.ModelStatisticsResponse, model: str, version: str) -> None:
-        """Fill a message with statistics; an empty model or version selects all."""
+        """Write statistics to a message; an empty model or version selects all."""
         with self._lock:
             for (name, profile), times in self._times.items():
                 if model in ("", name) and version in ("", profile):

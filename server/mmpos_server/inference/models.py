@@ -1,4 +1,4 @@
-"""Models "positions" and "sequences" of the Open Inference Protocol; their versions are the profiles."""
+"""Implement the models "positions" and "sequences" of the Open Inference Protocol, whose versions are the profiles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scheme_of_profile(profile: Profile) -> Scheme:
 
 
 def _position_specs(profile: Profile) -> list[Spec]:
-    """Return the specifications of the position outputs of a request without its own scheme."""
+    """Return the specifications of the position outputs for a request that names no scheme."""
     scheme = scheme_of_profile(profile)
     return [
         Spec("position_ids", ("FP64" if scheme.fractional else "INT32",), (scheme.axes, -1)),
@@ -51,7 +51,7 @@ def _position_specs(profile: Profile) -> list[Spec]:
 
 
 def check_outputs(positions: PositionTable, request: Request, call: Call, limits: Limits) -> None:
-    """Check the bytes of the requested outputs against the limit, before they are computed."""
+    """Check the size of the requested outputs against the limit before they are computed."""
     if request.wants("position_ids"):
         check_reply(positions, Dense(), limits, call)
     if request.wants("table") or request.wants("table_documents"):
@@ -59,7 +59,7 @@ def check_outputs(positions: PositionTable, request: Request, call: Call, limits
 
 
 def _position_outputs(positions: PositionTable) -> Outputs:
-    """Return the outputs of a position table; next positions are absent if the scheme defines none."""
+    """Return the outputs of a position table; next positions are missing if the scheme defines none."""
     result = PositionsResult.of(positions)
     arrays = {
         "next_positions": result.next_positions,
@@ -74,7 +74,7 @@ def _position_outputs(positions: PositionTable) -> Outputs:
 
 
 def always(array: Array) -> Callable[[], Array]:
-    """Return a function that returns an existing output."""
+    """Return a function that returns an output that already exists."""
     return lambda: array
 
 
@@ -86,11 +86,11 @@ _NUMBERS = ("image_token_id", "video_token_id", "spatial_merge_size", "row_token
 
 
 class Positions:
-    """Model "positions": placeholder spans, or input_ids and grids, to positions.
+    """Model "positions", which computes positions from placeholder spans, or from input_ids and grids.
 
     Args:
         service: implementation of PositionService.
-        limits: limits of one request.
+        limits: limits for one request.
     """
 
     name = "positions"
@@ -106,7 +106,7 @@ class Positions:
         self._service, self._limits = service, limits
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return spans and input_ids; all are optional, since a request has either kind."""
+        """Return spans and input_ids; all are optional because a request contains either kind."""
         ids = ("INT64", "INT32")
         return [
             Spec("lengths", ("INT64",), (-1,), optional=True),
@@ -192,11 +192,11 @@ _PIXELS = {"uint8": "UINT8", "float32": "FP32"}
 
 
 class Sequences:
-    """Model "sequences": text and image files to input_ids, positions and patches of one packed batch.
+    """Model "sequences", which converts text and image files to input_ids, positions and patches of one packed batch.
 
     Args:
         service: implementation of SequenceService.
-        limits: limits of one request.
+        limits: limits for one request.
     """
 
     name = "sequences"
@@ -215,7 +215,7 @@ class Sequences:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return the sequences, packed one after the other."""
+        """Return the sequences, packed one after another."""
         images = _images(profile)
         return [
             Spec("input_ids", ("INT64",), (-1,)),

@@ -1,4 +1,4 @@
-"""Parameters of ModelInfer requests: their kinds, and JSON texts of limited length and depth."""
+"""Read the parameters of ModelInfer requests: check their kinds, and parse JSON texts of limited length and depth."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Kind", "get_values", "loaded", "scheme_of", "views_of"]
 M = TypeVar("M", bound=Message)
 
 MAX_TEXT = 2**20
-"""Maximum number of characters of a JSON text, since parsing it blocks the process."""
+"""Maximum number of characters in a JSON text, which is limited because parsing it blocks the process."""
 
 MAX_DEPTH = 16
-"""Maximum nesting of lists and objects, since parsing and quoting them is recursive."""
+"""Maximum nesting depth of lists and objects, which is limited because parsing and quoting them is recursive."""
 
 MAX_SCHEME = 2**12
-"""Maximum number of characters of a scheme."""
+"""Maximum number of characters in a scheme."""
 
 Kind = Literal["bool", "int64", "string"]
 
 IGNORED = ("triton_enable_empty_final_response",)
-"""Parameters without effect: they ask to mark the last answer to a request, which is always marked."""
+"""Parameters without effect: they request that the last answer to a request be marked, which it always is."""
 
 
 def get_values(where: str, parameters: Mapping[str, pb.InferParameter], known: Mapping[str, Kind]) -> dict[str, Any]:
@@ -42,14 +42,14 @@ def get_values(where: str, parameters: Mapping[str, pb.InferParameter], known: M
 
     Args:
         where: name of the map in errors.
-        parameters: parameters of the message.
-        known: kind of each known parameter.
+        parameters: the message's parameters.
+        known: the kind of each known parameter.
 
     Raises:
         UnsupportedError: a parameter is unknown.
-        InvalidInputError: a value is of another kind.
+        InvalidInputError: a value has the wrong kind.
     """
-    if len(parameters) > len(known) + len(IGNORED):  # counted first, since checking a million names would take seconds
+    if len(parameters) > len(known) + len(IGNORED):  # count first: checking a million names would take seconds
         raise UnsupportedError(f"{where}: got {len(parameters)} parameters, want {' or '.join(known)}")
     unknown = set(parameters) - set(known) - set(IGNORED)
     if unknown:
@@ -76,7 +76,7 @@ def loaded(name: str, text: str, most: int = MAX_TEXT) -> object:
     try:
         value: object = json.loads(text)
         # Python also parses input that is not JSON: infinities, which are not integers, and lone surrogates, which
-        # messages and statuses cannot hold.
+        # messages and statuses cannot contain.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"parameters[{name!r}]: got {text[:100]!r}, want JSON ({error})") from None
@@ -95,7 +95,7 @@ def _deeper(value: object, levels: int) -> bool:
 
 
 def scheme_of(text: str) -> Scheme:
-    """Parse a scheme: a name, or message Scheme as JSON."""
+    """Parse a scheme, given as a name or as a message Scheme in JSON."""
     if not text.lstrip().startswith("{"):
         return get_scheme("scheme", scheme_pb2.Scheme(name=text))
     message = _message("scheme", loaded("scheme", text, MAX_SCHEME), scheme_pb2.Scheme())
@@ -103,7 +103,7 @@ def scheme_of(text: str) -> Scheme:
 
 
 def views_of(text: str) -> list[View]:
-    """Parse views: a JSON list of messages View."""
+    """Parse views, given as a JSON list of View messages."""
     values = loaded("views", text)
     if not isinstance(values, list):
         raise InvalidInputError(f"parameters['views']: got {text[:100]!r}, want a JSON list of views")

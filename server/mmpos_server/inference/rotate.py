@@ -1,4 +1,4 @@
-"""Model "rotate" of the Open Inference Protocol."""
+"""Implement the model "rotate" of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["Rotate"]
 
 
 class Rotate:
-    """Model "rotate": q and k to rotated q and k.
+    """Model "rotate", which rotates q and k.
 
     Args:
         service: implementation of RotaryService.
-        limits: limits of one request.
+        limits: limits for one request.
     """
 
     name = "rotate"
@@ -50,7 +50,7 @@ class Rotate:
         return has_torch()
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return q, k, and positions as ids or as a table."""
+        """Return q, k, and the positions as ids or as a table."""
         ids = ("INT32", "INT64", "FP64")
         return [
             *self.outputs(profile),
@@ -66,7 +66,7 @@ class Rotate:
         ]
 
     def outputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return q, and k if the request has it, each in its own type."""
+        """Return q, and k if the request contains it, each in its own type."""
         kinds = ("FP32", "FP16", "BF16")
         head_dim = -1 if profile.rotary is None else profile.rotary.head_dim
         return [Spec(name, kinds, (-1, -1, head_dim), optional=name == "k", ndim=(3, 4)) for name in ("q", "k")]
@@ -131,7 +131,7 @@ def _rotary(text: str) -> Rotary:
 
 @lru_cache(maxsize=64)
 def _rotary_of(text: str) -> Rotary:
-    """Parse a rotation, cached: its frequencies take milliseconds, and clients repeat their settings."""
+    """Parse and cache a rotation: its frequencies take milliseconds to compute, and clients repeat their settings."""
     return Rotary.from_dict(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-// Read the vectors with node alone, and compare them with three schemes implemented here: reader.js FOLDER.
+// Usage: reader.js FOLDER. Read the vectors with node alone, and compare them with the three schemes implemented here.
 const { createHash } = require("node:crypto");
 const { readFileSync } = require("node:fs");
 
@@ -26,7 +26,7 @@ function place(scheme, { start, segments }) {
   return [ids, cursor];
 }
 
-// Answer a question with ids, axis by axis.
+// Return the ids that answer a case, axis by axis.
 function answer(scheme, documents, { ask, document = 0, start, stop, steps, length, keep, side }) {
   const byAxis = (tokens) => range(0, AXES[scheme]).map((axis) => tokens.map((token) => token[axis]));
   const placed = documents.map((parts) => place(scheme, parts));

@@ -1,4 +1,4 @@
-"""Read the vectors without mmpos, and compare them with three schemes implemented here: reader.py FOLDER."""
+"""Usage: reader.py FOLDER. Read the vectors without mmpos, and compare them with the three schemes implemented here."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ AXES = {"flatten": 1, "rope-tie": 2, "mrope": 3}
 
 
 def place(scheme: str, document: Any) -> tuple[list[Any], int]:
-    """Return the ids of a document, (tokens, axes), and its next position."""
+    """Return the (tokens, axes) ids of a document and its next position."""
     ids: list[Any] = []
     cursor = document["start"]
     for part in document["segments"]:
@@ -32,7 +32,7 @@ def place(scheme: str, document: Any) -> tuple[list[Any], int]:
 
 
 def answer(scheme: str, placed: list[Any], case: Any) -> Any:
-    """Answer a question about documents with ids, axis by axis."""
+    """Return the ids that answer a case about documents, axis by axis."""
     axes, ask, (ids, following) = range(AXES[scheme]), case["ask"], placed[case.get("document", 0)]
     if ask == "padded":
         gaps = [[[None] * 3] * (case["length"] - len(own)) for own, _ in placed]

@@ -1,5 +1,5 @@
 // A client that shares only the .proto files with mmpos: node client.js ADDRESS PROTO GOLDEN IMAGE
-// prints the answers of the server as JSON, and which cases of the golden file were wrong.
+// prints the server's answers as JSON, and the cases of the golden file whose answers were wrong.
 "use strict";
 
 const fs = require("node:fs");
@@ -22,7 +22,7 @@ function call(client, method, request) {
   });
 }
 
-// Return all answers to these requests, in the order of their arrival.
+// Return all answers to these requests, in order of arrival.
 function stream(client, method, requests) {
   return new Promise((resolve, reject) => {
     const answers = [];
@@ -35,7 +35,7 @@ function stream(client, method, requests) {
   });
 }
 
-// Encode a batch of golden documents of one scheme as a query.
+// Encode a batch of golden documents, all of one scheme, as a query.
 function query(cases) {
   const parts = cases.flatMap((golden) => golden.document);
   const text = (part) => part[0] === "text";
@@ -78,7 +78,7 @@ async function golden(client) {
 async function batches(client) {
   const groups = new Map();
   for (const document of JSON.parse(fs.readFileSync(goldenFile, "utf8")).cases) {
-    // Schemes without a next position take one start for all documents.
+    // Schemes without a next position accept only one start for all documents.
     const key = `${document.scheme} ${document.axes} ${document.next_position === null ? document.start : ""}`;
     groups.set(key, [...(groups.get(key) || []), document]);
   }

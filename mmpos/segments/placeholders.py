@@ -45,7 +45,7 @@ class CropMarkers:
         thumbnail_end: token after the patches of a thumbnail.
         tile_start: token before the patches of a tile.
         tile_end: token after the patches of a tile.
-        newline: token between two rows of tiles; newlines and markers directly after a picture belong to it.
+        newline: token between two rows of tiles; newlines and markers directly after a picture belong to that picture.
     """
 
     thumbnail_start: int
@@ -75,8 +75,8 @@ class Placeholders:
             tokens without text between them form a clip, with two markers before it and two after it.
         rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
             [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL). Then each
-            grid needs its own run, which may have one more patch token before and one after the grid, both or neither;
-            these count as text. None if no token separates rows.
+            grid needs its own run, which may have one more patch token before and one after the grid (both or neither);
+            these tokens count as text. None if no token separates rows.
         crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
             of one frame, with its own run of placeholders between its markers.
     """
@@ -170,7 +170,7 @@ class FoundSpans(NamedTuple):
 def times_of_videos(
     videos: IntArray | None, seconds_per_frame: Iterable[Fraction | float | None]
 ) -> list[Fraction | None]:
-    """Assign the time of its video to each entry.
+    """Assign to each entry the time of its video.
 
     Args:
         videos: (entries,) index of the video of each entry, -1 for none; None without videos.
@@ -276,7 +276,7 @@ def _match(
 def _match_framed(
     batch: PackedIds, runs: PlaceholderRuns, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Match grids whose rows end in a placeholder with one run each.
+    """Match each grid with one run; the rows of these grids end in a placeholder.
 
     A run may have one more token before and one after its grid, both or neither.
     """
@@ -310,7 +310,7 @@ def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int
 def _check_row_ends(
     batch: PackedIds, row_ends: IntArray, name: str, spans: FoundSpans, owner: IntArray, ends: tuple[int, int]
 ) -> None:
-    """Raise an error for the first row of a grid that does not end in its end token at the right place."""
+    """Raise an error for the first row of a grid that does not end with the right token at the right place."""
     frames, height, width = spans.grid_thw.T
     grid, row = ragged_arange(frames * height)
     want = np.where(row == (frames * height)[grid] - 1, ends[1], ends[0])

@@ -83,7 +83,7 @@ def span_tokens(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Count the (spans,) tokens in each span, and check the limit of one segment; without kinds, all are grids."""
+    """Count the (spans,) tokens in each span, and check the limit for a segment; without kinds, all spans are grids."""
     frames, height, width = extents = grid_thw.T.astype(np.float64)
     if kind is None:
         exact = frames * height * (width + separators)

@@ -167,7 +167,7 @@ class SequenceService:
     ) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
-        except ServiceError:  # the checkpoint raised it
+        except ServiceError:  # raised by the checkpoint
             raise
         except MmposError as error:
             return error

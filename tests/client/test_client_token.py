@@ -104,7 +104,9 @@ def test_an_unpickled_client_rereads_the_token_file(tmp_path: Path) -> None:
     assert pickle.loads(raw)._metadata() == (("authorization", f"Bearer {OTHER}{OTHER}"),)
 
 
-def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(tmp_path: Path) -> None:
+def test_a_token_file_is_reread_when_it_changes_and_the_token_is_kept_while_the_file_is_unusable(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
     want = "want a file that holds only the token"

@@ -1,4 +1,4 @@
-"""Patched diffusers transformers: in padded or packed batches of mixed sizes, images have the same outputs as alone."""
+"""Patched diffusers transformers: images have the same outputs in padded or packed batches of mixed sizes as alone."""
 
 from __future__ import annotations
 

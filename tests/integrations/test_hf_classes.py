@@ -28,7 +28,7 @@ from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every model of Transformers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every Transformers model
 
 ROTATING = sorted(
     model for model, row in class_defaults().items() if "rope_theta" in row and model not in OTHER_ROTATIONS
@@ -246,8 +246,9 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
     """Bound the difference between the scores of two float32 implementations.
 
-    An angle is an id times a frequency, which takes about eight operations; cos, sin and products add about as many
-    roundings. This bounds the error of each rotated channel, and a score is a sum over channels of q and k.
+    Computing an angle, the product of an id and a frequency, takes about eight operations; cos, sin and the products
+    add about as many roundings. This bounds the error of each rotated channel, and a score is a sum over channels of q
+    and k.
     """
     channel = 2 * 8 * (1 + int(IDS.max())) * EPSILON * attention_factor**2
     return channel * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()

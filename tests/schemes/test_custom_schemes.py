@@ -45,7 +45,7 @@ class Custom(Scheme):
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (Custom({"denominator": 2}), "scheme 'custom': got a denominator, want fractional = True with it"),
+        (Custom({"denominator": 2}), "scheme 'custom': got a denominator, want none unless fractional = True"),
         (Custom({"denominator": 0}, fractional=True), "scheme 'custom': got denominator 0, want >= 1"),
         (Custom({"step_row": [1.5, 0]}), "scheme 'custom': got step_row 1.5, want integers"),
         (Custom({"step_col": [np.ones(1), 0]}), "scheme 'custom': got step_col float64, want integers"),

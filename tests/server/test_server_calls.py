@@ -340,7 +340,7 @@ def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     server = serve()
     call = server.stream(some())
     next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s, want a new stream")
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
     more.set()
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 

@@ -477,7 +477,7 @@ TIES = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]
 def test_adjacent_grids_are_refused_in_the_tie_family(name: str) -> None:
     message = (
         f"documents[1][3]: got a grid right after a grid, want text between them in {name} "
-        "(markers such as [IMG] and [/IMG] do), or strict=False"
+        "(such as the markers [IMG] and [/IMG]), or strict=False"
     )
     assert refused(InvalidInputError, lambda: place(ADJACENT, name)) == message
     assert place(ADJACENT, name, strict=False).num_tokens == 8

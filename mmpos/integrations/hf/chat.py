@@ -94,7 +94,7 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
-"""Description, in error messages, of videos that need no decoder."""
+"""Description of videos that need no decoder, for error messages."""
 
 
 class Frames:
@@ -128,7 +128,7 @@ def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
 
 
 def read_conversations(conversation: object, read_files: bool, *, videos: bool) -> Messages | list[Messages]:
-    """Copy one or more conversations, and replace text that refers to an image or video by bytes or a path.
+    """Copy one or more conversations, and replace each text that refers to an image or video with bytes or a path.
 
     Args:
         conversation: in the format of Transformers or of the OpenAI API.
@@ -149,10 +149,10 @@ def read_conversations(conversation: object, read_files: bool, *, videos: bool) 
 
 
 def separate_images(conversation: Sequence[Any], images: object) -> list[object]:
-    """Return images that were passed separately from a chat as a list; for several chats, as one list per chat.
+    """Return a list of the images that were passed separately from a chat; for several chats, one such list per chat.
 
     Raises:
-        InvalidInputError: the chats already contain images, or there is not one list of images per chat.
+        InvalidInputError: the chats already contain images, or images does not contain one list per chat.
     """
     is_single = isinstance(conversation[0], Mapping)
     chats = [conversation] if is_single else conversation

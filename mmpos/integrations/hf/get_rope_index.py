@@ -178,7 +178,7 @@ class TimedRopeIndex(RopeIndex):
 
 
 def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
-    """Return the (videos,) distance between frames in ids, with the dtype in which Transformers computes it."""
+    """Return the (videos,) distances in ids between frames, with the dtype in which Transformers computes them."""
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):

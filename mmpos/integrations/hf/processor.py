@@ -48,7 +48,7 @@ _NOT_TENSORS = [
     "positions",
     "offset_mapping",
     "video_metadata",
-]  # accessed per token; tensors would be too slow
+]  # accessed token by token; tensors would be too slow
 
 
 class MMPosProcessor(ProcessorMixin):
@@ -204,7 +204,7 @@ class MMPosProcessor(ProcessorMixin):
         if video_processor is not None:
             if not takes_videos:
                 raise UnsupportedError(
-                    f"video_processor: got one for {model.model_type!r}, want None: its videos are not supported"
+                    f"video_processor: got one for {model.model_type!r}, want None: videos are not supported for it"
                 )
             arguments["video_processor"] = video_processor
             arguments["video_token"] = model.placeholders.video
@@ -305,7 +305,9 @@ class MMPosProcessor(ProcessorMixin):
         if is_chat(text):
             return self._process_chat(text, images, videos, arguments)
         if text_options.add_generation_prompt:
-            raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
+            raise InvalidInputError(
+                "add_generation_prompt: got True with text, want a chat, whose template writes the prompt"
+            )
         texts = _texts(text, images, videos)
         count = None if texts is None else len(texts)
         pixels: dict[str, Any] = {}
@@ -323,7 +325,7 @@ class MMPosProcessor(ProcessorMixin):
             raise UnsupportedError("videos requires a processor with video_processor and video_token")
 
     def _process_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
-        """Return the batch for a chat passed as text."""
+        """Return the batch for a chat passed as ``text``."""
         if videos is not None:
             raise InvalidInputError("videos cannot be combined with a chat: pass them in its blocks of type 'video'")
         prompt = arguments.pop("add_generation_prompt", False)
@@ -332,16 +334,16 @@ class MMPosProcessor(ProcessorMixin):
             chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, processor_kwargs=arguments
         )
 
-    def apply_chat_template(  # type: ignore[override]  # other arguments only by name, to find them in kwargs
+    def apply_chat_template(  # type: ignore[override]  # the others are keyword-only, to find them in kwargs
         self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
         """Render one or more chats as text, or as a batch with ``tokenize=True, return_dict=True``.
 
-        This method takes the arguments of Transformers by name, but differs from it in four ways. Images and videos are
-        passed as objects, bytes, paths or base64, and are never fetched. Audio is refused. The tokenizer adds no
-        special tokens, because templates write them. Special tokens and placeholders that users spell out remain text,
-        unless ``sanitize_control_tokens=False`` is passed or the mask of the assistant's tokens is requested, because
-        Transformers cannot combine that mask with sanitizing.
+        This method takes the arguments of Transformers' method by name, but differs from that method in four ways.
+        Images and videos are passed as objects, bytes, paths or base64, and are never fetched. Audio is refused. The
+        tokenizer adds no special tokens, because templates write them. Special tokens and placeholders that users spell
+        out remain text, unless ``sanitize_control_tokens=False`` is passed or the mask of the assistant's tokens is
+        requested, because Transformers cannot combine that mask with sanitizing.
 
         Raises:
             InvalidInputError: as for a call; the message contains the index of the content block.

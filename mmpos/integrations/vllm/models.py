@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs, TimingContext
 
 NO_DRAFT_MODEL = ("ngram", "suffix")
-"""Methods of speculative decoding without a draft model; vLLM derives the cache slots of a draft model from ids."""
+"""Speculative decoding methods without a draft model; vLLM derives the cache slots of draft models from ids."""
 
 
 class _Placed:
@@ -60,7 +60,7 @@ class _Placed:
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """Replace the rotation of all layers, because vLLM shares rotations among models and gives them fewer rows."""
+    """Replace the rotation of all layers, because vLLM shares rotations among models, with fewer cos/sin rows."""
     rotary = sections.rotary
     new = MRotaryEmbedding(
         rotary.head_dim,

@@ -46,9 +46,10 @@ def request_segments(
 ) -> SegmentTable:
     """Build the segment table of one request from the spans and grids of its images and videos.
 
-    A feature is vLLM's MultiModalFeatureSpec, or any object with its fields: ``modality``, ``data`` with the grid, and
-    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the patches of a span, a single
-    run of patches is a whole grid, and one run per frame is a video with text between frames (Qwen3-VL).
+    A feature is vLLM's MultiModalFeatureSpec, or any object with the same fields: ``modality``, ``data``, which
+    contains the grid, and ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the
+    patches of a span, a single run of patches is a whole grid, and one run per frame is a video with text between
+    frames (Qwen3-VL).
 
     Args:
         num_tokens: number of tokens in the prompt.

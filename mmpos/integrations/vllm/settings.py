@@ -26,7 +26,7 @@ KEYS = ("scheme", "allocation", "precision", "permuted")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from its config.
+    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from the model's config.
 
     Args:
         scheme: scheme of the model.

@@ -70,7 +70,7 @@ def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, offset, CHANNELS: tl.constexpr):
-    """Load float32 weights: (1, pairs_padded) each for the first and second channels, (1, rest_padded) for the rest."""
+    """Load float32 weights: (1, pairs_padded) each for first and second channels; (1, rest_padded) for the others."""
     source = weight + tl.zeros([1, 1], tl.int64)
     mask = tl.full([1], 1, tl.int1)
     first, second = load_pairs(source, 1, mask, CHANNELS)

@@ -59,11 +59,12 @@ class RankLoader(Generic[_Item]):
     """Loader that yields the whole batches of this rank, the same number on every rank.
 
     A BatchDataset already gives each rank its own batches, but accelerate would split the batches of a DataLoader
-    across ranks again. It leaves a RankLoader unchanged, since that is not a DataLoader. Every rank must create a
-    RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
+    across ranks again. It leaves a RankLoader unchanged, since a RankLoader is not a DataLoader. Every rank must create
+    a RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
 
     Keeping the number of steps equal takes one all-reduce of three bytes per step over gloo on the host, before the
-    batch is yielded. Ranks wait there for the slowest loader, as they would for its gradients; no device waits.
+    batch is yielded. At this point, ranks wait for the slowest loader, as they would later wait for that rank's
+    gradients; no device waits.
 
     Args:
         loader: ``DataLoader(dataset, batch_size=None)`` of a BatchDataset, or any other iterable that starts over when
@@ -122,11 +123,11 @@ class RankLoader(Generic[_Item]):
         """
         raise UnsupportedError(
             "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged: "
-            "TrainingArguments(ignore_data_skip=True), and load_state_dict before the run resumes"
+            "pass ignore_data_skip=True to TrainingArguments, and call load_state_dict before the run resumes"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset; see BatchDataset.set_epoch. An endless loader keeps the epoch of a state."""
+        """Set the epoch of the dataset; see BatchDataset.set_epoch. Endless loaders keep a loaded state's epoch."""
         if self.endless and self._resumed:
             return
         self._epoch = epoch

@@ -1,4 +1,4 @@
-"""Ready sequences in Parquet files: examples are read back unchanged, and other files are refused."""
+"""Preprocessed sequences in Parquet files: examples are read back unchanged, and other files are refused."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: obj
         list(shard.examples())
 
 
-def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     shard = written(path, [example("a", [PHOTO])])
     content = bytearray(path.read_bytes())

@@ -181,9 +181,7 @@ BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
 
 
 def packed(scheme: str, start: int = 0) -> PositionTable:
-    """Place documents of 9, 12 and 11 tokens: images in the middle, at the start and at the end, one with a single
-    column.
-    """
+    """Place documents of 9, 12 and 11 tokens, with images at the start and at the end, and one image of one column."""
     documents: list[Document] = [
         [Text(3), Grid(2, 2), Text(2)],
         [Grid(3, 2), Text(1), Grid(1, 5)],

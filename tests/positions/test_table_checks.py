@@ -1,4 +1,4 @@
-"""PositionTable.from_arrays accepts every table that place returns, and checks all that expansion relies on."""
+"""PositionTable.from_arrays accepts every table that place returns, and checks everything that expansion relies on."""
 
 from typing import Any
 

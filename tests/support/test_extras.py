@@ -1,4 +1,4 @@
-"""The distribution name of mmpos in pip commands, errors and pages, and next to others with the same import name."""
+"""The distribution name of mmpos in pip commands, errors and pages, and beside others with the same import name."""
 
 import re
 import runpy
@@ -75,7 +75,7 @@ def test_a_lazy_name_becomes_an_attribute_of_its_package_on_first_use(monkeypatc
 def test_examples_name_a_missing_package_in_one_line(
     monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
 ) -> None:
-    # Importing torch takes seconds, and it is not used here.
+    # torch is not used here, and importing it takes seconds.
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):

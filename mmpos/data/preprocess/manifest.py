@@ -1,4 +1,4 @@
-"""Manifest of a folder of ready sequences: files, rows and settings, written by each run and checked by loaders."""
+"""Manifest of a folder of sequences: its files, rows and settings; runs write it and loaders check it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Manifest:
         return [path for path in self.folder.glob("*.parquet") if self._part_of(path.stem)[0] in names] if names else []
 
     def remove_strays(self) -> None:
-        """Remove outputs of these shards that are not listed: earlier runs made them from other inputs."""
+        """Remove outputs of these shards that the manifest does not list: earlier runs made them from other inputs."""
         listed = {file.name for shard in self.shards.values() for file in shard.files.values()}
         for path in self.folder.glob("*.parquet"):
             if path.name not in listed and self.owns(path.name):
@@ -227,7 +227,7 @@ def _versions() -> dict[str, str]:
 def sequence_shards(
     folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
 ) -> list[SequenceShard]:
-    """Open a folder of ready sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
+    """Open a folder of sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
 
     The folder is listed once; rows and settings of a file are checked when the file is read.
 

@@ -71,7 +71,7 @@ class RankLoader(Generic[_Item]):
             iterated again.
         even: "drop" ends the epoch when the first rank runs out of batches, and logs a warning on ranks with batches
             left; "repeat" starts over on ranks that run out, until every rank has yielded all of its batches; None
-            yields what the loader yields, so that ranks may differ.
+            yields what the loader yields, so the number of batches may differ between ranks.
         endless: whether an iteration continues with the next epochs instead of ending, for a trainer that only counts
             steps and would restart at the first epoch when a run resumes.
 

@@ -49,7 +49,7 @@ AUDIO = 3
 CLIP = 4
 """The kind of a video with its sound."""
 THUMBNAIL = 5
-"""The kind of a downscaled picture, which tiles follow."""
+"""The kind of a downscaled picture that is followed by tiles."""
 TILE = 6
 """The kind of a part of the picture of the preceding thumbnail."""
 

@@ -396,7 +396,7 @@ def _starts(document: IntArray, first: IntArray, tokens: IntArray) -> IntArray:
 
 
 def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray, runs: PlaceholderRuns) -> IntArray:
-    """Move the first token of each clip to its first marker.
+    """Move the start of each clip to the clip's first marker.
 
     Check that the run of each clip contains no other video and has room for the markers.
     """
@@ -449,7 +449,7 @@ def _joined(spans: Sequence[FoundSpans]) -> FoundSpans:
 
 
 def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSpans:
-    """Turn grids into thumbnails and tiles; the markers around and after each belong to its span."""
+    """Turn grids into thumbnails and tiles; the markers around and after each crop belong to its span."""
     document, begin = spans.document, spans.first - 1
     end = spans.first + spans.grid_thw.prod(axis=1)
     inside = (begin >= batch.starts[document]) & (end < batch.stops[document])
@@ -504,7 +504,7 @@ class PlaceholderRuns:
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-        """Return, for each grid of ``tokens`` tokens, whether it lies in one run, its first token and its document."""
+        """Return whether each grid of ``tokens`` tokens lies in one run, and the grid's first token and document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops

@@ -1,4 +1,4 @@
-"""Segments from placeholder spans; the gaps between the spans of a document are its text."""
+"""Segments from placeholder spans; the gaps between a document's spans are the document's text."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """Build a sequence; some images of its plain parts are already decoded."""
+        """Build a sequence; some images in its plain parts are already decoded."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         contents = _Contents(self.marker_ids)
@@ -487,7 +487,8 @@ class InterleavedSequence:
             block_size: tokens per block.
             generated: token ids that follow the sequence.
             audio_hashes: hash of the content of each run of audio outside clips.
-            salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
+            salt: value that separates caches that must not share blocks, such as the caches of different models,
+                adapters or tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:

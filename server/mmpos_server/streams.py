@@ -79,7 +79,7 @@ class ItemWindow:
         return not self._closed
 
     def close(self) -> None:
-        """Wake the reader if it is waiting for room, and let all later waits return at once."""
+        """Wake the reader if it is waiting for room, and let all later waits return immediately."""
         with self._changed:
             self._closed = True
             self._changed.notify()

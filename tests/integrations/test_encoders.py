@@ -1,4 +1,4 @@
-"""Vision encoders of Transformers: their positions, and how small encoders rotate q and k."""
+"""Transformers' vision encoders: their positions, and how small encoders rotate q and k."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def rotating_function(module: object, config: object) -> Any:
 
 
 def rotated(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Rotate (1, heads, tokens, channels) q and k with a function of Transformers."""
+    """Rotate (1, heads, tokens, channels) q and k with a Transformers function."""
     names = list(inspect.signature(function).parameters)
     if names[0] == "x":
         return function(q, *tables), function(k, *tables)
@@ -363,7 +363,7 @@ def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> 
 
 
 def difference(mapping: dict[str, Any], layer_type: str | None) -> str | None:
-    """Compare the rotations read from a config object and from its mapping with its module; describe any difference."""
+    """Compare a module's rotation with those read from a config object and from its mapping; describe any difference."""
     model = mapping["model_type"]
     try:
         config = config_class(model)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
@@ -451,7 +451,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
 
 
 def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:
-    """Reduce a config to its parts, which are reduced in the same way, and their model types if ``typed``."""
+    """Reduce a config to its parts, reduced in the same way, and, if ``typed``, the model types of these parts."""
     parts = {name: bare(full[name], typed) for name in full if name.endswith("_config") and full[name]}
     return {"model_type": full["model_type"], **parts} if typed and "model_type" in full else parts
 

@@ -126,7 +126,7 @@ _loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts 
 
 
 def _portable(error: Exception) -> Exception:
-    """Return a picklable error with its traceback as a note: the error itself, or else a RuntimeError."""
+    """Return a picklable error with its traceback as a note: the error itself if possible, else a RuntimeError."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))

@@ -57,7 +57,7 @@ def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[st
 def process(
     named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None, read_files: bool
 ) -> list[ProcessedImage]:
-    """Process each image; errors contain its name."""
+    """Process each image; errors contain the image's name."""
     processed = []
     for name, image in named:
         source = read_image(name, image, read_files) if isinstance(image, str) else image
@@ -98,7 +98,7 @@ FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
 
 
 class Frames:
-    """Frames of one video; the class distinguishes them from a list of videos.
+    """Frames of one video; this class distinguishes frames from a list of videos.
 
     This is not a dataclass, because Transformers converts dataclasses in a chat to mappings.
 

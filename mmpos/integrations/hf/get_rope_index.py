@@ -260,7 +260,7 @@ Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | Generatin
 
 @dataclass(frozen=True, eq=False)
 class _FrameTimes(MRopeTransformers):
-    """M-RoPE of Transformers with precomputed frame ids, because their rounding depends on the float dtype.
+    """Transformers' M-RoPE with precomputed frame ids, because their rounding depends on the float dtype.
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
@@ -280,7 +280,7 @@ class _FrameTimes(MRopeTransformers):
 
 @dataclass(frozen=True)
 class _Still(MRopeTransformers):
-    """M-RoPE of Transformers that places all frames of a grid at the time of its first frame."""
+    """Transformers' M-RoPE, but with all frames of a grid at the time of the grid's first frame."""
 
     by_shape = True
 
@@ -294,8 +294,9 @@ _STILL = _Still()
 def rope_index(config: object) -> Function:
     """Return a replacement for ``get_rope_index`` of a Transformers model, based on its config.
 
-    The ids and deltas that it returns equal those of the method bit for bit, in the same dtype and on the same device.
-    It also supports valid input for which the method fails: adjacent images or frames without text between them.
+    The ids and deltas that the replacement returns equal those of the method bit for bit, in the same dtype and on the
+    same device. The replacement also supports valid input for which the method fails: adjacent images or frames without
+    text between them.
 
     Args:
         config: the complete config object of a model, the contents of its config.json as a mapping, or the path of that

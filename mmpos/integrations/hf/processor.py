@@ -68,7 +68,7 @@ class MMPosProcessor(ProcessorMixin):
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
             returns ``pixel_values``, as the vision encoders in Transformers expect.
         chat_template: Jinja template; None uses the tokenizer's template.
-        return_positions: whether calls return positions in addition to the keys of Transformers, unless a call sets the
+        return_positions: whether calls return positions in addition to Transformers' keys, unless a call sets the
             option of the same name. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
         read_files: whether text may be the path of a file; use False for chats from untrusted users.
         video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
@@ -168,8 +168,8 @@ class MMPosProcessor(ProcessorMixin):
             config: config of the model, or the path of its config.json or its folder; see ``mmpos.from_hf_config``.
             tokenizer: tokenizer of the model; None loads it from the folder.
             images: None reads preprocessor_config.json in the folder.
-            video_processor: None loads a supported one from the folder; if there is none, videos are refused. For
-                Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
+            video_processor: None loads a supported video processor from the folder; if the folder has none, videos are
+                refused. For Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
             settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
@@ -224,7 +224,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Image processor with the interface of Transformers, whose limits can be changed by assignment."""
+        """Image processor with Transformers' interface; its limits can be changed by assignment."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
@@ -643,7 +643,7 @@ def video_processor_of(source: Any) -> VideoProcessor:
     """Return a Transformers video processor unchanged, or create one from its JSON fields.
 
     Raises:
-        InvalidInputError: the source has another type, or does not name a video processor of Transformers.
+        InvalidInputError: the source has another type, or does not name a Transformers video processor.
     """
     processor = source
     if isinstance(source, Mapping):

@@ -11,7 +11,7 @@ from mmpos.rotary.kernel.float8 import codes_of_heads
 
 @triton.jit
 def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return (1, width) indices of channels or pairs, or (rows, width) if each row contains one piece of its token."""
+    """Return (1, width) indices of channels or pairs, or (rows, width) if each row contains one piece of a token."""
     column = tl.arange(0, width)[None, :]
     if CHANNELS.pieces > 1:
         column += (tl.arange(0, rows) % CHANNELS.pieces)[:, None] * width

@@ -190,7 +190,9 @@ class RankLoader(Generic[_Item]):
                 batches = iter(self.loader)
                 batch = next(batches, _END)
                 if batch is _END:
-                    raise InvalidInputError("loader: got no batches when iterated again, want the same as before")
+                    raise InvalidInputError(
+                        "loader: got no batches when iterated again, want the same batches as before"
+                    )
             self._progress = _Progress(self._progress.steps + 1, repeats)
             yield cast(_Item, batch)
         self._progress = replace(self._progress, over=True)

@@ -103,7 +103,9 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {counted(got, 'document')}, want {want} as in segments")
     for name, padding in (("segments", segments.kind == PAD), ("positions", positions.is_padding)):
         if padding.any():
-            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without it")
+            raise InvalidInputError(
+                f"{name}: got padding in segment {padding.argmax()}, want documents without padding"
+            )
     tokens = np.zeros(segments.kind.size + 1, np.int64)
     segments.lengths.cumsum(out=tokens[1:])
     lengths = np.diff(tokens[segments.segment_offsets])

@@ -219,7 +219,9 @@ def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
     np.logical_or.at(beyond, owner, units[owner] % unit != 0)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents[{d}]: got times without a common denominator below 2**31, want one")
+        raise LimitExceededError(
+            f"documents[{d}]: got times without a common denominator below 2**31, want times with one"
+        )
     runs, grids = replace(split.runs, units=units), replace(split.grids, unit=units[owner])
     return split._replace(runs=runs, grids=grids, units=units)
 

@@ -100,7 +100,9 @@ class Placeholders:
         if self.rows is not None:
             rows = integers("Placeholders.rows", self.rows, maximum=INT32_MAX)
             if len(rows) != 2:
-                raise InvalidInputError(f"Placeholders.rows: got {rows}, want the ids after a row and after the last")
+                raise InvalidInputError(
+                    f"Placeholders.rows: got {rows}, want the ids after a row and after the last row"
+                )
             object.__setattr__(self, "rows", rows)
             if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(
@@ -288,7 +290,7 @@ def _match_framed(
         got = f"a run of {counted(int(runs.tokens[g]), 'placeholder')} at {batch.name(runs.document[g], runs.first[g])}"
         raise InvalidInputError(
             f"{name}[{owner[g]}]: got {got}, want {tokens[g]} or {tokens[g] + 2} for {_sides(merged[g])}, whose rows "
-            "end in one more"
+            "end in an extra placeholder"
         )
     if runs.tokens.size != tokens.size:
         want = f"{runs.tokens.size}, one for each run of placeholders"

@@ -88,7 +88,9 @@ class SegmentTable:
             if array is not None:
                 if not isinstance(array, np.ndarray) or array.dtype != dtype:
                     got = getattr(array, "dtype", type(array).__name__)
-                    raise InvalidInputError(f"{name}: got {got}, want an array of {dtype}; from_arrays converts")
+                    raise InvalidInputError(
+                        f"{name}: got {got}, want an array of {dtype}; from_arrays converts other arrays"
+                    )
                 if array.flags.writeable:
                     array = array.view()
                     array.flags.writeable = False

@@ -616,7 +616,7 @@ def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | 
     """
     pixels = [image.patches for image in images if image is not None and image.patches is not None]
     if pixels and len(pixels) < len(images):
-        raise InvalidInputError(f"{name}: got images with and without pixels, want all with or all without")
+        raise InvalidInputError(f"{name}: got images with and without pixels, want all with pixels or all without")
     if len(pixels) == 1:
         return pixels[0]
     return np.concatenate(pixels) if pixels else None

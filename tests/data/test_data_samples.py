@@ -128,7 +128,7 @@ def test_a_sample_id_column_is_required(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [
-        ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each once"),
+        ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each key once"),
         (
             [DOCUMENTS[0], Document("9", (Piece(Grid(2, 2)),))],
             "9: pieces[0]: got Grid, want text, the bytes of an image file or its path",

@@ -363,7 +363,7 @@ def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> 
 
 
 def difference(mapping: dict[str, Any], layer_type: str | None) -> str | None:
-    """Compare a module's rotation with those read from a config object and from its mapping; describe any difference."""
+    """Compare a module's rotation with those read from a config object and its mapping; describe any difference."""
     model = mapping["model_type"]
     try:
         config = config_class(model)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})

@@ -240,7 +240,7 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         (
             lambda: placed([Grid(1, 1, frames=2, seconds_per_frame=F(1, p)) for p in (65537, 65539)], "tmrope-qwen3"),
             LimitExceededError,
-            "documents[0]: got times without a common denominator below 2**31, want one",
+            "documents[0]: got times without a common denominator below 2**31, want times with one",
         ),
         (
             lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),

@@ -181,14 +181,14 @@ ARRAYS: list[Refusal] = [
 
 direct: Callable[..., SegmentTable] = SegmentTable
 DIRECT: list[Refusal] = [
-    (lambda: direct([1], ONE, OFFSETS), "kind: got list, want an array of uint8; from_arrays converts"),
+    (lambda: direct([1], ONE, OFFSETS), "kind: got list, want an array of uint8; from_arrays converts other arrays"),
     (
         lambda: direct(KIND, ONE.astype(np.int8), OFFSETS),
-        "extents: got int8, want an array of int64; from_arrays converts",
+        "extents: got int8, want an array of int64; from_arrays converts other arrays",
     ),
     (
         lambda: direct(KIND, ONE, OFFSETS, None, KIND),
-        "row_separator: got uint8, want an array of bool; from_arrays converts",
+        "row_separator: got uint8, want an array of bool; from_arrays converts other arrays",
     ),
 ]
 

@@ -47,7 +47,9 @@ def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[st
         return [(f"{kind}[{i}]", image) for i, image in enumerate(images)], None
     if not all(nested):
         i = nested.index(not nested[0])
-        raise InvalidInputError(f"{kind}[{i}]: got {type(images[i]).__name__}, want all {kind} in lists, or none")
+        raise InvalidInputError(
+            f"{kind}[{i}]: got {type(images[i]).__name__}, want all {kind} in lists, or none in lists"
+        )
     if texts is not None and len(images) != texts:
         raise InvalidInputError(f"{kind}: got {len(images)} lists, want {texts}, one per text")
     named = [(f"{kind}[{i}][{n}]", image) for i, each in enumerate(images) for n, image in enumerate(each)]
@@ -84,7 +86,7 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
     got = f"{name}: got the text {text[:80]!r}"
     scheme, slashes, _ = text.partition("://")
     if slashes and scheme.lower() != "file":
-        raise InvalidInputError(f"{got}, a URL, which is never fetched, want the path of a file, {other}")
+        raise InvalidInputError(f"{got}, want the path of a file, {other}: URLs are never fetched")
     if not read_files:
         raise InvalidInputError(f"{got}, want {other}: read_files=False forbids paths")
     path = url2pathname(urlsplit(text).path) if slashes else text

@@ -204,7 +204,8 @@ class MMPosProcessor(ProcessorMixin):
         if video_processor is not None:
             if not takes_videos:
                 raise UnsupportedError(
-                    f"video_processor: got one for {model.model_type!r}, want None: videos are not supported for it"
+                    f"video_processor: got one for {model.model_type!r}, want None: "
+                    "videos of this model are not supported"
                 )
             arguments["video_processor"] = video_processor
             arguments["video_token"] = model.placeholders.video

@@ -102,7 +102,7 @@ class RankLoader(Generic[_Item]):
         """Number of batches on every rank in the next epoch, or None if any rank does not know it.
 
         The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
-        loader. A collective operation: every rank must read this property.
+        loader. This is a collective operation: every rank must read this property.
         """
         count = getattr(self.dataset, "num_batches", None)
         steps: int | None = _length(self.loader) if count is None else count(getattr(self.loader, "num_workers", 0))
@@ -139,7 +139,8 @@ class RankLoader(Generic[_Item]):
         """Return the state of this rank after the latest batch; every rank has its own.
 
         Raises:
-            UnsupportedError: workers read the dataset of a DataLoader, or neither loader nor dataset has a state.
+            UnsupportedError: worker processes read the dataset of a DataLoader, or neither the loader nor its dataset
+                has a state.
         """
         state = {"version": _VERSION, "epoch": self._epoch, **asdict(self._progress)}
         return cast(RankState, {**state, "loader": self._stateful.state_dict()})

@@ -250,5 +250,5 @@ def _grids_in(
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
-    """Return a (segments,) mask of segments whose content token ids do not determine: grids, audio, clips and crops."""
+    """Return a (segments,) mask of segments that token ids alone do not determine: grids, audio, clips and crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))

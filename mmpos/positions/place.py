@@ -58,7 +58,7 @@ def place(
         scheme: name from mmpos.SCHEMES or a scheme object.
         start: id of each document's first token, an integer or (documents,); to continue a document, pass the next
             position of its earlier part.
-        strict: whether two grids without text between them are an error; None lets the scheme decide.
+        strict: whether to raise an error for two grids without text between them; None lets the scheme decide.
 
     Returns:
         A PositionTable; equal calls may return the same table, since tables are immutable.

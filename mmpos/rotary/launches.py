@@ -126,7 +126,7 @@ def stored(
 def learn_rotation(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind a rotation's kernel when its form is seen for the second time, with the arguments of ``launch_rotate``."""
+    """Bind a rotation's kernel when its form is seen for the second time; see ``launch_rotate`` for the arguments."""
     if _is_second_call(form, (q, k, rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
@@ -138,7 +138,7 @@ def learn_rotation(
 def learn_store(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a storing call, like ``learn_rotation``, with the arguments of ``launch_store``."""
+    """Bind the kernel of a call that stores k and v; see ``learn_rotation``, and ``launch_store`` for the arguments."""
     if _is_second_call(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 

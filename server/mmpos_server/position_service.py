@@ -112,7 +112,7 @@ class PositionService:
 
 
 def is_small(call: Call) -> bool:
-    """Return whether the request of a call is small enough to be read in this thread."""
+    """Return whether a call's request is small enough to be read in this thread."""
     return max(call.request_bytes, call.held) <= SMALL_BYTES
 
 

@@ -149,7 +149,7 @@ class RotaryService:
         return self.rotary(message.profile if message.HasField("profile") else None)
 
     def rotary(self, name: str | None) -> Rotary:
-        """Return the rotation of a profile, or of the default profile for None."""
+        """Return the rotation of a profile or, for None, of the default profile."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: the request and its profile {profile.name!r} have no rotation")

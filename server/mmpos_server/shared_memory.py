@@ -171,7 +171,7 @@ class Region:
     def _check(self, name: str) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a regular object of this server's user")
+            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a regular object owned by this server's user")
         end = self.offset + self.byte_size
         if end > status.st_size:
             raise InvalidInputError(

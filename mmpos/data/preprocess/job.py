@@ -228,7 +228,7 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
 
 
 def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
-    """Return the manifest's shards that come from a task's file, but from a different number of slices."""
+    """Return the manifest's shards whose file is that of a task, but was split into a different number of slices."""
     others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
     files = {_unsliced(name)[0] for name in others}
     sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices

@@ -201,7 +201,7 @@ def mrope_input_positions(
         sections: layout of vLLM's rotation.
         spatial_merge_size: side, in patches, of the square merged into one token.
         max_new_tokens: maximum number of generated tokens.
-        strict: whether two images without text between them are an error; None uses the default of the scheme.
+        strict: whether to raise an error for two images without text between them; None uses the scheme's default.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span.
 
     Returns:

@@ -200,7 +200,7 @@ def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
 
     A program computes its phases once. This takes as many instructions as rotating six or seven heads, so a program
     should process many heads. But a few thousand warps are needed to fill a device (fewer for small inputs, where the
-    latency of the phases dominates). A thread holds eight pairs of a head and loads them in two loads of 16 bytes.
+    latency of the phases dominates). A thread holds eight pairs of a head, which it reads in two 16-byte loads.
     """
     warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)

@@ -44,8 +44,7 @@ def block_keys(
     Two keys are equal if and only if the following are equal for every token up to the end of the block: its position;
     its grid, if any, with its row and column and the frames, height and width of the whole grid, even if the block
     contains only part of it; its token id, if there are input_ids; and the content of its grid, if there are
-    image_hashes. Keys do not depend on tokens after the block, on how text is split into segments, or on the name of
-    the scheme.
+    image_hashes. Keys do not depend on tokens after the block, how text is split into segments, or the scheme's name.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, Text
@@ -62,8 +61,7 @@ def block_keys(
             key to its own hash of the block.
         image_hashes: content hash of each grid, audio run, clip, thumbnail and tile, in order; None for an engine that
             hashes the content itself as well.
-        salt: value that separates caches that must not share blocks, such as the caches of different models, adapters
-            or tenants.
+        salt: value that separates caches that must not share blocks, for example between models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; they already contain the salt.
 
     Returns:

@@ -506,7 +506,7 @@ def _check_segments(table: SegmentTable) -> None:
 
 
 def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
-    """Raise an error for extra tokens in segments of kinds that have none, and for a clip without audio."""
+    """Raise an error for extra tokens outside clips, thumbnails and tiles, and for a clip without audio."""
     first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
     surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
     for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):

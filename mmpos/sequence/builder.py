@@ -487,8 +487,8 @@ class InterleavedSequence:
             block_size: tokens per block.
             generated: token ids that follow the sequence.
             audio_hashes: hash of the content of each run of audio outside clips.
-            salt: value that separates caches that must not share blocks, such as the caches of different models,
-                adapters or tenants.
+            salt: value that separates caches that must not share blocks, for example between models, adapters or
+                tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:

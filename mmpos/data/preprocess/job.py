@@ -147,8 +147,7 @@ def write_sequences(
     Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
     if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
     files, only the name and number of records are compared. The engine, number of workers and interruptions do not
-    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file keeps other runs out of the
-    folder.
+    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file locks out other runs.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.
@@ -162,8 +161,7 @@ def write_sequences(
         max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until a worker
             has read that many, the fraction is also checked at the end of each part. Ten records may always be skipped.
         patches: whether to store pixels.
-        overwrite: whether to replace outputs made from other inputs or with other settings, instead of raising an
-            error.
+        overwrite: whether to replace outputs made from other inputs or with other settings, instead of failing.
         max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
 

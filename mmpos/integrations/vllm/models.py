@@ -60,9 +60,7 @@ class _Placed:
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """Replace the rotation of all layers, because vLLM shares rotations among models and gives their caches fewer
-    rows.
-    """
+    """Replace the rotation of all layers: vLLM shares rotations among models and gives their caches fewer rows."""
     rotary = sections.rotary
     new = MRotaryEmbedding(
         rotary.head_dim,

@@ -154,7 +154,7 @@ def test_schemes_lists_every_scheme_with_its_summary() -> None:
         "624", "576", "24", "24", "–", "144",
     ]  # fmt: skip
     words = " ".join(printed.split())
-    assert "strides of one, centred" in words
+    assert "centred grids with strides of one" in words
     assert max(map(len, printed.splitlines())) <= 100
 
 

@@ -558,7 +558,9 @@ except ImportError as error:
     print(error)
 """
         completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        want = r'want pip install "multimodal-positions\[client\]" \(in a clone: pip install "\.\[client\]"\)'
-        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", completed.stdout), (
+        want = (
+            r'install it with: pip install "multimodal-positions\[client\]" \(in a clone: pip install "\.\[client\]"\)'
+        )
+        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed; {want}\n", completed.stdout), (
             completed.stdout
         )

@@ -655,8 +655,8 @@ def test_a_missing_extra_is_named_in_a_single_line(
     corpus(tmp_path, 1, 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(command("s0.jsonl", "--engine", "ray")) == 1
-    want = 'want pip install "multimodal-positions[ray]" (in a clone: pip install ".[ray]")'
-    assert capsys.readouterr() == ("", f"mmpos: error: the ray engine: ray is not installed, {want}\n")
+    want = 'install it with: pip install "multimodal-positions[ray]" (in a clone: pip install ".[ray]")'
+    assert capsys.readouterr() == ("", f"mmpos: error: the ray engine: ray is not installed; {want}\n")
 
 
 HANGING = """

@@ -467,8 +467,8 @@ for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"
     try:
         getattr(mmpos.rotary, name)
     except ImportError as error:
-        want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-        assert str(error) == f"rotations: torch is not installed, {want}", error
+        want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+        assert str(error) == f"rotations: torch is not installed; {want}", error
     else:
         raise AssertionError(name)
 """
@@ -485,8 +485,8 @@ apply_rotary(q, None, ids, Rotary(head_dim=8))
 try:
     apply_rotary(q, None, ids, Rotary(head_dim=8), implementation="triton")
 except ImportError as error:
-    want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert str(error) == f'implementation "triton": triton is not installed, {want}', error
+    want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+    assert str(error) == f'implementation "triton": triton is not installed; {want}', error
 else:
     raise AssertionError
 """

@@ -249,8 +249,8 @@ def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
-    want = 'want pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
-    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
+    want = 'install it with: pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
+    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed; {want}"
 
 
 def test_the_deployment_file_in_the_documentation_is_valid() -> None:

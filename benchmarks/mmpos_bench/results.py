@@ -154,7 +154,7 @@ def markdown(rows: Rows) -> str:
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a row per comparison and a column per contestant and fact; times are also given as multiples of others."""
+    """Write a row per comparison and a column per contestant and fact; times include multiples of limit or ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""

@@ -139,7 +139,7 @@ class Quarantine:
             error: error that names the record.
 
         Raises:
-            RecordError: the error, if on_error is "raise"; an ImageError has its own on_error, which replaces this one.
+            RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
             InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"

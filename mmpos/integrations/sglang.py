@@ -45,8 +45,8 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
     if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
         got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
         raise UnsupportedError(
-            f"positions: got {got}, want {delta + ids.shape[1] - 1} in all rows, as at the end of text: SGLang resumes "
-            "a retracted request from the prompt's last id"
+            f"positions: got {got}, want a prompt that ends with text, with last id {delta + ids.shape[1] - 1}: SGLang "
+            "resumes a retracted request from this id"
         )
     return ids, ids.new_tensor([[delta]])
 

@@ -64,8 +64,7 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
-    for all int32 ids, even negative or fractional; fractions that are not multiples of 2⁻³² add an error of ω · 2⁻³² at
-    ω rad per id.
+    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² to it at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
@@ -83,8 +82,7 @@ def apply_rotary(
         inplace: write into q and k instead of new tensors; not allowed while they require gradients.
         conjugate: rotate by the negative angles, which inverts a rotation; norm and rotation keep their order.
         implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors, the C extension on a
-            CPU. All implementations give the same bits except for NaN, a norm, and the library cos and sin of precision
-            "hf".
+            CPU. All three give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
         validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; this waits for the device.
 
     Returns:
@@ -166,8 +164,7 @@ def rotate_and_store(
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        rotated q and, with ``return_k``, rotated k, else None; with the dtypes and layout of the inputs, except that q
-        is float8_e4m3fn if the cache has a q_scale.
+        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but float8_e4m3fn q if q_scale is set.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.

@@ -50,8 +50,7 @@ def rerotate(
         k_scale: float32 scales of an 8-bit cache. Scales of shape (), (1,) or (num_kv_heads,) stay unchanged; scales
             with the cache's shape without head_dim grow by at most √2 if a channel of the rotated key would be too
             large.
-        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); all give bit-identical
-            results.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); results are bit-equal.
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Raises:

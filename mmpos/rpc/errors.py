@@ -44,7 +44,7 @@ running and using the shared memory that the request names.
 """
 
 LONGEST = 1500
-"""Maximum size of a message in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
+"""Maximum message size in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
 KiB.
 """
 

@@ -148,7 +148,7 @@ class Rotations:
 
 
 class ModelHook:
-    """Forward pre-hook of the model below the head; it replaces the argument's positions with rotations for the layers.
+    """Forward pre-hook of the model below the head; it replaces positions in the arguments with the layers' rotations.
 
     Args:
         rotaries: a Rotary for each layer type; the key None means all layers.

@@ -126,7 +126,7 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
     if unseparated and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
             "mm_position_ids: got DevicePositions of several documents, which contain no boundaries, "
-            "want the PositionTable, or position_ids as well, which restart at each document"
+            "want position_ids that restart at each document as well, or the PositionTable instead"
         )
 
 

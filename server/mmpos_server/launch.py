@@ -46,7 +46,7 @@ _SWITCH_SECONDS = 0.001
 
 
 def serve(options: Flags) -> None:
-    """Serve until SIGTERM or SIGINT, and then until no calls are left; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, and then until no calls are left; a second signal ends the process immediately.
 
     If threads are still running after the drain, the process exits with status CUT_OFF. The process prints one line per
     address to stdout as soon as it answers calls.

@@ -221,7 +221,7 @@ class _HashedFile:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """Entry of a file in a manifest.
+    """A file's entry in a manifest.
 
     Args:
         manifest: path of the manifest.

@@ -159,7 +159,7 @@ class BatchDataset(IterableDataset[_Item]):
             num_workers: number of workers of the DataLoader.
 
         Returns:
-            the number of batches; None if sizes are unknown, if the batching splits or truncates texts, or if records
+            the number of batches; None if sizes are unknown, if ``batching`` splits or truncates texts, or if records
             or images may be skipped.
         """
         batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
@@ -185,7 +185,7 @@ class BatchDataset(IterableDataset[_Item]):
         if self._split.world_size > 1:
             raise UnsupportedError(
                 f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split across ranks again, want it unchanged: load through mmpos.data.RankLoader"
+                "is about to split across ranks again; load it through mmpos.data.RankLoader"
             )
 
     def __iter__(self) -> Iterator[_Item]:

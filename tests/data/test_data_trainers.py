@@ -120,7 +120,9 @@ def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
         return getattr(dataset, "generator", None)
 
     assert generator(0, 1) is None
-    with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .* want .*RankLoader"):
+    with pytest.raises(
+        UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .*; load it through .*RankLoader"
+    ):
         generator(1, 2)
 
 

@@ -327,7 +327,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
     (
         "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-        "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
+        "reinterpret bytes of 8-bit floats with view(torch.float8_e4m3fn)"
     ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
     "k_cache: got a tensor whose elements share memory, want separate elements": [

@@ -33,7 +33,9 @@ ray = pytest.importorskip("ray")
 # Ray warns about its own defaults.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),  # if two Rays start at once on two cores, they exceed their timeouts
+    pytest.mark.xdist_group(
+        "ray"
+    ),  # if two Ray clusters start at the same time on two cores, they exceed their timeouts
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
 ]
 

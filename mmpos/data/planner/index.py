@@ -62,7 +62,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         lists = columns["labels"].combine_chunks()
         trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
-        trained[ends[:-1]] = 0  # no token predicts the first one of a document
+        trained[ends[:-1]] = 0  # no token predicts the first token of a document
         before = np.append(0, trained.cumsum())
         labels.append(np.diff(before[ends]))
         grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
@@ -171,7 +171,7 @@ class PlannedPacks:
     Raises:
         InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
             iteration.
-        OSError: a file cannot be opened; the error names it.
+        OSError: a file cannot be opened; the error names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, *, groups: int = 64) -> None:

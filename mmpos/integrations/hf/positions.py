@@ -85,7 +85,8 @@ def separating_arguments(
 ) -> dict[str, object]:
     """Return arguments that make Transformers separate the documents of a packed row.
 
-    Its masks detect documents by ``position_ids`` that restart at 0, but only if there is no cache and no other mask.
+    When Transformers builds masks, it detects documents by ``position_ids`` that restart at 0, but only if there is no
+    cache and no other mask.
 
     Args:
         ids: positions; a table contains the document boundaries, but DevicePositions only show whether there are
@@ -124,8 +125,8 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
     unseparated = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     if unseparated and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
-            "mm_position_ids: got DevicePositions of several documents, which have no boundaries, "
-            "want position_ids that restart with each document in addition, or the PositionTable"
+            "mm_position_ids: got DevicePositions of several documents, which contain no boundaries, "
+            "want position_ids that restart at each document as well, or the PositionTable instead"
         )
 
 
@@ -165,7 +166,7 @@ def _check_table(ids: DevicePositions, tokens: Tensor, axes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Ids of prompts and of the tokens after them. This is not a tensor, so ``generate`` passes it on unchanged.
+    """Ids of prompts and of the tokens after them. A Prompt is not a tensor, so ``generate`` passes it on unchanged.
 
     Args:
         ids: (axes, batch, seq) ids, starting at the first token in the cache.

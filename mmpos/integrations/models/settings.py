@@ -347,7 +347,7 @@ def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, 
 
 
 def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
-    """Return ids with the placeholders without a patch at the start of images replaced by the opening token.
+    """Return ids in which placeholders without a patch, at the start of images, are replaced by the opening token.
 
     Source: get_placeholder_mask of NeoMME in Transformers: a placeholder directly after the opening token has no patch.
 

@@ -253,7 +253,7 @@ def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
 
 
 def _sorted_heads(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """Return 1 for each head of q and k in a fused qkv, and 0 for each head of v, (heads,)."""
+    """Return a (heads,) array with 1 for each head of q and k in a fused qkv, and 0 for each head of v."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None

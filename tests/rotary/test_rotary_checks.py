@@ -230,10 +230,10 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
     ],
-    "positions: got id -1, want >= 0: the rows of cos_sin begin at id 0": [
+    "positions: got id -1, want >= 0, because the rows of cos_sin begin at id 0": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)
     ],
-    "positions: got fractional ids, want integers: cos_sin has rows for whole ids only": [
+    "positions: got fractional ids, want integers, the only ids with rows in cos_sin": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())
     ],
     f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],

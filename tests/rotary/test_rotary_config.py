@@ -725,13 +725,13 @@ def test_a_layer_type_must_occur_in_the_config() -> None:
         ),
         (
             text_of("gemma3_text", rope_scaling={"type": "linear", "factor": 2.0}),
-            "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type: its type is ignored",
+            "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type; 'type' is ignored",
         ),
         (
             text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
             "truncate: got False for a layer type, where Transformers ignores it, want none",
         ),
-        (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got one for 'cohere2_moe'"),
+        (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got a value for 'cohere2_moe'"),
         (text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "rope_theta: got none in the config"),
         (text_of("llama", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
         (text_of("llama", rope_theta=[1e4, 1e6]), "rope_theta: got [10000.0, 1000000.0], want a finite number >= 1"),

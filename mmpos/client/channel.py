@@ -97,7 +97,7 @@ class ProcessChannels(Generic[C]):
         if connection is None:
             if any(pid != key[0] for pid, _ in list(self._open)) and not _fork_support():
                 raise UnsupportedError(
-                    "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
+                    "fork: the client made a call before the fork; set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
             # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
@@ -301,7 +301,7 @@ class Reach:
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add the likely causes to the error for a connection that the server closes at once."""
+        """Add the likely causes to the error for a connection that the server closes immediately."""
         message = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
             return error
@@ -342,7 +342,7 @@ def traced(metadata: Metadata) -> Metadata:
 
     The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
     """
-    # A process that has not imported OpenTelemetry has no span, so it is not imported here either.
+    # A process that has not imported OpenTelemetry has no span, so OpenTelemetry is not imported here either.
     if "opentelemetry.trace" not in sys.modules:
         return metadata
     from opentelemetry import trace

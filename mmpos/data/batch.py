@@ -320,7 +320,7 @@ class Batch(metaclass=_WholeType):
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
-                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds ids"
+                    "positions: got 'ids' of a fractional scheme, want 'table' because mixed precision rounds ids"
                 )
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if batched and self.packed:
@@ -332,7 +332,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise an error: Trainer expects a mapping of arguments, which a batch is not; iteration ends up here as well.
+        """Raise an error: Trainer expects a mapping of arguments, not a batch; iterating over a batch also calls this.
 
         Raises:
             UnsupportedError: always.

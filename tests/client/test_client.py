@@ -543,7 +543,7 @@ os.wait()
 def test_a_call_that_would_hang_after_a_fork_is_refused(server: str) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    want = "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1"
+    want = "fork: the client made a call before the fork; set GRPC_ENABLE_FORK_SUPPORT=1"
     assert completed.stdout.startswith(want), completed.stderr
 
 

@@ -77,7 +77,7 @@ class Family:
     """Special tokens of related model types.
 
     Args:
-        types: a pattern that matches the beginning of their names.
+        types: a pattern that matches the beginning of the types' names.
         image: the text that stands for an image in a prompt.
         video: the text that stands for a video in a prompt; empty if videos are not supported.
         tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the

@@ -222,9 +222,7 @@ class Lease(Beside):
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Read from the metadata of the answer whether an earlier attempt may still be running and using the
-        regions.
-        """
+        """Read from the answer's metadata whether an earlier attempt may still be running and using the regions."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 

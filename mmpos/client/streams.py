@@ -317,9 +317,7 @@ class TaskLink:
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Return the answer, the error that ended the stream, or None at the stream's end; start reading the next
-        answer.
-        """
+        """Return the answer, the error that ended the stream, or None when it ends; start reading the next answer."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())

@@ -236,8 +236,7 @@ class NoPE(AttentionBias):
 
 
 def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
-    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values; under NoPE, it reveals
-    positions.
+    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values; it shows positions to NoPE.
 
     The formula holds for independent values with mean 0 and variance σ² under uniform attention, that is, at best
     before training. When n is large, its value hardly differs between neighbouring positions, and a reader of the

@@ -29,7 +29,7 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End a part at 62 bytes, after two pages: a page has 15 bytes of text and counts 16 for two nulls."""
+    """End a part at 62 bytes, after two pages: each page has 15 bytes of text, and its two nulls count as 16 more."""
     monkeypatch.setattr(shard_job, "PART_BYTES", 62)
 
 

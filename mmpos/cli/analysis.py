@@ -92,7 +92,7 @@ def check(
 def _scheme_and_start(
     specs: Specs, name: str | None, axes: int | None, config: Path | None
 ) -> tuple[Scheme | None, int]:
-    """Return the scheme named or used by a model (None without either), and the id of each document's first token."""
+    """Return the named or the model's scheme (None without either), and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
         if name is None and axes is None:

@@ -477,7 +477,7 @@ def _check_all_scaled(fields: Fields) -> None:
         *range(integer("num_hidden_layers", count))
     }:
         raise InvalidInputError(
-            f"rope_scaling_layers: got {layers}, want all {count} layers; or pass scaling for these or the other layers"
+            f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the other layers"
         )
 
 
@@ -646,7 +646,7 @@ class Fields:
         return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
 
     def size(self, name: str) -> Any:
-        """Return the field; raise an error if it is null but its default is a number (an ambiguous null)."""
+        """Return the field; refuse null, which would be ambiguous, if the class's default is a number."""
         value = self.get(name)
         default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
         if value is None and default is not None:

@@ -66,7 +66,7 @@ class OpenChannel(Generic[C]):
         self._methods: dict[str, Any] = {}
 
     def method(self, path: str) -> Any:
-        """Return the callable for the method with this path, which takes and returns bytes."""
+        """Return a callable that takes and returns bytes, for the method with this path."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
@@ -137,7 +137,8 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
     config: dict[str, object] = {
         # Streams resend unanswered items on a new stream; the more specific entry takes precedence.
         "methodConfig": [{"name": _STREAMS}, {"name": [{}], "retryPolicy": retry} if attempts > 1 else {"name": [{}]}],
-        # A server that dies fails all its calls at once, so up to 500 retries must be possible without a success.
+        # A server that dies fails all its calls at the same time, so up to 500 retries must be possible without a
+        # success.
         "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
     }
     if balanced:

@@ -368,12 +368,12 @@ class ModelArguments(dict[str, Any]):
         if any(type(value).__name__ == "TensorInformation" for value in self.values()):
             raise UnsupportedError(
                 "batch: got arguments of a model that accelerate's dispatcher is about to split along their first "
-                "dimension, want the whole batch: load through mmpos.data.RankLoader, which accelerate leaves unchanged"
+                "dimension, want the whole batch; load through mmpos.data.RankLoader, which accelerate leaves unchanged"
             )
 
 
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Merge row spans into (images, 2) spans from the first patch to one past the last; not for shards.
+    """Merge row spans into (images, 2) spans from the first patch to one past the last; not valid for shards.
 
     Args:
         image_spans: (spans, 2) spans of images, or of their rows if the rows end in separators.

@@ -590,9 +590,9 @@ class Fields:
             isinstance(config, PurePath) or type(config).__module__ == "builtins"
         ):
             raise InvalidInputError(
-                f"config: got {got}, want a config object, the path of a config.json or of its folder, or its "
-                "mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look its "
-                "model_type up in docs/models-names.md"
+                f"config: got {got}, want a config object, the path of a config.json or of its folder, or "
+                "the file's contents as a mapping. Nothing is downloaded: for a model on the Hub, download its "
+                "config.json, or look its model_type up in docs/models-names.md"
             )
         return cls("config", config, _model_type(config))
 

@@ -217,7 +217,7 @@ def get_sequence(
         memory: see ``get_tensor``.
 
     Raises:
-        InvalidInputError: the parts of the message do not fit together.
+        InvalidInputError: the parts of the message contradict one another.
     """
     segments = get_segments(path(name, "segments"), required(name, message, "segments"))
     positions = get_result(path(name, "positions"), required(name, message, "positions")).table

@@ -243,7 +243,7 @@ def get_tensor(
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
     if got != size:
         raise InvalidInputError(
-            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} of {dtype.itemsize}"
+            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte numbers"
         )
     # numpy refuses such axes even for an empty array.
     if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:

@@ -168,7 +168,7 @@ def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> Non
         assert remote(q[:3]) == local(q[:3])
         assert remote(q.clone().requires_grad_()) == (
             UnsupportedError,
-            "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
+            "q: got a tensor that requires gradients, want a detached one; a service returns no gradients",
         )
         assert remote(q, q.to("meta")) == (InvalidInputError, "k must be on the device of q, cpu, got meta")
         assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"

@@ -219,10 +219,10 @@ def forget(out: Path) -> None:
         ),
         (
             forget,
-            "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
+            "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all; run mmpos preprocess again to "
             "finish them",
         ),
-        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder again"),
+        (change("version", 2), "OUT/manifest.json: version: got 2, want 1; write the folder again"),
         (
             change("shards", 3),
             "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",

@@ -181,8 +181,8 @@ def test_context_parallel_ranks_have_the_same_output_as_one_process(tmp_path: Pa
             "ulysses_degree only"
         )
         assert shares.pop("ltx") == (
-            "positions: got packed documents with context parallelism, want one document per row: diffusers splits "
-            "their texts"
+            "positions: got packed documents with context parallelism, want one document per row, because diffusers "
+            "splits the texts of packed documents"
         )
         assert len(shares) == 8
         assert max(shares.values()) <= 1, shares

@@ -248,7 +248,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
-    "k: got None, want a tensor: use apply_rotary to rotate q alone": [stores(k=None)],
+    "k: got None, want a tensor; use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
@@ -326,7 +326,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "cache_layout: got 'NDH', want one of 'NHD', 'HND'": [moves(cache_layout="NDH")],
     "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
     (
-        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
+        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; "
         "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
     ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],

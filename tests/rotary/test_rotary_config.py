@@ -623,9 +623,9 @@ def test_anything_but_a_config_or_a_model_folder_is_refused(config: object, got:
         with pytest.raises(InvalidInputError) as caught:
             read(config)
         assert str(caught.value) == (
-            f"config: got {got}, want a config object, the path of a config.json or of its folder, or its mapping. "
-            "Nothing is downloaded: for a model on the Hub, download its config.json, or look its model_type up in "
-            "docs/models-names.md"
+            f"config: got {got}, want a config object, the path of a config.json or of its folder, or the file's "
+            "contents as a mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look "
+            "its model_type up in docs/models-names.md"
         )
 
 

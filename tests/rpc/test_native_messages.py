@@ -252,7 +252,7 @@ def test_too_many_fields_are_declined() -> None:
 
 
 def test_malformed_bytes_are_read_or_declined() -> None:
-    """Read malformed bytes, in which sanitizers must find no errors."""
+    """Read malformed bytes; sanitizers must find no errors in the reader."""
     valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):

@@ -55,7 +55,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
             rows, and each uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used
             for all calls.
         generate: number of tokens to generate after the single call, with ``model.generate``; their keys follow those
-            of the prompt, except the last one, which never passes through forward.
+            of the prompt, except that of the last token, which never passes through forward.
 
     Returns:
         Layers with keys, in order; layers without their own keys (linear attention, convolutions, shared keys) are

@@ -60,7 +60,7 @@ class ModelSettings:
         second_rotary: rotation of the second channel of every pair if its axis differs from that of the first channel,
             else None. If it is set, rotate the first channels with rotary and the second channels with second_rotary.
         image_file: image processor settings from the model's folder; None unless a folder was read.
-        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames at once.
+        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames together.
     """
 
     model_type: str

@@ -124,9 +124,9 @@ class BatchDataset(IterableDataset[_Item]):
         self._max_skipped = max_skipped
         SkipLimit(max_skipped)
         if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path: skipped records are never dropped silently")
+            raise InvalidInputError("quarantine: got None, want a path; skipped records are never dropped silently")
         if skips_images(preprocess) and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path: images are never dropped silently")
+            raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)

@@ -245,7 +245,7 @@ class ModelCollator:
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
             raise UnsupportedError(
-                f"batch: got {got} of audio for {kind!r}, want none: audio features are not passed on"
+                f"batch: got {got} of audio for {kind!r}, want none; audio features are not passed on"
             )
         want = self.settings.scheme.label
         if self.inputs.text_row and batch.positions.scheme != want:

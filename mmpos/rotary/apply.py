@@ -249,7 +249,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     """
     if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
-            "angles: got precision 'hf', want 'exact': wrapped angles would differ from those of Transformers"
+            "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers"
         )
     _check_heads_turn_alike("angles", rotary)
     ids = _ids_for_tables(rotary, positions, device)
@@ -370,7 +370,7 @@ def _arguments(
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
     if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor: use apply_rotary to rotate q alone")
+        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):

@@ -86,7 +86,7 @@ def _pages(k_cache: Tensor, cache_layout: CacheLayout, k_scale: Tensor | None, r
     if k_cache.dtype not in (*FLOATS, *paged.EIGHT_BITS):
         error = UnsupportedError if k_cache.dtype.itemsize == 1 else InvalidInputError
         raise error(
-            f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
+            f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; "
             "reinterpret bytes of 8-bit floats with view(torch.float8_e4m3fn)"
         )
     if (k_scale is None) == (k_cache.dtype in paged.EIGHT_BITS):

@@ -49,7 +49,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 @pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
 def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; .*RankLoader"):
         dispatch([arguments], 0)
 
 

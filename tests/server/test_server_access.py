@@ -291,7 +291,7 @@ def test_tokens_require_tls_or_a_loopback_host(file: Path, tmp_path: Path) -> No
         with pytest.raises(InvalidInputError) as raised:
             Listen(host, token_file=file)
         assert str(raised.value) == (
-            f"token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on {host}"
+            f"token-file requires --tls-cert and --tls-key, or a loopback host; others could read the tokens on {host}"
         )
 
 

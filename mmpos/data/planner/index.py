@@ -238,23 +238,23 @@ class PlannedPacks:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
         if not mine:
             got = f"no examples in microbatch {microbatch} of step {self._step} and rank {self.rank}"
-            raise InvalidInputError(f"{self._path}: got {got}, want one or more: the index has changed")
+            raise InvalidInputError(f"{self._path}: got {got}, want one or more; the index has changed")
         examples: list[Example] = []
         for row in mine:
             before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
                 got = f"offset {row['offset']} in step {self._step} and rank {self.rank}"
-                raise InvalidInputError(f"{self._path}: got {got}, want {before}: the index has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
             name = row["shard"]
             if name not in shards:
                 shards[name] = SequenceShard(name).rows(self._groups)
             if not 0 <= row["row"] < len(shards[name]):
                 got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
-                raise InvalidInputError(f"{self._path}: got {got}, want {want}: the shard has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {want}; the shard has changed")
             example = shards[name][row["row"]]
             if example.num_tokens != row["tokens"]:
                 got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
-                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}: the shard has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}; the shard has changed")
             examples.append(example)
         return PlannedPack(Pack(tuple(examples), self.max_tokens), mine[0]["weight"], mine[0]["needs_image"])
 

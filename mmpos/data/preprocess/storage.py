@@ -362,7 +362,7 @@ class SequenceShard:
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
-                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them again"
+                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}; write them again"
             )
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")

@@ -142,7 +142,7 @@ def _restarts(table: PositionTable, tokens: Tensor, arguments: Mapping[str, obje
     if mask is not None:
         return {}
     if arguments.get("use_cache"):
-        raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not separate them")
+        raise UnsupportedError("use_cache: got True for packed documents, want False; a cache does not separate them")
     if arguments.get("position_ids") is not None:
         return {"use_cache": False}
     first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(tokens.device, torch.int64)
@@ -227,7 +227,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
             f"mm_position_ids: got {counted(len(lengths), 'document')} of {lengths.tolist()} tokens, "
-            f'want {batch} of one length: pad the table with side="left"'
+            f'want {batch} of one length; pad the table with side="left"'
         )
     last = table.cu_seqlens[1:][nonempty] - 1
     ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
@@ -235,7 +235,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
         row = int(ends_padded.argmax())
         raise InvalidInputError(
             f"mm_position_ids: got padding after prompt {row}, want it before the prompt, because generation "
-            'continues from the last token: pad the table with side="left"'
+            'continues from the last token; pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
     return ids.to(device), torch.from_numpy(table.next_positions[nonempty]).to(device)

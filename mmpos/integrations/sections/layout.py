@@ -282,11 +282,11 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
         )
     if positions.fractional:
         raise UnsupportedError(
-            f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "
+            f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers; an id is a row of "
             "the engine's cos/sin cache, and each generated token uses the next row"
         )
     if positions.is_padding.any():
-        raise InvalidInputError("positions: got padding, want none: engines pack requests")
+        raise InvalidInputError("positions: got padding, want none; engines pack requests")
 
 
 def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray) -> IntArray:
@@ -305,7 +305,7 @@ def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sect
     if low.min() < 0:
         w = int((low < 0).argmax())
         raise InvalidInputError(
-            f"documents[{owners[w]}]: got id {low[w]}, want >= 0: ids are rows of the cos/sin cache"
+            f"documents[{owners[w]}]: got id {low[w]}, want >= 0; ids are rows of the cos/sin cache"
         )
     w = int((high >= sections.max_position).argmax())
     raise LimitExceededError(

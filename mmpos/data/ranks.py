@@ -122,7 +122,7 @@ class RankLoader(Generic[_Item]):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged: "
+            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged; "
             "pass ignore_data_skip=True to TrainingArguments, and call load_state_dict before the run resumes"
         )
 

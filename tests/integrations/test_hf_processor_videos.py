@@ -218,7 +218,7 @@ def test_invalid_video_settings_are_refused() -> None:
         "video_processor: got {": lambda: make(video_token=8, video_processor={"video_processor_type": "AutoModel"}),
         "video_token: got 'no', want a token with": lambda: make(video_token="no", video_processor=videos),
         "tokenizer: got None with a config, want a tokenizer, or": lambda: of_model(config_of("qwen2_vl")),
-        "video_processor: got one for 'glm4v', want None: its videos are unsupported": lambda: of_model(
+        "video_processor: got one for 'glm4v', want None; its videos are unsupported": lambda: of_model(
             config_of_type("glm4v"), tokenizer, video_processor=videos
         ),
         "config: got 'llama', want a model whose config has temporal_patch_size": lambda: of_model(

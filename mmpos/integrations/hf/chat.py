@@ -86,7 +86,7 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
     got = f"{name}: got the text {text[:80]!r}"
     scheme, slashes, _ = text.partition("://")
     if slashes and scheme.lower() != "file":
-        raise InvalidInputError(f"{got}, want the path of a file, {other}: URLs are never fetched")
+        raise InvalidInputError(f"{got}, want the path of a file, {other}; URLs are never fetched")
     if not read_files:
         raise InvalidInputError(f"{got}, want {other}; read_files=False forbids paths")
     path = url2pathname(urlsplit(text).path) if slashes else text

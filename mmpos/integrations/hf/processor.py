@@ -204,7 +204,7 @@ class MMPosProcessor(ProcessorMixin):
         if video_processor is not None:
             if not takes_videos:
                 raise UnsupportedError(
-                    f"video_processor: got one for {model.model_type!r}, want None: its videos are unsupported"
+                    f"video_processor: got one for {model.model_type!r}, want None; its videos are unsupported"
                 )
             arguments["video_processor"] = video_processor
             arguments["video_token"] = model.placeholders.video

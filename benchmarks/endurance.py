@@ -146,7 +146,7 @@ def soak(seconds: float, scale: Scale) -> Result:
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit the growth of memory per second, and its standard error, to means of ten consecutive parts.
+    """Fit the memory growth per second, and its standard error, to the means of ten consecutive parts.
 
     Means are used because memory samples from consecutive seconds are correlated.
     """

@@ -114,7 +114,7 @@ class Deviation:
 
     @cached_property
     def offset(self) -> float | None:
-        """By how much the ids of the first token that differs are too large, if the same on all axes."""
+        """By how much the ids of the first token that differs are too large, if by the same amount on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 

@@ -105,7 +105,7 @@ def percentile(seconds: Sequence[float], percent: int) -> float:
 
 
 def overloaded(scale: Scale) -> list[Result]:
-    """Overload a server with each kind of call, with server and clients on separate cores if there are two."""
+    """Overload a server with each kind of call; server and clients use separate cores if the machine has two."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         with on_core(cores[0]):

@@ -501,7 +501,7 @@ def apply_rotary(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent there and back.
+    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent to the server and back.
 
     Args:
         q: queries; see ``apply_rotary``. They must not require gradients.
@@ -557,7 +557,7 @@ def _put_rotation(
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
-    """Check the properties of tensors that a server cannot see."""
+    """Check the tensor properties that a server cannot see."""
     with needed_for("rotations", extra="all"):
         import torch
 

@@ -195,7 +195,7 @@ class Packer:
         return best_cut
 
     def _split(self, number: int, cut: int) -> Example:
-        """Cut the head off a buffered example; the rest keeps its place in the queue."""
+        """Cut the head off a buffered example; the remaining part keeps its place in the queue."""
         example = self._held[number]
         self._hold(number, example.slice(cut, example.num_tokens))
         self._counts["splits"] += 1

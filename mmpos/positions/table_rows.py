@@ -137,7 +137,9 @@ def check_next(next_positions: IntArray) -> None:
     beyond = (next_positions < INT32_MIN) & (next_positions != NO_POSITION) | (next_positions > INT32_MAX + 1)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents[{d}]: got next position {next_positions[d]}, want from -2**31 to 2**31")
+        raise LimitExceededError(
+            f"documents[{d}]: got next position {next_positions[d]}, want a value from -2**31 to 2**31"
+        )
 
 
 class IdBounds(NamedTuple):
@@ -145,7 +147,7 @@ class IdBounds(NamedTuple):
 
     Args:
         origin: (axes, segments) numerators at frame, row and column 0.
-        moves: (axes, 3, segments) changes of the numerators from there to the last frame, row and column.
+        moves: (axes, 3, segments) changes of the numerators up to the last frame, row and column.
         denominator: (segments,).
     """
 
@@ -251,4 +253,4 @@ def _check_deltas(documents: IntArray) -> None:
     beyond = ~none[1] & (np.abs(delta.astype(np.float64)) > MAX_NUMERATOR)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want within 2**62")
+        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want at most 2**62 in magnitude")

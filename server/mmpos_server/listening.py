@@ -144,7 +144,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_send_message_length", -1),
         # Disable compression: the size of a compressed message is unknown until it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # Make both equal because the transport randomly refuses calls between the two.
+        # Make both limits equal because the transport randomly refuses calls between the two.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # gRPC enables this by default: a second server on the port would silently take half of the calls.

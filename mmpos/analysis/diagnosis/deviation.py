@@ -132,7 +132,7 @@ class Deviation:
         return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
-        """Return whether the ids of each token agree with ``got`` on every axis, (tokens,)."""
+        """Return (tokens,) flags: whether the ids of each token agree with ``got`` on every axis."""
         with np.errstate(invalid="ignore"):  # inf - inf is invalid
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 

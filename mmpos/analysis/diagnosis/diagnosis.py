@@ -332,5 +332,5 @@ def find_cause(case: Deviation) -> dict[str, Any]:
 
 
 def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
-    """Return whether each token has the ids that a mistake produces, (tokens,)."""
+    """Return (tokens,) flags: whether each token has the ids that a mistake produces."""
     return case.near(case.rounded(ids[..., tokens]), case.got[:, tokens])

@@ -366,7 +366,7 @@ class Follower:
         return readings
 
     def _doubted(self, readings: Float64Array, lengths: Float32Array) -> Flags:
-        """Return whether the residual of each id exceeds the noise, (tokens,)."""
+        """Return (tokens,) flags: whether the residual of each id exceeds the noise."""
         return np.asarray(readings[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:

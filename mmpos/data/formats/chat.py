@@ -171,9 +171,9 @@ class LLaVA(_Conversation):
     r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
     A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` is a path, another reference, or a list
-    of references. They replace the ``<image>`` placeholders in the values, in order; there must be as many references
-    as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained on,
-    including the text that ends them.
+    of references. The references replace the ``<image>`` placeholders in the values, in order; there must be as many
+    references as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained
+    on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 

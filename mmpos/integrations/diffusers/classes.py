@@ -105,7 +105,7 @@ def _axes_in_blocks(channels: tuple[int, ...], theta: float = 10000.0, pairing: 
 
 
 def _thirds(head_dim: int) -> tuple[int, int, int]:
-    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, and frames have the rest."""
+    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, and frames have the others."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 

@@ -263,8 +263,8 @@ class TextRows:
         input_ids: (tokens,) token ids of all rows.
         lengths: (rows,) number of tokens in each row.
         source: (tokens,) index, before expansion, of the token from which each token was expanded.
-        first: (images,) first token of each image, including a start marker.
-        stop: (images,) one past the last token of each image, including an end marker.
+        first: (images,) first token of each image, counting its start marker.
+        stop: (images,) one past the last token of each image, counting its end marker.
         document: (images,) row of each image.
         grid_thw: (images, 3) frames, height and width after merging.
         markers: marker tokens inserted around and inside images.
@@ -337,7 +337,7 @@ class TextRows:
 
 
 def added_tokens(encoded: BatchEncoding) -> IntArray:
-    """Count the special tokens that a tokenizer added before and after each text, (rows, 2)."""
+    """Return (rows, 2) counts of the special tokens that a tokenizer added before and after each text."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
         for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
@@ -352,7 +352,7 @@ def expand(
     markers: MarkerIds,
     videos: VideoTokens | None = None,
 ) -> TextRows:
-    """Replace each placeholder by the tokens of its image or video.
+    """Replace each placeholder with the tokens of its image or video.
 
     Args:
         texts: token ids of each row, with one placeholder per image and per video.
@@ -419,7 +419,7 @@ def _merge_grids(
 
 
 def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
-    """Replace the placeholder of each video by its unexpanded tokens; return all ids and the source of each id."""
+    """Replace the placeholder of each video with its unexpanded tokens; return all ids and the source of each id."""
     at = ids == videos.token_id
     _check_counts("video", row[at], rows, len(videos.unexpanded), videos.per_row)
     counts = np.ones(ids.size, np.int64)

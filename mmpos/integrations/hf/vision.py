@@ -371,7 +371,7 @@ def process_videos(
         named: paths, arrays or Frames with their names.
         settings: video settings of the processor.
         images: processor that reads frames from files.
-        options: video options, with the names of Transformers.
+        options: video options, by their Transformers names.
         read_files: whether a string may be a file path.
     """
     size = options.get("temporal_patch_size") or settings.processor.temporal_patch_size

@@ -571,7 +571,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(
-                f"{name}: got a tensor that requires gradients, want a detached one: a service returns no gradients"
+                f"{name}: got a tensor that requires gradients, want a detached one; a service returns no gradients"
             )
     if k is not None and k.device != q.device:
         raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")

@@ -39,7 +39,7 @@ class ModelInputs:
         images: whether the model takes pixel_values and image_grid_thw, or their counterparts for videos, and
             mm_token_type_ids; else it takes only text.
         planes: whether pixel_values are (patches, 3, patch_size, patch_size) instead of (patches, values).
-        seq_idx: whether layers without attention take the document of each token.
+        seq_idx: whether layers without attention take the document index of each token.
         expert_types: whether moe_mm_token_type_ids select the experts of each token, with image markers counted as
             images.
     """
@@ -245,7 +245,7 @@ class ModelCollator:
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
             raise UnsupportedError(
-                f"batch: got {got} of audio for {kind!r}, want none: audio features are not passed on"
+                f"batch: got {got} of audio for {kind!r}, want none; audio features are not passed on"
             )
         want = self.settings.scheme.label
         if self.inputs.text_row and batch.positions.scheme != want:
@@ -310,7 +310,7 @@ class ModelCollator:
         return {"pixel_values": pixels[~in_video], "image_grid_thw": grid_thw[~video], **videos}
 
     def _pixel_values(self, patches: Tensor | None) -> Tensor:
-        """Convert patches to the pixel_values of the model's processor; return that processor's float patches as is."""
+        """Convert patches to the processor's pixel_values; return float patches from the processor unchanged."""
         if patches is None:
             raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):

@@ -647,7 +647,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # NO_POSITION is the least int64
             d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
-            raise UnsupportedError(f"{name}: got {got}, want a whole id: place it together with the tokens to come")
+            raise UnsupportedError(f"{name}: got {got}, want a whole id; place it together with the tokens to come")
         return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:

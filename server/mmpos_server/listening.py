@@ -69,7 +69,7 @@ class Listen:
             raise InvalidInputError("tls-cert requires --port: a unix socket is never encrypted")
         if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
             raise InvalidInputError(
-                "token-file requires --tls-cert and --tls-key, or a loopback host: "
+                "token-file requires --tls-cert and --tls-key, or a loopback host; "
                 f"others could read the tokens on {self.host}"
             )
 

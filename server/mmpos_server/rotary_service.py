@@ -220,4 +220,4 @@ def _device_of_torch() -> str:
 def require_torch() -> None:
     """Raise an error if torch is not installed."""
     if not has_torch():
-        raise UnsupportedError(f"rotary: this server has no torch, want {pip_install('all')}")
+        raise UnsupportedError(f"rotary: torch is not installed on this server; install it with: {pip_install('all')}")

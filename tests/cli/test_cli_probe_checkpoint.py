@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_created_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "config: got .*config.json: No such file or directory, want a config.json"),
+        (None, "config: got .*config.json \\(No such file or directory\\), want a config.json"),
         ("{", "config: got .*config.json, which is not valid JSON .*"),
         ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embeddings, want one with them"),
     ],

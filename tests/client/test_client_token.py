@@ -55,7 +55,7 @@ def mistake(call: Callable[..., object], *args: object, **kwargs: object) -> str
 def test_a_token_requires_tls_unless_the_server_is_on_this_machine(kind: Any, addresses: Any) -> None:
     i, address = (1, addresses[1]) if isinstance(addresses, list) else (0, addresses)
     assert mistake(kind, addresses, token=TOKEN) == (
-        f"token requires tls for {address!r} (addresses[{i}]): others could read the token"
+        f"token requires tls for {address!r} (addresses[{i}]); others could read the token"
     )
     kind(addresses, token=TOKEN, tls=Tls())
 

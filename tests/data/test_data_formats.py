@@ -143,13 +143,13 @@ def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pyt
 
 
 def test_paths_are_not_read_without_base() -> None:
-    want = "want Images(base=…) or Images(resolver=…): paths are not read by default"
+    want = "want Images(base=…) or Images(resolver=…); paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
 
 
 def test_urls_are_not_fetched_by_default() -> None:
-    want = "want Images(fetcher=…) or Images(resolver=…): URLs are not fetched by default"
+    want = "want Images(fetcher=…) or Images(resolver=…); URLs are not fetched by default"
     assert refused(LOCAL, "https://host/a.png") == f"r: image: got the URL 'https://host/a.png', {want}"
     urls: list[str] = []
     images = Images(fetcher=lambda url: urls.append(url) or PNG)  # type: ignore[func-returns-value]

@@ -180,7 +180,7 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
         (
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]),
             UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none: audio features are not passed on",
+            "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on",
         ),
         (
             lambda: ModelCollator(SETTINGS)(_shard()),

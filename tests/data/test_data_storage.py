@@ -164,7 +164,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them again"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3; write them again"):
         next(SequenceShard(path).examples())
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())

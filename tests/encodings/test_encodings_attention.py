@@ -301,6 +301,6 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed, {want}\n"
+    want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed; {want}\n"
     assert set(encodings.__all__) <= set(dir(encodings)) | {"SelfAttention"}

@@ -238,7 +238,7 @@ def test_text_may_name_files_only_if_read_files_allows_it(tmp_path: Path) -> Non
     path.write_bytes(photo(1))
     closed = MMPosProcessor(ours.tokenizer, ours.images, ours.scheme, ours.markers, False, read_files=False)
     want = ours(path, QWENS[2])["pixel_values"]
-    message = r"content\[0\]: got the text .*: read_files=False forbids paths$"
+    message = r"content\[0\]: got the text .*; read_files=False forbids paths$"
     for text in (str(path), path.as_uri()):
         blocks = [{"type": "image", "image": text}, {"type": "image_url", "image_url": {"url": text}}]
         for block in blocks:

@@ -411,7 +411,7 @@ def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
 
 NO_END = (
     "{}: got document {} of {}, whose end is not one whole id, "
-    "want a whole id: place it together with the tokens to come"
+    "want a whole id; place it together with the tokens to come"
 )
 UNSUPPORTED: list[Refusal] = [
     (

@@ -26,7 +26,7 @@ def test_a_missing_package_raises_an_error_with_its_name_and_the_pip_command() -
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         import_module("no_such_package")
     commands = 'pip install "multimodal-positions[pond]" (in a clone: pip install ".[pond]")'
-    assert str(raised.value) == f"ducks: no_such_package is not installed, want {commands}"
+    assert str(raised.value) == f"ducks: no_such_package is not installed; install it with: {commands}"
     assert raised.value.name == "no_such_package"
     assert type(raised.value) is ImportError
 
@@ -78,7 +78,8 @@ def test_examples_name_a_missing_package_in_one_line(
     # Importing torch takes seconds, and it is not used here.
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
+    want = f"^{example}: {module} is not installed; install it with: pip install {packages}, in"
+    with pytest.raises(SystemExit, match=want):
         runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 

@@ -79,7 +79,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
             for future in done:
                 _raise(future.result())
     except BrokenProcessPool as error:
-        raise ChildProcessError("a worker process was killed, possibly out of memory: use fewer workers") from error
+        raise ChildProcessError("a worker process was killed, possibly out of memory; use fewer workers") from error
     finally:
         for process in started if running else ():
             process.kill()

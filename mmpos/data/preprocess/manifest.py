@@ -89,7 +89,7 @@ class Manifest:
                 f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
             ) from error
         if got != _VERSION:
-            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder again")
+            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}; write the folder again")
         return manifest
 
     def save(self) -> None:
@@ -255,7 +255,7 @@ def sequence_shards(
     for name, shard in sorted(manifest.shards.items()):
         if not shard.complete:
             got = f"{len(shard.files)} of {'an unknown number of' if shard.parts is None else shard.parts} parts"
-            raise InvalidInputError(f"{path}: {name}: got {got}, want all: run mmpos preprocess again to finish them")
+            raise InvalidInputError(f"{path}: {name}: got {got}, want all; run mmpos preprocess again to finish them")
         for part in range(len(shard.files)):
             file = shard.files[part]
             if file.name not in names:

@@ -86,7 +86,7 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
     if slashes and scheme.lower() != "file":
         raise InvalidInputError(f"{got}, a URL, which is never fetched, want the path of a file, {other}")
     if not read_files:
-        raise InvalidInputError(f"{got}, want {other}: read_files=False forbids paths")
+        raise InvalidInputError(f"{got}, want {other}; read_files=False forbids paths")
     path = url2pathname(urlsplit(text).path) if slashes else text
     if not os.path.isfile(path):
         raise InvalidInputError(f"{got}, want the path of an existing file, {other}")

@@ -318,7 +318,7 @@ class MMPosProcessor(ProcessorMixin):
 
     def _check_media(self, videos: object, audio: object) -> None:
         if audio is not None:
-            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: audio is not supported")
+            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None; audio is not supported")
         if videos is not None and self._videos is None:
             raise UnsupportedError("videos requires a processor with video_processor and video_token")
 

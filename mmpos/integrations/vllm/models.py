@@ -90,12 +90,12 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
-            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM derives "
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}; vLLM derives "
             "the cache slots of a draft model from ids, but ids are not token indices here"
         )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False: video embeddings would bypass the limits")
+        raise UnsupportedError("enable_mm_embeds: got True, want False; video embeddings would bypass the limits")
     if multimodal.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
     if permute and vllm_config.lora_config is not None:

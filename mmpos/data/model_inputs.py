@@ -385,7 +385,7 @@ class ProcessedInputs:
         input_ids = _tokens("input_ids", record.get("input_ids"))
         mask = record.get("attention_mask")
         if mask is not None and not np.asarray(mask).all():
-            raise InvalidInputError("attention_mask: got padding, want one document without it")
+            raise InvalidInputError("attention_mask: got padding, want one document without padding")
         grids = {name: _array(record.get(name)) for name in ("image_grid_thw", "video_grid_thw")}
         seconds = record.get("second_per_grid_ts")
         seconds = None if seconds is None else np.asarray(seconds).tolist()
@@ -452,7 +452,7 @@ def _array(values: object, dtype: type = np.int64) -> Any:
 
 
 def _margins(input_ids: IntArray, spans: IntArray, markers: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the number of marker tokens before and after every image: (1, 1) if all have both, else (0, 0)."""
+    """Return the number of marker tokens before and after every image: (1, 1) if every image has both, else (0, 0)."""
     if markers is None or not len(spans) or spans[0, 0] == 0 or spans[-1, 1] == input_ids.size:
         return 0, 0
     before, after = (

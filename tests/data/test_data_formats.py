@@ -104,7 +104,7 @@ def test_data_urls_are_decoded_without_the_resolver(url: str) -> None:
     ("url", "message"),
     [
         ("data:image/png", "got the data URL 'data:image/png', want a comma before the data"),
-        ("data:text/plain,hi", "got the data URL 'data:text/plain,hi', want one of image/…"),
+        ("data:text/plain,hi", "got the data URL 'data:text/plain,hi', want an image/… media type"),
         ("data:image/png,a%2", "got the data URL 'data:image/png,a%2', want ASCII, and two hex digits after each %"),
         ("data:image/png,ä", "got the data URL 'data:image/png,ä', want ASCII, and two hex digits after each %"),
         ("data:image/png;base64,iVBO!A==", "want base64 ("),

@@ -97,7 +97,7 @@ def test_invalid_prompts_and_items_are_refused(message: str) -> None:
 
 
 def assert_rotated(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
-    """Check that these are, bit for bit, q and k as rotated by mmpos, with their channels in this order."""
+    """Check that the tensors equal, bit for bit, q and k rotated by mmpos, with channels in the given order."""
     for rotated, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
         assert want is not None
         assert torch.equal(rotated.view(want.shape), want[..., channels])

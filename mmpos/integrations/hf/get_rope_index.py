@@ -95,7 +95,7 @@ class RopeIndex:
         Args:
             input_ids: (batch, seq); only the shape, dtype and device are used.
             mm_token_type_ids: (batch, seq) 0 for text, 1 for images, 2 for videos.
-            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
+            image_grid_thw: (images, 3) frames, height, width before merging; trailing grids without tokens are
                 ignored.
             video_grid_thw: (videos, 3) the same for videos.
             attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.
@@ -303,7 +303,7 @@ def rope_index(config: object) -> Function:
             file or its folder.
 
     Returns:
-        A function with the parameters of the method, without self. It holds no reference to the model and no state.
+        A function with the method's parameters, except self. It holds no reference to the model and no state.
 
     Raises:
         UnsupportedError: mmpos has no such function for the model type.
@@ -355,7 +355,7 @@ def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
 
 
 def install(model: Model) -> Model:
-    """Replace ``get_rope_index`` of a model, and of every model inside it, by a function from ``rope_index``.
+    """Replace ``get_rope_index`` on a model, and on every model inside it, with a function from ``rope_index``.
 
     The function is set on the instances, not on their classes. Copies and pickles of the model keep the function.
     Repeated calls are allowed.
@@ -367,8 +367,8 @@ def install(model: Model) -> Model:
         The model itself.
 
     Raises:
-        UnsupportedError: no model inside has the method, rope_index does not support the type of one of them, or
-            another function is already set on an instance. In these cases, nothing is changed.
+        UnsupportedError: no model inside has ``get_rope_index``, ``rope_index`` does not support the type of one of the
+            models, or another function is already set on an instance. In these cases, nothing is changed.
     """
     modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
     if not modules:
@@ -386,7 +386,7 @@ def install(model: Model) -> Model:
 
 
 def uninstall(model: Model) -> Model:
-    """Remove the functions that ``install`` set; leave a model without them unchanged.
+    """Remove the functions that ``install`` set; a model without such functions is left unchanged.
 
     Args:
         model: as for install.

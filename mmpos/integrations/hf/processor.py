@@ -55,8 +55,8 @@ class MMPosProcessor(ProcessorMixin):
     """Transformers processor that returns positions with the tokens. It is saved and loaded like any other processor.
 
     In text, the patch marker is the placeholder for an image, and ``video_token`` is the placeholder for a video; each
-    is replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
-    placeholders.
+    is replaced with the tokens of its image or video. Chats contain their images and require a chat template that
+    writes placeholders.
 
     Args:
         tokenizer: tokenizer from Transformers.
@@ -70,7 +70,7 @@ class MMPosProcessor(ProcessorMixin):
         chat_template: Jinja template; None uses the tokenizer's template.
         return_positions: whether calls return positions in addition to Transformers' keys, unless a call sets the
             option of the same name. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
-        read_files: whether text may be the path of a file; use False for chats from untrusted users.
+        read_files: whether a string may be a file path; use False for chats from untrusted users.
         video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
         video_token: placeholder for a video and for each of its patches, as text or token id.
         timestamp: format string, with the field ``seconds``, of the text before each grid of frames, as in Qwen3-VL;
@@ -281,8 +281,8 @@ class MMPosProcessor(ProcessorMixin):
                 ``mmpos.integrations.hf.texts.TextOptions``; for images, ``min_pixels``, ``max_pixels``, ``max_tokens``,
                 ``size``, ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std``, which
                 can also be passed in ``images_kwargs``; for videos, the options of the video_processor, which can also
-                be passed in ``videos_kwargs``. An option that exists for images and for videos applies to both, and is
-                refused if images do not support it.
+                be passed in ``videos_kwargs``. An option that exists for both images and videos applies to both, and is
+                refused if it is not supported for images.
 
         Returns:
             A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1

@@ -82,7 +82,7 @@ def cases(
 
 @conformance.command()
 def answer() -> None:
-    """Answer cases from standard input with mmpos, as a program to try [bold]run[/bold] with."""
+    """Answer cases from standard input with mmpos, as a sample program for trying out [bold]run[/bold]."""
     for line in sys.stdin:
         try:
             request = json.loads(line)

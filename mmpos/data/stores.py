@@ -37,7 +37,7 @@ _OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
 _BUFFER = 2**23  # bytes per request in sequential reads
 _COPY = 2**24  # bytes copied at once in an upload
 _MEMORY = 2**26  # bytes of an upload held in memory; larger uploads are held on disk
-_CONFLICTS = 5  # attempts of a conditional request that conflicts with another
+_CONFLICTS = 5  # attempts at a conditional request that conflicts with another
 
 
 @dataclass(frozen=True, order=True)

@@ -62,7 +62,10 @@ def _ladders(sizes: Sequence[int], pairs: int) -> PairLayout:
 
 
 def _pixtral(axes: int, pairs: int) -> PairLayout:
-    """Assign the even θ of one ladder to rows, then the odd θ to columns (Pixtral); this reorders the pairs."""
+    """Assign the even-indexed θ of one ladder to rows, then the odd-indexed ones to columns, as in Pixtral.
+
+    This reorders the pairs.
+    """
     if axes != 2:
         raise InvalidInputError(f"axes: got {axes}, want 2 for allocation 'pixtral'")
     if pairs % 2:

@@ -1,4 +1,4 @@
-"""Conversion of rotations, and of the positions to rotate by, to messages and back."""
+"""Conversion of rotations, and of the positions that they use, to and from messages."""
 
 from __future__ import annotations
 

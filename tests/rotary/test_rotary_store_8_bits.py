@@ -260,7 +260,7 @@ def test_the_error_of_8_bit_values_is_as_documented(dtype: torch.dtype, kind: st
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_autograd_detects_that_saved_scales_were_written(way: str) -> None:
+def test_autograd_detects_that_saved_scales_were_overwritten(way: str) -> None:
     cache = CACHES["NHD"](4, 16, 2, 12, E4M3)
     scales = [torch.ones(shape, device=DEVICE) for shape in ((4, 16, 2), (4, 16, 2), (13, 3))]
     factor = torch.zeros((), requires_grad=True, device=DEVICE)

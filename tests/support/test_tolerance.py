@@ -47,7 +47,7 @@ def test_sums_in_other_orders_are_within_the_bound_but_a_sum_without_one_term_is
         assert_within(in_order() - a[:, 299, None] * b[299], a @ b, bound)
 
 
-def test_rotations_by_another_cos_and_sin_are_within_the_bound_but_those_by_the_next_id_are_not() -> None:
+def test_independently_computed_rotations_are_within_the_bound_and_rotations_by_the_next_id_are_not() -> None:
     rotary, x = Rotary(64, axes=1), torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0))
     angle = torch.arange(9)[:, None] * torch.tensor(rotary.inv_freq_array)
 

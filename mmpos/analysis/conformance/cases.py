@@ -102,7 +102,7 @@ def load_cases(patterns: Sequence[str] = ()) -> list[Case]:
 
 
 def _cases_of(group: dict[str, Any]) -> Iterator[Case]:
-    """Yield the cases about one batch: each request contains the batch, or the one document that it names."""
+    """Yield the cases about one batch; each request contains the whole batch, or only the document of its case."""
     questions, name = group.pop("cases"), group.pop("group")
     for number, question in enumerate(questions):
         case = f"{name}/{number}-{question['ask']}"

@@ -202,7 +202,7 @@ def _records(task: Task, source: Facts) -> Iterator[tuple[Location, Raw]]:
 
 
 def _size(value: object) -> int:
-    """Return the size of a record in bytes and characters; a number counts as eight."""
+    """Return the approximate size of a record: the sum of its bytes and characters, plus eight for each number."""
     if isinstance(value, bytes | bytearray | str):
         return len(value)
     if isinstance(value, Mapping):

@@ -107,7 +107,7 @@ class Bound(NamedTuple):
     strides: Sequence[tuple[int, ...] | None]
 
     def launch(self, *tensors: Tensor) -> None:
-        """Launch the kernel with other tensors at these indices."""
+        """Launch the kernel with these tensors in place of the arguments at ``indices``."""
         arguments = self.arguments.copy()
         for index, strides, x in zip(self.indices, self.strides, tensors, strict=True):
             arguments[index] = x if strides is None else Heads._make((x, *strides))

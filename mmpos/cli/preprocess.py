@@ -311,8 +311,8 @@ class ShownProgress:
     """Progress on stderr, with the rate and the time left: a bar, or a line every few seconds and one at the end.
 
     Args:
-        readers: readers of the shards. If most of a few sampled readers know their number of records, the time left is
-            estimated from records, else from shards.
+        readers: readers of the shards. If most of the few readers that are sampled know their number of records, the
+            time left is estimated from the records done, else from the shards done.
         bar: function that updates the bar; None writes lines.
     """
 

@@ -111,7 +111,7 @@ class SequenceWriter:
         facts: JSON-compatible values for the footer; SequenceShard.facts returns them.
 
     Raises:
-        OSError: the file cannot be written, now or in a later call; the error names it.
+        OSError: the file cannot be written, now or in a later call; the error names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -221,7 +221,7 @@ class _HashedFile:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """Entry of a file in a manifest.
+    """A file's entry in a manifest.
 
     Args:
         manifest: path of the manifest.
@@ -266,7 +266,7 @@ class SequenceShard:
 
     @property
     def facts(self) -> Facts:
-        """Facts that its writer stored."""
+        """Facts that the file's writer stored."""
         with self._open() as file:
             return self._footer(file)["facts"]
 
@@ -362,7 +362,7 @@ class SequenceShard:
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
-                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them again"
+                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}; write them again"
             )
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")

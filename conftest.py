@@ -68,4 +68,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip files without slow tests if only slow tests are selected, since every worker would import these files."""
     only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
-    return True if only_slow and "slow" not in collection_path.read_text(encoding="utf-8").lower() else None
+    return True if only_slow and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None

@@ -192,7 +192,7 @@ ENCODERS: Mapping[str, Encoder] = MappingProxyType(
 )
 """Vision encoders whose positions are known."""
 
-_COORDINATES = "its positions are coordinates between -1 and 1 instead of patch indices"
+_COORDINATES = "the positions are coordinates between -1 and 1 instead of patch indices"
 _EARLIER = "its attention to earlier frames rotates only part of the keys"
 _WHOLE_HEADS = "it rotates all heads as one, by rows and columns"
 

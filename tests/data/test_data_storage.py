@@ -155,11 +155,11 @@ def test_invalid_examples_are_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"no parquet at all")
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want ready sequences"
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want preprocessed sequences"
     ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})

@@ -46,7 +46,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
     """Read the sizes of ready examples without reading their pixels.
 
     Args:
-        shards: files of ready sequences.
+        shards: files of preprocessed sequences.
         patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
 
     Returns:

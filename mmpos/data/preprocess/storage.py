@@ -1,4 +1,4 @@
-"""Write examples to Parquet files of ready sequences, and read them back unchanged."""
+"""Write examples to Parquet files of preprocessed sequences, and read them back unchanged."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Parquet file of ready sequences.
+    """Parquet file of preprocessed sequences.
 
     Args:
         path: path or URL of the file.
@@ -300,8 +300,8 @@ class SequenceShard:
             start: index of the first example; row groups before it are not read.
 
         Raises:
-            InvalidInputError: the file does not contain ready sequences, has another version or other axes, or is
-                damaged.
+            InvalidInputError: the file does not contain preprocessed sequences, has another version or other axes, or
+                is damaged.
         """
         for _, example in self._rows(start, 1):
             if isinstance(example, RecordError):
@@ -352,12 +352,15 @@ class SequenceShard:
         try:
             return open_parquet(store_path("path", self.path), page_checksum_verification=True)
         except pa.ArrowException as error:
-            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
+            want = "want preprocessed sequences"
+            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), {want}") from error
 
     def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         if stored is None:
-            raise InvalidInputError(f"{self.path}: got a Parquet file without mmpos metadata, want ready sequences")
+            raise InvalidInputError(
+                f"{self.path}: got a Parquet file without mmpos metadata, want preprocessed sequences"
+            )
         footer: _Footer = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]

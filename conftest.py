@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--release", help="Folder of a release to test, instead of building one.")
     parser.addoption("--mutations", type=int, default=10_000, help="Number of broken messages to send to the service.")
     parser.addoption(
-        "--batches", type=int, default=300, help="Number of random batches for the get_rope_index of a model type."
+        "--batches", type=int, default=150, help="Number of random batches for the get_rope_index of a model type."
     )
     parser.addoption("--one-in", type=int, default=16, help="Test one in N variants of the configs of a model type.")
 
@@ -68,4 +68,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip files without slow tests if only slow tests are selected, since every worker would import these files."""
     only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
-    return True if only_slow and "slow" not in collection_path.read_text(encoding="utf-8").lower() else None
+    return True if only_slow and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None

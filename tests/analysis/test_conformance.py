@@ -118,6 +118,7 @@ def test_lines_and_requests_conform_to_the_schema(pattern: str) -> None:
     )
     for case in load_cases([] if pattern == "*/*" else ["v2pe/0/*"]):
         request.validate(case.request)
+    for case in load_cases(["v2pe/0/*"]):  # the schema of a line contains that of an answer
         answer.validate({"case": case.name, **case.want})
 
 

@@ -200,6 +200,9 @@ def test_a_correct_model_raises_no_alarm(name: str, way: str) -> None:
         own = transformers.StaticCache(config=network.config.get_text_config(), max_cache_len=width + 8)
         assert_calm(name, keys_of(network, {**inputs, CACHE: own}, *later), want, CASTS)
         return
+    if way == "eager":  # only the attention function differs, so one prompt is enough
+        assert_calm(name, keys_of(network, inputs, *later), want)
+        return
     assert_calm(name, keys_of(network, inputs, *later), want, CASTS)
     if name in VIDEOS:
         inputs = prompt(name, "See {video} now")

@@ -187,7 +187,6 @@ def test_workers_together_yield_every_record_once_and_reproducibly(
 
     alone, two = run(0), run(2)
     assert set(keys(alone)) == set(keys(two))
-    assert_equal(two, run(2))
     assert_equal(two, run(2, threads=3))
     assert max(batch.positions.num_tokens for batch in two) <= 200
     # Split documents yield several pieces, but no token is lost.
@@ -681,35 +680,44 @@ def test_building_and_batching_call_few_functions() -> None:
 # Memory
 
 _MEMORY = """
-import resource, sys
+import sys
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data import BatchDataset, HFImages, PackedCollator, Packer, Pairs, Preprocess, shards
 builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 dataset = BatchDataset(
     shards(sys.argv[1:]), Preprocess(HFImages(), builder), Packer(1000, buffer=32), PackedCollator(), shuffle=64
 )
+
+
+def peak():
+    # ru_maxrss would include the peak of the process that started this one.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
 peaks = {}
 for batch in dataset:
     seen = dataset.state_dict()["counts"]["records"]
-    peaks[seen // 2000] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peaks[seen // 1000] = peak()
 print(seen, peaks[0], peaks[4])
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "tar"])
-def test_memory_use_is_constant_over_ten_thousand_records(kind: str, tmp_path: Path) -> None:
-    rows = records(0, 10_000)
+def test_memory_use_is_constant_over_thousands_of_records(kind: str, tmp_path: Path) -> None:
+    rows = records(0, 5_000)
     paths = []
-    for name, part in (("a", rows[:7000]), ("b", rows[7000:])):
+    for name, part in (("a", rows[:3500]), ("b", rows[3500:])):
         path = tmp_path / f"{name}.{kind}"
         if kind == "parquet":
-            write_parquet(path, part, group=3500)
+            write_parquet(path, part, group=1750)
         else:
             (write_jsonl if kind == "jsonl" else write_tar)(path, part)
         paths.append(str(path))
     format_ = "Pairs" if kind == "tar" else "HFImages"
     arguments = [sys.executable, "-c", _MEMORY.replace("HFImages()", f"{format_}()"), *paths]
     seen, early, late = map(int, subprocess.check_output(arguments, timeout=300).split())
-    assert seen == 10_000
-    assert late - early < 16 * 1024, "KiB"
+    assert seen == 5_000
+    assert late - early < 12 * 1024, "KiB"

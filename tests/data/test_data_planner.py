@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_corpus import mixed_corpus
 from pyarrow import parquet
+from rank_processes import run_ranks
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
@@ -205,14 +205,7 @@ def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documen
     result = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
     assert result.labels.min() < result.labels.max() / 2, "the corpus has uneven labels"
     write_index(tmp_path / "index.parquet", result, [one.source], shard_of, row)
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=planned_ranks.run, args=(rank, tmp_path)) for rank in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0] * 4
-
+    run_ranks(planned_ranks.run, 4, tmp_path)
     model = planned_ranks.model()
     alone = [planned_ranks.losses(model, PackedCollator()([example])) for example in one.examples()]
     assert [losses.numel() for losses in alone] == headers.labels.tolist()
@@ -557,7 +550,11 @@ def test_errors_name_an_unreadable_config(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [[], ["--layers", "1"]])
-def test_the_command_calibrates_a_model_with_random_weights(tmp_path: Path, layers: list[str]) -> None:
+def test_the_command_calibrates_a_model_with_random_weights(
+    tmp_path: Path, layers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other processes delay steps, but do not add to the processor time of this process.
+    monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", time.process_time)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 260}

@@ -378,7 +378,7 @@ def engine(
 def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
     kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
 ) -> None:
-    bucket, records = f"corpus-{kind}-{engine}", 4_000
+    bucket, records = f"corpus-{kind}-{engine}", 1_000
     make_bucket(server, bucket)
     data = (_small_tar if kind == "tar" else _small_table)(records)
     builder = SequenceBuilder(images=ImageProcessor(max_tokens=4))
@@ -410,7 +410,7 @@ def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yield each record's key, image and caption; every hundredth record, starting at record 7, has a broken image."""
     for i in range(count):
         image = io.BytesIO()
-        Image.new("RGB", (28, 28), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)
+        Image.new("RGB", (56, 56), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)
         content = image.getvalue()
         yield f"{i:06}", content[:40] if i % 100 == 7 else content, f"caption {i}".encode()
 
@@ -429,5 +429,5 @@ def _small_tar(count: int) -> bytes:
 def _small_table(count: int) -> bytes:
     keys, images, captions = zip(*_small_images(count), strict=True)
     file = io.BytesIO()
-    parquet.write_table(pa.table({"__key__": keys, "png": images, "txt": captions}), file, row_group_size=1000)
+    parquet.write_table(pa.table({"__key__": keys, "png": images, "txt": captions}), file, row_group_size=250)
     return file.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_ranks
 from torch.utils.data import DataLoader
 from two_ranks import Shards, as_keys, loader, run
 
@@ -276,13 +276,8 @@ def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run two ranks once for all tests, since starting them takes longer than their work, and return their results."""
-    context, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("ranks")
-    processes = [context.Process(target=run, args=(rank, folder)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0]
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(run, 2, folder)
     return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 

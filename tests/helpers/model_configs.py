@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def config_of(model: str) -> Any:
     return HUNYUAN if model == "hunyuan_image_3_moe" else CONFIGS[model](**deepcopy(dict(ARGUMENTS.get(model, {}))))
 
 
+@cache
 def settings_of(model: str, **options: Any) -> ModelSettings:
     return mmpos.from_hf_config(config_of(model), layer_type=LAYER_TYPES.get(model), **options)
 

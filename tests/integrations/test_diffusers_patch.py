@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from diffusers.models.transformers import transformer_flux2
 from diffusers_models import MODELS, Flux2, Model, Wan, WanFromImages, joined
 from diffusers_ranks import run
+from rank_processes import run_ranks
 from tolerance import FREQUENCY, assert_within, gamma, rounding
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -162,18 +162,7 @@ def test_compiled_transformers_have_the_same_output(name: str) -> None:
 
 @pytest.mark.slow
 def test_context_parallel_ranks_have_the_same_output_as_one_process(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run, args=(rank, tmp_path)) for rank in (0, 1)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-        assert [process.exitcode for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
+    run_ranks(run, 2, tmp_path)
     for rank in "01":
         shares = json.loads((tmp_path / rank).read_text())
         assert shares.pop("ring") == (

@@ -91,7 +91,7 @@ def test_rotations_equal_those_of_the_class(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PEERS))
 def test_rotations_for_many_sizes_equal_those_of_the_class(name: str) -> None:
-    check(name, 200)
+    check(name, 100)
 
 
 def test_every_diffusers_transformer_is_supported_or_refused() -> None:

@@ -107,7 +107,7 @@ def outcome(cut: Cut, table: PositionTable) -> Any:
     return [(array.dtype, array.shape, array.tobytes()) for array in result]
 
 
-@pytest.mark.parametrize("steps", [5_000, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [5_000, pytest.param(15_000, marks=pytest.mark.slow)])
 def test_random_sequences_of_operations_in_c_equal_the_reference(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random, core = np.random.default_rng(0), native.core
     table, refused, cut_by_c = random_table(random), 0, 0

@@ -459,5 +459,5 @@ def test_ids_equal_those_of_diffusers_models(layout: Callable[[random.Random], D
 @pytest.mark.parametrize("layout", OF_MODELS + OF_PIPELINES, ids=lambda layout: layout.__name__)
 def test_ids_of_many_sizes_equal_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
     draw = random.Random(f"{layout.__name__}, slow")
-    for _ in range(200):
+    for _ in range(100):
         compare(layout(draw))

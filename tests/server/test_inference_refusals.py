@@ -348,6 +348,7 @@ ODD = [
     *('{"a": ' * depth + "1" + "}" * depth for depth in (40, 900, 960, 980)),
 ]
 """JSON of every kind, and text that only resembles JSON."""
+STRINGS = [odd for odd in ODD if odd.startswith('"')]
 
 PLACEHOLDER = "here it goes"
 VIEWS: list[dict[str, object]] = [
@@ -404,13 +405,13 @@ def odd_requests() -> Iterator[pb.ModelInferRequest]:
     quoted = json.dumps(PLACEHOLDER)
     for (model, name), values in VALID_PARAMETERS.items():
         tensors = [input_tensor(name, values) for name, values in inputs[model].items()]
-        for template in (json.dumps(changed) for value in values for changed in replaced(value)):
-            for odd in ODD:
+        for template in dict.fromkeys(json.dumps(changed) for value in values for changed in replaced(value)):
+            # A key must be a string: with any other value in its place, the text is not JSON.
+            for odd in STRINGS if f"{quoted}: " in template else ODD:
                 request = pb.ModelInferRequest(model_name=model)
                 for tensor in tensors:
                     request.inputs.add().MergeFromString(tensor._get_tensor().SerializeToString())
                     request.raw_input_contents.append(tensor._get_content())
-                # A key must be a string: with any other value in its place, the text is not JSON.
                 request.parameters[name].string_param = template.replace(quoted, odd)
                 yield request
 

@@ -20,7 +20,7 @@ from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server.inference import open_inference_pb2
 
 FAULTS = {*STATUSES.values(), "NOT_FOUND"} - {"INTERNAL"}
-QUICK, LONG = 60, 400
+QUICK, LONG = 60, 250
 
 
 @pytest.fixture(scope="module")

@@ -305,21 +305,21 @@ class Profiles:
 
 
 def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Profile:
-    where, given = f"{config.name}: profiles.{name}", settings.model_fields_set
+    where, chosen = f"{config.name}: profiles.{name}", settings.model_fields_set
     model, file = None, settings.tokenizer
     if settings.model is not None:
         folder = config.folder / settings.model
         model = _named(f"{where}.model", lambda: _model(folder))
-        file = file if "tokenizer" in given else f"{settings.model}/tokenizer.json"
+        file = file if "tokenizer" in chosen else f"{settings.model}/tokenizer.json"
     tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(file, config.folder))
     images = _named(f"{where}.images", lambda: _images(settings.images, model))
     scheme = _named(
         f"{where}.scheme",
-        lambda: _scheme(settings.scheme) if model is None or "scheme" in given else model.scheme,
+        lambda: _scheme(settings.scheme) if model is None or "scheme" in chosen else model.scheme,
     )
     markers = _named(
         f"{where}.markers",
-        lambda: _markers(settings.markers) if model is None or "markers" in given else model.markers,
+        lambda: _markers(settings.markers) if model is None or "markers" in chosen else model.markers,
     )
     builder = _named(where, lambda: SequenceBuilder(tokenizer, images=images, scheme=scheme, markers=markers))
     rotary = None if model is None else model.rotary

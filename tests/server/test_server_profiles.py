@@ -1,4 +1,4 @@
-"""Test profiles that are read from a model's folder: they build what the model's own processor builds."""
+"""Test profiles that are read from the folder of a model: their sequences match the model's own processor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def profile(folder: Path, text: str) -> Profile:
 
 
 @pytest.mark.parametrize(("model", "scheme"), [("qwen2_vl", MRopeTransformers()), ("qwen3_vl", MRopeQwen3())])
-def test_a_profile_of_a_model_folder_builds_what_the_model_processor_builds(
+def test_sequences_of_a_model_folder_profile_match_the_model_processor(
     tmp_path: Path, model: str, scheme: Scheme
 ) -> None:
     config_of(model).save_pretrained(tmp_path / "model")

@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from mmpos.errors import InvalidInputError, MmposError
+from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor
+from mmpos.integrations.models import ModelSettings, from_hf_config
 from mmpos.rotary import Rotary
 from mmpos.rpc.positions import parameters
 from mmpos.schemes import RATIONAL_PARAMETERS, Scheme, get_scheme
@@ -110,13 +111,17 @@ class ProfileSettings(_Settings):
     """Settings for one model.
 
     Args:
+        model: folder of a Transformers model, relative to the settings file, from which the other settings are read
+            unless they are given here; values in `images` replace only those of the same name. Without a model, the
+            settings have the defaults below.
         scheme: name of the scheme, or a table with its name and parameters.
-        tokenizer: "bytes", or the path of a tokenizer.json, relative to the file that names it.
+        tokenizer: "bytes", or the path of a tokenizer.json, relative to the settings file.
         markers: arguments of Markers; "" stands for None, since TOML has no null.
         images: arguments of ImageProcessor; the default backend is "pillow".
         rotary: arguments of Rotary; without them, the profile has no rotation.
     """
 
+    model: str | None = None
     scheme: str | dict[str, Any] = "rope-tie"
     tokenizer: str = "bytes"
     markers: dict[str, Any] = Field(default_factory=dict)
@@ -300,17 +305,38 @@ class Profiles:
 
 
 def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Profile:
-    where = f"{config.name}: profiles.{name}"
-    tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(settings.tokenizer, config.folder))
-    images = _named(f"{where}.images", lambda: _images(settings.images))
-    scheme = _named(f"{where}.scheme", lambda: _scheme(settings.scheme))
-    markers = _named(f"{where}.markers", lambda: _markers(settings.markers))
+    where, chosen = f"{config.name}: profiles.{name}", settings.model_fields_set
+    model, file = None, settings.tokenizer
+    if settings.model is not None:
+        folder = config.folder / settings.model
+        model = _named(f"{where}.model", lambda: _model(folder))
+        file = file if "tokenizer" in chosen else f"{settings.model}/tokenizer.json"
+    tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(file, config.folder))
+    images = _named(f"{where}.images", lambda: _images(settings.images, model))
+    scheme = _named(
+        f"{where}.scheme",
+        lambda: _scheme(settings.scheme) if model is None or "scheme" in chosen else model.scheme,
+    )
+    markers = _named(
+        f"{where}.markers",
+        lambda: _markers(settings.markers) if model is None or "markers" in chosen else model.markers,
+    )
     builder = _named(where, lambda: SequenceBuilder(tokenizer, images=images, scheme=scheme, markers=markers))
-    rotary = None
+    rotary = None if model is None else model.rotary
     if settings.rotary is not None:
         values = settings.rotary
         rotary = _named(f"{where}.rotary", lambda: Rotary.from_dict(values))
     return Profile(name, builder, rotary)
+
+
+def _model(folder: Path) -> ModelSettings:
+    """Read the settings of a model from its folder."""
+    if not folder.is_dir():
+        raise InvalidInputError(f"got {str(folder)!r}, want the folder of a model")
+    model = from_hf_config(folder)
+    if model.start or model.second_rotary is not None:
+        raise UnsupportedError(f"got {model.model_type!r}, want a model with one rotation whose first id is 0")
+    return model
 
 
 def _named(name: str, make: Callable[[], T]) -> T:
@@ -337,7 +363,8 @@ def _tokenizer(setting: str, folder: Path) -> object:
         from tokenizers import Tokenizer
     path = folder / setting
     if not path.is_file():
-        raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')
+        want = f'want "bytes" or the path of a tokenizer.json; there is no file {path.resolve()}'
+        raise InvalidInputError(f"got {setting!r}, {want}")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # for a malformed file, the library raises a bare Exception
@@ -350,10 +377,10 @@ def _markers(settings: Mapping[str, Any]) -> Markers:
     return Markers(**arguments)
 
 
-def _images(settings: Mapping[str, Any]) -> ImageProcessor:
+def _images(settings: Mapping[str, Any], model: ModelSettings | None) -> ImageProcessor:
     _check_names(ImageProcessor, settings)
     # Use Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
-    processor = ImageProcessor(**{"backend": "pillow", **settings})
+    processor = (ImageProcessor if model is None else model.image_processor)(**{"backend": "pillow", **settings})
     # Import the backend now, not while the first client waits.
     processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
     return processor

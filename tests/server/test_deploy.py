@@ -27,6 +27,7 @@ from waiting import eventually, free_port
 import mmpos
 from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
+from mmpos.images import ImageProcessor
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.options import app
 from mmpos_server.streams import WINDOW_BYTES
@@ -35,6 +36,7 @@ from mmpos_server.telemetry import Metrics, ProcessMetrics
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 HADOLINT, HELM = (Path(sysconfig.get_path("scripts")) / name for name in ("hadolint", "helm"))
+DEPLOYING = (ROOT / "docs/service-deploy.md").read_text()
 KUBERNETES = "1.37"
 ALERT = re.compile(r"^\| [a-z ]+ \| `([^`]*mmpos_[^`]*)` \|", re.MULTILINE)
 
@@ -115,9 +117,21 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
 
 def test_the_settings_in_the_manifest_are_valid_and_fit_its_memory() -> None:
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    reserved = 2 * config.concurrency.max_in_flight_bytes + config.concurrency.max_streams * WINDOW_BYTES
-    assert CONTAINER["resources"]["limits"] == {"memory": "4Gi"}
-    assert reserved <= 2 * 2**30
+    limits, concurrency = config.limits, config.concurrency
+    parts = [
+        7e8,  # the program and torch
+        3 * concurrency.max_in_flight_bytes,
+        (concurrency.max_in_flight + concurrency.max_streams) * limits.request_bytes,
+        concurrency.max_streams * (WINDOW_BYTES + 5 * limits.response_bytes),
+        concurrency.image_threads * 20 * 16_000_000,
+        2 * 20 * ImageProcessor().max_source_pixels,
+        2**30,
+    ]
+    assert CONTAINER["resources"]["limits"] == {"memory": "13Gi"}
+    assert sum(parts) <= 13 * 2**30
+    table = DEPLOYING.partition("| part | memory | in the chart |")[2].partition("\n\n")[0]
+    assert re.findall(r"\| (\d\.\d) GB \|$", table, re.MULTILINE) == [f"{part / 1e9:.1f}" for part in parts]
+    assert f"The sum is {sum(parts) / 1e9:.1f} GB" in DEPLOYING
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -138,6 +152,31 @@ def test_the_chart_renders_the_manifest() -> None:
     lint = helm("lint", "--strict", str(DEPLOY / "helm"))
     assert lint.returncode == 0, lint.stdout
     assert rendered() == KINDS
+
+
+def test_the_values_on_the_page_mount_the_files_that_the_server_reads(tmp_path: Path) -> None:
+    (values,) = re.findall(r"^```yaml\n(.*?)^```", DEPLOYING, re.DOTALL | re.MULTILINE)
+    (tmp_path / "values.yaml").write_text(values)
+    kinds = rendered("-f", str(tmp_path / "values.yaml"))
+    for manifest in kinds.values():
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options = options_of(container["args"])
+    files = {str(options[name]) for name in ("tls_cert", "tls_key", "token_file", "config")}
+    assert files == {"/tls/tls.crt", "/tls/tls.key", "/tokens/tokens", "/etc/mmpos/mmpos.toml"}
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == [
+        *("/etc/mmpos", "/tmp", "/tls", "/tokens", "/models"),
+    ]
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+    # The server warns about secrets that every user can read.
+    assert [volume["secret"]["defaultMode"] for volume in pod["volumes"] if "secret" in volume] == [0o440] * 2
+    config = ServerConfig.read(kinds["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
+    default = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
+    assert config.concurrency == default.concurrency
+    assert str(config.profiles["my-model"].model).startswith("/models/")
+    (port,) = kinds["Service"]["spec"]["ports"]
+    assert port == {"name": "grpc", "port": 50051, "targetPort": "grpc"}
 
 
 def test_chart_values_reach_the_manifests() -> None:

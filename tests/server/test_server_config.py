@@ -128,7 +128,7 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
         ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
         (
             "[profiles.a]\nimage = {}\n",
-            "profiles.a.image: got an unknown field, want one of scheme, tokenizer, markers, images, rotary",
+            "profiles.a.image: got an unknown field, want one of model, scheme, tokenizer, markers, images, rotary",
         ),
         (
             "[profiles.a.images]\nsize = 1\n",
@@ -155,10 +155,6 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
             "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
         ),
         (
-            "[profiles.a]\ntokenizer = 'none.json'\n",
-            "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path of a tokenizer.json",
-        ),
-        (
             "[profiles.a.markers]\nbegin = '<img>'\n",
             "profiles.a.markers.begin: got '<img>', want a token with a single id in the tokenizer",
         ),
@@ -178,6 +174,12 @@ def test_an_error_in_a_file_is_reported_in_one_line(file: Path, text: str, messa
 def test_an_error_about_an_unknown_scheme_lists_the_known_schemes(file: Path) -> None:
     message = mistake(file, "[profiles.a]\nscheme = 'rope'\n")
     assert message.startswith("profiles.a.scheme: got 'rope', want a Scheme or one of rope-tie, ")
+
+
+def test_a_missing_tokenizer_file_is_reported_with_its_path(file: Path) -> None:
+    pytest.importorskip("tokenizers")
+    want = f'want "bytes" or the path of a tokenizer.json; there is no file {file.parent.resolve() / "none.json"}'
+    assert mistake(file, "[profiles.a]\ntokenizer = 'none.json'\n") == f"profiles.a.tokenizer: got 'none.json', {want}"
 
 
 def test_an_unreadable_file_is_reported(file: Path) -> None:

@@ -1,0 +1,149 @@
+"""Test profiles that are read from the folder of a model: their sequences match the model's own processor."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from chat_tokenizer import QWENS, chat_tokenizer
+from qwen_processors import NAMES, both, config_of
+from tolerance import assert_within, normalised
+
+from mmpos.errors import InvalidInputError
+from mmpos.rotary import Rotary
+from mmpos.schemes import MRopeQwen3, MRopeTransformers, RopeTie, Scheme
+from mmpos.sequence.builder import MarkerIds, Markers
+from mmpos_server.config import Profile, Profiles, load
+
+PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
+CONFIG = {
+    "model_type": "qwen3_vl",
+    **dict(zip(NAMES, range(5, 9), strict=True)),
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 128,
+        "rope_theta": 5_000_000,
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+    },
+    "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+"""The fields of Qwen3-VL-8B that mmpos reads, with the token ids of the test's tokenizer."""
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write the folder of a model, and return the folder that contains it and the settings."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, values in (("config", CONFIG), ("preprocessor_config", IMAGES)):
+        (model / f"{name}.json").write_text(json.dumps(values))
+    (model / "tokenizer.json").write_text(chat_tokenizer(QWENS).backend_tokenizer.to_str())
+    return tmp_path
+
+
+def profile(folder: Path, text: str) -> Profile:
+    """Return the default profile of a settings file in this folder."""
+    (folder / "mmpos.toml").write_text(text)
+    return Profiles.from_config(load(folder / "mmpos.toml")).get(None)
+
+
+@pytest.mark.parametrize(("model", "scheme"), [("qwen2_vl", MRopeTransformers()), ("qwen3_vl", MRopeQwen3())])
+def test_sequences_of_a_model_folder_profile_match_the_model_processor(
+    tmp_path: Path, model: str, scheme: Scheme
+) -> None:
+    config_of(model).save_pretrained(tmp_path / "model")
+    theirs = both(model)[1]
+    theirs.save_pretrained(tmp_path / "model")
+    builder = profile(tmp_path, '[profiles.a]\nmodel = "model"\nimages = { backend = "torchvision" }\n').builder
+    photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
+    want: Any = theirs(
+        text=["A cat looks" + "".join(QWENS[:1] + QWENS[2:3] + QWENS[1:2]) + " at you"],
+        images=[photo],
+        add_special_tokens=False,
+        return_tensors="np",
+    )
+    sequence, images = builder.build(["A cat looks", photo, " at you"]), builder.images
+    assert sequence.input_ids.tolist() == want["input_ids"][0].tolist()
+    assert (sequence.grid_thw * [1, 2, 2]).tolist() == want["image_grid_thw"].tolist()
+    assert images is not None
+    assert sequence.patches is not None
+    got = images.pixel_values(sequence.patches)
+    assert got.shape == want["pixel_values"].shape
+    assert_within(got.reshape(-1), want["pixel_values"].reshape(-1), normalised(images.mean, images.std))
+    assert builder.scheme == scheme
+
+
+def test_the_explicit_profile_on_the_page_equals_the_one_read_from_the_folder(folder: Path) -> None:
+    (block,) = re.findall(r"^```toml\n(\[profiles\.qwen3-vl\]\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (folder / "tokenizer.json").write_bytes((folder / "model/tokenizer.json").read_bytes())
+    written, read = profile(folder, block), profile(folder, '[profiles.a]\nmodel = "model"\n')
+    assert written.builder.marker_ids == read.builder.marker_ids == MarkerIds(5, 6, 7)
+    assert written.builder.images == read.builder.images
+    assert written.builder.scheme == read.builder.scheme
+    assert written.rotary == read.rotary
+
+
+def test_settings_in_a_profile_replace_those_of_the_folder(folder: Path) -> None:
+    text = """
+        [profiles.a]
+        model = "model"
+        scheme = "rope-tie"
+        tokenizer = "bytes"
+        markers = { begin = "" }
+        images = { max_pixels = 70_000 }
+        rotary = { head_dim = 64 }
+    """
+    changed = profile(folder, text)
+    assert changed.builder.scheme == RopeTie()
+    assert changed.builder.markers == Markers(begin=None)
+    assert changed.builder.images is not None
+    assert (changed.builder.images.max_pixels, changed.builder.images.order) == (70_000, "merged")
+    assert changed.rotary == Rotary(head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("config.json", None, "model: {model}: got a folder without config.json, want the folder of a model"),
+        ("config.json", '{"model_type": "eliza"}', "model.config.model_type: got 'eliza', want a supported type"),
+        (
+            "tokenizer.json",
+            None,
+            "tokenizer: got 'model/tokenizer.json', want \"bytes\" or the path of a tokenizer.json; "
+            "there is no file {model}/tokenizer.json",
+        ),
+        ("preprocessor_config.json", None, "images.image_processor: got no mean, std, min_pixels, max_pixels, which"),
+    ],
+)
+def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str | None, message: str) -> None:
+    file = folder / "model" / path
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InvalidInputError) as raised:
+        profile(folder, '[profiles.a]\nmodel = "model"\n')
+    assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
+
+
+def test_a_folder_that_does_not_exist_is_reported(folder: Path) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        profile(folder, '[profiles.a]\nmodel = "none"\n')
+    assert (
+        str(raised.value) == f"{folder}/mmpos.toml: profiles.a.model: got '{folder}/none', want the folder of a model"
+    )

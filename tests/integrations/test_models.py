@@ -150,6 +150,21 @@ def test_sequences_built_with_the_markers_have_the_ids_of_the_model() -> None:
     )
 
 
+def test_videos_built_with_the_markers_have_the_video_token_of_the_model() -> None:
+    settings = settings_of("qwen2_vl")
+    builder = mmpos.SequenceBuilder(scheme=settings.scheme, markers=settings.markers)
+    sequence = builder.build(["a", mmpos.Grid(1, 2, frames=2)])
+    assert sequence.input_ids.tolist() == [97, 151652, *[151656] * 4, 151653]
+    again = settings.segments(sequence.input_ids, video_grid_thw=[[2, 2, 4]])
+    np.testing.assert_array_equal(settings.place(again).dense(), sequence.positions.dense())
+
+
+def test_markers_have_no_video_token_if_videos_use_the_placeholders_of_images() -> None:
+    settings = settings_of("glm4v")
+    assert settings.video_markers is not None
+    assert settings.markers.video is None
+
+
 def test_hunyuan_image_floors_rope_tie_v2_and_alternates_axes() -> None:
     settings = mmpos.from_hf_config(HUNYUAN)
     ids = [TEXT] * 3 + [128006] * 6 + [TEXT] * 2

@@ -222,7 +222,8 @@ class ModelSettings:
                 f"markers: the config of {self.model_type!r} does not define the tokens around images; "
                 "pass Markers to SequenceBuilder"
             )
-        return Markers(*self.image_markers, image)
+        video = None if self.video_markers is not None else self.placeholders.video
+        return Markers(*self.image_markers, image, video=video)
 
     def image_processor(self, **arguments: Any) -> ImageProcessor:
         """Build an ImageProcessor with the encoder's patch size, merge size and patch order.

@@ -41,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     """Seed every test with the same value, whatever ran before it."""
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_available():  # torch.manual_seed formats a stack trace per device type, even without devices
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(params=["C", "numpy"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -88,6 +89,22 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """Collect the log records of a test that propagate to the root logger.
+
+    pytest's plugin, which is off, attaches two handlers to nearly a hundred loggers of torch for each phase of each
+    test.
+    """
+    collected: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = collected.append  # type: ignore[method-assign]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    yield collected
+    root.removeHandler(handler)
 
 
 @pytest.fixture

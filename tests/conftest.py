@@ -99,9 +99,12 @@ def records() -> Iterator[list[logging.LogRecord]]:
     test.
     """
     collected: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = collected.append  # type: ignore[method-assign]
-    root = logging.getLogger()
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(record)
+
+    handler, root = Collecting(), logging.getLogger()
     root.addHandler(handler)
     yield collected
     root.removeHandler(handler)

@@ -69,7 +69,7 @@ APART = ("hunyuan_vl_text",)
 """Model types whose rotation is only read with the settings of the whole model."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
-"""Model types that rotate without a module, by functions."""
+"""Model types that rotate with functions instead of a module."""
 
 
 @cache
@@ -184,7 +184,7 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """Collect the defaults that a class fills into its nested configs."""
+    """Collect the defaults that a class sets in its nested configs."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
     if not defaults or config.model_type == "fun_asr_nano":  # its class refuses a part that does not fit the others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -41,8 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     """Seed every test with the same value, whatever ran before it."""
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_available():  # torch.manual_seed formats a stack trace per device type, even without devices
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(params=["C", "numpy"])
@@ -86,6 +89,25 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """Collect the log records of a test that propagate to the root logger.
+
+    pytest's plugin, which is off, attaches two handlers to nearly a hundred loggers of torch for each phase of each
+    test.
+    """
+    collected: list[logging.LogRecord] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(record)
+
+    handler, root = Collecting(), logging.getLogger()
+    root.addHandler(handler)
+    yield collected
+    root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -17,6 +19,7 @@ from pictures import texts
 from PIL import Image
 
 from mmpos import info
+from mmpos.__main__ import main
 from mmpos.cli.options import read_part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import SCHEMES
@@ -24,17 +27,18 @@ from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 from mmpos.support.extras import pip_install
 
-testing = pytest.importorskip("typer.testing")
-app = pytest.importorskip("mmpos.cli").app
+pytest.importorskip("typer")
 
 Fail = Callable[..., tuple[int, str]]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 
 
 def run(*arguments: str) -> str:
-    result = testing.CliRunner().invoke(app, arguments)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return str(result.stdout)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    assert (code, err.getvalue()) == (0, ""), out.getvalue()
+    return out.getvalue()
 
 
 def test_all_ids_of_a_short_document_are_printed() -> None:
@@ -459,8 +463,8 @@ def test_incompatible_protobuf_versions_are_reported_in_one_line(
     def app(**arguments: object) -> None:
         raise versions.VersionError("Detected incompatible versions when loading health.proto.")
 
-    for name in ("mmpos.cli", "mmpos_server.options"):
-        monkeypatch.setattr(importlib.import_module(name), "app", app)
+    monkeypatch.setattr("mmpos.__main__._command", lambda _: app)
+    monkeypatch.setattr("mmpos_server.options.app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
     remedy = f"Install all packages that need protobuf in one command: {pip_install('server')}"
     assert capsys.readouterr().err == (

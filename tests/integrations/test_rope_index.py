@@ -47,7 +47,7 @@ from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.segments import CropMarkers
 from mmpos.support import native
 
-FEW = 60
+FEW = 20
 
 
 def both_ways() -> Iterator[None]:

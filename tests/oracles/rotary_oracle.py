@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import mpmath
@@ -69,12 +70,16 @@ def frequencies(rotary: Rotary) -> list[Any]:
 def phases(ids: Ids, rotary: Rotary) -> Real:
     """Return (tokens, pairs) angles, reduced modulo one turn before rounding to float64."""
     with mpmath.workdps(DIGITS):
-        omegas, axes, turn = frequencies(rotary), pair_axes(rotary), 2 * mp.pi
-        rows = []
-        for position in ids:
-            exact_ids = [mp.mpf(Fraction(value).numerator) / Fraction(value).denominator for value in position]
-            rows.append([float(mp.fmod(exact_ids[a] * omega, turn)) for a, omega in zip(axes, omegas, strict=True)])
+        omegas, axes = frequencies(rotary), pair_axes(rotary)
+        rows = [[_phase(position[a], omega) for a, omega in zip(axes, omegas, strict=True)] for position in ids]
     return np.array(rows, np.float64).reshape(len(rows), len(axes))
+
+
+@cache
+def _phase(position: Fraction | int, omega: Any) -> float:
+    """Return one angle, reduced modulo one turn; tests ask for the same ones for every dtype, pairing and tensor."""
+    value = Fraction(position)
+    return float(mp.fmod(mp.mpf(value.numerator) / value.denominator * omega, 2 * mp.pi))
 
 
 def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:

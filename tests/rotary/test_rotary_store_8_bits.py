@@ -92,9 +92,17 @@ def test_every_cache_stores_k_and_v_divided_by_static_scales(name: str, way: str
         assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("qkv_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("qkv_dtype", "dtype", "scale"),
+    [
+        (torch.float32, E4M3, "0-d"),
+        (torch.float32, E5M2, "per head"),
+        (torch.bfloat16, E4M3, "per head"),
+        (torch.bfloat16, E5M2, "one"),
+        (torch.float16, E4M3, "one"),
+        (torch.float16, E5M2, "0-d"),
+    ],
+)  # each 8-bit dtype with each dtype of q, k and v, and with each scale
 def test_every_dtype_is_rounded_once_and_saturates(qkv_dtype: torch.dtype, dtype: torch.dtype, scale: str) -> None:
     tensors = qkv(qkv_dtype, v_dim=10)
     tensors[1] *= torch.finfo(dtype).max / 100

@@ -25,6 +25,7 @@ from waiting import eventually, free_port
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import launch
 from mmpos_server.__main__ import main
+from mmpos_server.testing import running
 
 SERVING, NOT_SERVING = 1, 2
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
@@ -75,7 +76,7 @@ def test_sigterm_under_load_loses_no_call(start: Start) -> None:
     assert [line["event"] for line in lines if line["event"] != "request"] == ["draining", "stopped"]
 
 
-def test_during_the_notice_health_is_not_serving_but_calls_are_still_answered(start: Start) -> None:
+def test_during_the_notice_health_is_not_serving_and_calls_are_answered_until_a_second_signal(start: Start) -> None:
     server = start("--notice-seconds", "600")
     with grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -97,6 +98,9 @@ def test_during_the_notice_health_is_not_serving_but_calls_are_still_answered(st
         assert next(watching).status == NOT_SERVING
         assert health.Check(requests[0]).status == NOT_SERVING
         assert place(channel)(REQUEST).positions.cu_seqlens == [0, 4096]
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.end()[0] == 0
 
 
 def test_a_health_watcher_does_not_delay_server_exit(start: Start) -> None:
@@ -153,15 +157,6 @@ def test_a_client_that_stalls_and_dies_causes_no_error(start: Start) -> None:
     assert [line["event"] for line in lines] == ["stream", "draining", "stopped"]
     assert lines[0]["status"] == "CANCELLED"
     assert lines[0]["items"] < 200  # the server read no more than its window and the transport's buffers
-
-
-def test_a_second_signal_stops_the_server_at_once(start: Start) -> None:
-    server = start("--notice-seconds", "60")
-    server.process.terminate()
-    assert eventually(lambda: bool(server.lines()))
-    assert server.process.poll() is None
-    server.process.send_signal(signal.SIGINT)
-    assert server.end()[0] == 0
 
 
 ENDLESS = """
@@ -240,21 +235,26 @@ def test_many_connections_leave_file_descriptors_for_the_metrics_page_and_earlie
     assert len(lines) < 50
 
 
-def test_a_second_server_on_the_same_port_is_refused_with_and_without_workers(start: Start, refused: Refused) -> None:
-    port = start().port
-    message = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
-    assert refused("--port", port) == message
-    assert refused("--port", port, "--workers", "2") == message
+def test_a_second_server_on_the_same_port_is_refused_with_and_without_workers(
+    refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running() as address:
+        port = address.rpartition(":")[2]
+        message = f"port: {port} is in use on 127.0.0.1, want a free port (0 picks one)"
+        assert main(["--port", port]) == 2
+        assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
+        assert refused("--port", port, "--workers", "2") == message
 
 
 def test_workers_share_a_port_and_a_dead_worker_is_replaced(
-    start: Start, refused: Refused, tmp_path: Path, torchless: dict[str, str]
+    start: Start, tmp_path: Path, torchless: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics, temporary = free_port(), tmp_path / "t"
     temporary.mkdir()
     torchless["TMPDIR"] = str(temporary)
     server = start("--workers", "2", "--metrics-port", str(metrics))
-    assert refused("--port", server.port).startswith(f"port: {server.port} is in use")
+    assert main(["--port", server.port]) == 2
+    assert capsys.readouterr().err.startswith(f"mmpos_server: error: port: {server.port} is in use")
     workers = server.workers
     assert len(workers) == 2
 
@@ -373,7 +373,7 @@ def test_the_metrics_page_counts_calls_stages_and_bytes(start: Start) -> None:
 
 
 def test_tls_requires_client_certificates_if_configured(
-    start: Start, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("server", "other"):
         make_certificate(tmp_path, name)
@@ -391,8 +391,9 @@ def test_tls_requires_client_certificates_if_configured(
         ask(None, None)
     assert main(["--port", "0", "--tls-cert", str(cert)]) == 2
     assert capsys.readouterr().err == "mmpos_server: error: --tls-cert requires both --tls-cert and --tls-key\n"
-    message = refused("--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key"))
-    assert message.startswith(f"tls-cert: got {cert} with {tmp_path / 'other.key'} (")
+    assert main(["--port", "0", "--tls-cert", str(cert), "--tls-key", str(tmp_path / "other.key")]) == 2
+    message = f"mmpos_server: error: tls-cert: got {cert} with {tmp_path / 'other.key'} ("
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(

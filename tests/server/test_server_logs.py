@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -130,8 +131,10 @@ def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_exit(torchless: di
     with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
         try:
             assert process.stdout is not None
+            assert process.stderr is not None
+            fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)  # it can hold the lines of about 15 calls
             with Client(process.stdout.readline().split()[-1]) as client:
-                for _ in range(500):  # a pipe can hold the lines of about 200 calls
+                for _ in range(100):
                     client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
             process.terminate()
             assert process.wait(60) == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pkgutil
 import re
@@ -49,6 +50,34 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 """
+RUN_EACH_PAGE = """
+import json
+import os
+import traceback
+
+import mmpos  # the processes of all pages share this import
+
+failed = {}
+for page, codes in json.load(sys.stdin).items():
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 0
+        try:
+            for code in codes:
+                exec(compile(code, page, "exec"), {"__name__": "example"})
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode()[-4096:])
+            status = 1
+        os._exit(status)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reading) as file:
+        error = file.read()
+    if status:
+        failed[page] = error or f"exit status {status}"
+print(json.dumps(failed))
+"""
 BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
@@ -82,15 +111,20 @@ def test_a_python_block_prints_the_text_block_after_it(
     assert printed.getvalue() == (output or "")
 
 
-@pytest.mark.parametrize("page", CLI_ONLY + NAMES_NO_EXTRA)
-def test_examples_on_first_pages_and_on_pages_that_name_no_extra_need_only_cli(page: str, tmp_path: Path) -> None:
-    codes = [match[3] for match in BLOCK.finditer((ROOT / page).read_text()) if match[1] == "python" and not match[2]]
-    assert codes
-    runs = [f"exec(compile({code!r}, 'example', 'exec'), {{'__name__': 'example'}})" for code in codes]
-    command = [sys.executable, "-c", "\n".join([WITHOUT_OTHER_EXTRAS, *runs])]
+def test_examples_on_first_pages_and_on_pages_that_name_no_extra_need_only_cli(tmp_path: Path) -> None:
+    """Each page runs in its own process, forked from one that has imported mmpos."""
+    codes = {
+        page: [match[3] for match in BLOCK.finditer((ROOT / page).read_text()) if match[1] == "python" and not match[2]]
+        for page in CLI_ONLY + NAMES_NO_EXTRA
+    }
+    assert all(codes.values())
+    command = [sys.executable, "-c", WITHOUT_OTHER_EXTRAS + RUN_EACH_PAGE]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, input=json.dumps(codes), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}
 
 
 def test_the_model_in_the_training_loop_accepts_packs_with_and_without_images() -> None:

@@ -31,7 +31,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unfreeze the objects frozen by pytest_collection at exit, so that modules can release theirs."""
+    """At exit, unfreeze the objects frozen by pytest_collection so that modules can release their objects."""
     config.add_cleanup(gc.unfreeze)
 
 

@@ -105,7 +105,7 @@ def percentile(seconds: Sequence[float], percent: int) -> float:
 
 
 def overloaded(scale: Scale) -> list[Result]:
-    """Overload a server with each kind of call, with server and clients on separate cores if there are two."""
+    """Overload a server with each kind of call; server and clients use separate cores if the machine has two."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         with on_core(cores[0]):
@@ -146,7 +146,7 @@ def soak(seconds: float, scale: Scale) -> Result:
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit the growth of memory per second, and its standard error, to means of ten consecutive parts.
+    """Fit the memory growth per second, and its standard error, to the means of ten consecutive parts.
 
     Means are used because memory samples from consecutive seconds are correlated.
     """

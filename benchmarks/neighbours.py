@@ -139,7 +139,7 @@ class Transformer(nn.Module):
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COLOURS, bias=False)
 
     def forward(self, quiz: Quiz, positions: DevicePositions | Tensor | None = None) -> Tensor:
-        """Compute (batch, questions, colours) logits in the asked columns, using the scheme's positions or others."""
+        """Compute (batch, questions, colours) logits in the columns ``asked``; None uses the scheme's positions."""
         if positions is None and self.rotary is not None:
             positions = DevicePositions.from_table(mmpos.place(quiz.segments, self.scheme).pad())
         x = self.embedding(torch.from_numpy(quiz.input_ids))

@@ -1,4 +1,4 @@
-"""Fill tables of recorded figures into pages, between marks."""
+"""Insert tables of recorded figures between marks on pages."""
 
 from __future__ import annotations
 

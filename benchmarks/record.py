@@ -1,4 +1,4 @@
-"""Run suites on this machine, write the figures to results/, and update the tables in pages.
+"""Run suites on this machine, write the figures to results/, and update the tables on pages.
 
 python benchmarks/record.py                          every suite with every peer and both malloc settings
 python benchmarks/record.py images service:tuned     only these suites; other figures are kept
@@ -103,7 +103,7 @@ def quoted_table(name: str) -> str:
     for report in from_json(path.read_text(encoding="utf-8")) if path.exists() else ():
         if (report.suite, report.machine.malloc) == (suite, malloc) and report.group(group):
             return to_markdown(report.group(group))
-    raise SystemExit(f"{name}: got no such figures in {RESULTS}")
+    raise SystemExit(f"{name}: found no such figures in {RESULTS}")
 
 
 def named_quote(quotes: Mapping[str, Callable[[], str]], name: str) -> str:

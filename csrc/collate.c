@@ -25,7 +25,8 @@ enum {
     NAMES
 };
 
-/* A document and its columns in the batch: they begin at `first` including padding; its tokens begin at `start`. */
+/* A document and its columns in the batch. The columns, including padding, begin at `first`; the tokens begin at
+ * `start`. */
 typedef struct {
     Buffers buffers;
     Vector input_ids, labels;
@@ -34,7 +35,7 @@ typedef struct {
     int64_t tokens, first, start, stop;
 } Document;
 
-/* For each run, its first token and one past its last. */
+/* The first token of each run, and one past its last token. */
 typedef struct {
     int64_t *edges;
     int64_t count, room;
@@ -116,8 +117,8 @@ static int ascend(const Matrix *spans, int64_t tokens) {
     return 1;
 }
 
-/* Read the two arrays of a table and its number of tokens, whose attributes `names` lists; return 0 for anything else,
- * or for more segments than tokens. */
+/* Read a table's two arrays and its number of tokens from the attributes in `names`; return 0 if one is not as
+ * expected, or if there are more segments than tokens. */
 static int take_table(Document *document, PyObject *positions, PyObject *const *names, int64_t *tokens) {
     const Matrix *table = &document->table;
     PyObject *count = attribute(positions, names[2]);
@@ -214,7 +215,7 @@ static int lay_out(Batch *batch, int64_t multiple, int64_t length, int left) {
     return batch->rest >= 0;
 }
 
-/* Add a run, or extend the last one if it ends here and may join; return 0 if memory runs out. */
+/* Add a run, or extend the last run if it ends at `first` and `joins` is set; return 0 if memory runs out. */
 static int add_run(Runs *runs, int64_t first, int64_t stop, int joins) {
     if (joins && runs->count > 0 && runs->edges[2 * runs->count - 1] == first) {
         runs->edges[2 * runs->count - 1] = stop;
@@ -235,7 +236,7 @@ static int add_run(Runs *runs, int64_t first, int64_t stop, int joins) {
     return 1;
 }
 
-/* Add tokens i to stop of a document, which must all be patches, as runs that are split where images begin. */
+/* Add tokens i to stop of a document, all of them patches, as runs that are split where images begin. */
 static int add_patches(Batch *batch, const Document *document, int64_t i, int64_t stop, int64_t *image) {
     const Matrix *spans = &document->spans;
     for (int64_t next; i < stop; i = next) {
@@ -245,7 +246,7 @@ static int add_patches(Batch *batch, const Document *document, int64_t i, int64_
         }
         next = *image < spans->rows && entry(spans, *image, 0) < stop ? entry(spans, *image, 0) : stop;
         if (next <= i || !add_run(&batch->patches, document->start + i, document->start + next, !begins)) {
-            return 0; /* next <= i only if another thread writes into the spans */
+            return 0; /* next <= i only if another thread writes to the spans */
         }
     }
     return 1;
@@ -345,8 +346,8 @@ static void put_padding(const Matrix *columns, int64_t at, int64_t token, int64_
     put_text(columns, at, count, 0, 0);
 }
 
-/* Write the columns of a table from column `at`, with padding around them, and those of its documents from `d`; return
- * the column after the last. */
+/* Write the columns of a table, padding included, from column `at`, and the columns of its documents from column `d`;
+ * return the column after the last one of the table. */
 static int64_t put_positions(const Matrix *columns, const Matrix *header, int64_t at, int64_t d,
                              const Document *document) {
     const Matrix *table = &document->table, *own = &document->header;

@@ -5,7 +5,8 @@
 
 enum { LAYOUT_CONTIGUOUS = 1, LAYOUT_SEQUENCE = 2 }; /* bits of a layout index */
 
-/* An argument: one number per document or range, or a single number for all, with a vector of size -1. */
+/* An argument: a vector with one number per document or range, or a single number for all (the vector's size is then
+ * -1). */
 typedef struct {
     Vector vector; /* no data if the argument is None */
     int64_t one;
@@ -161,7 +162,7 @@ static int put_window(Cut *cut, int64_t d, int64_t start, int64_t tokens) {
     if (rest == 0) {
         return 1;
     }
-    int64_t id = plus(next, start < known ? 0 : minus(start, known)); /* far below int32 if there is no next position */
+    int64_t id = plus(next, start < known ? 0 : minus(start, known)); /* far below int32 without a next position */
     if (id < INT32_MIN || id > INT32_MAX || id + rest - 1 > INT32_MAX) {
         return 0;
     }
@@ -306,7 +307,7 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
                 fits = put_all(cut, rule, count, asked);
             Py_END_ALLOW_THREADS
         }
-        if (fits && cut->segments == segments) { /* false only if another thread writes into the source */
+        if (fits && cut->segments == segments) { /* false only if another thread writes to the source */
             result = Py_BuildValue("(OOL)", table, header, (long long)cut->length);
         }
     }

@@ -10,7 +10,7 @@ static uint32_t id_at(const Matrix *ids, int64_t axis, int64_t token) {
 
 static void put_uint32(char *form, int64_t i, uint32_t value) { memcpy(form + 4 * i, &value, 4); }
 
-/* Return the first token from `token` on whose ids are not the previous token's plus `steps`, else `end`. */
+/* Starting at `token`, return the first token whose ids are not the previous token's plus `steps`, else `end`. */
 static int64_t end_of_run(const Matrix *ids, int64_t last, int64_t token, int64_t end, const uint32_t *steps) {
     for (int64_t axis = 0; axis < ids->rows && token < end; axis++) {
         uint32_t id = id_at(ids, axis, last), step = steps[axis];

@@ -1,6 +1,6 @@
 /* Compute cos and sin of positions: integer turns, then a float32 polynomial with the caller's coefficients. Products
- * and sums are rounded one by one in the same order as in mmpos/rotary/reference.py, so the results are identical to
- * the bit. */
+ * and sums are rounded one by one in the same order as in mmpos/rotary/reference.py, so the results are
+ * bit-identical. */
 
 #include <stdlib.h>
 

@@ -21,10 +21,10 @@ typedef struct {
 typedef struct {
     int kind;
     Matrix cos, sin;     /* (tokens, groups * pairs) float32, for GIVEN */
-    Matrix positions;    /* otherwise */
-    const char *words;   /* otherwise; may be unaligned */
-    const char *axes;    /* otherwise */
-    Constants constants; /* only the counts for GIVEN */
+    Matrix positions;    /* for other kinds */
+    const char *words;   /* for other kinds; may be unaligned */
+    const char *axes;    /* for other kinds */
+    Constants constants; /* for GIVEN, only the counts */
     int64_t tokens;
     int64_t row; /* tokens per row of a batch; 0 if rows may have any length */
 } Source;

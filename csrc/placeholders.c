@@ -260,8 +260,8 @@ static int64_t put_sound(Scan *scan, int64_t i) {
     return add_span(scan, i - MARKERS, end + MARKERS, segment) ? end : -1;
 }
 
-/* Add an image that may contain any tokens between two markers; the rest is text if the end marker or the next grid is
- * missing. */
+/* Add an image that may contain any tokens between two markers; the rest of the document is text if the end marker or
+ * the next grid is missing. */
 static int64_t put_enclosed(Scan *scan, int64_t i) {
     Segment grid;
     if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
@@ -309,7 +309,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
     return add_span(scan, i, i + tokens, grid) ? i + tokens : -1;
 }
 
-/* Add the segments of a document with `left` and `right` padding; return 0 if they do not match the tokens. */
+/* Add the segments of a document with `left` and `right` padding tokens; return 0 if they do not match the tokens. */
 static int put_document(Scan *scan, int64_t start, int64_t stop, int64_t left, int64_t right) {
     if (start < 0 || start >= stop || stop > scan->ids.size || stop - start > INT32_MAX || left > INT32_MAX ||
         right > INT32_MAX || !add_run(scan, PAD, left)) {
@@ -345,7 +345,8 @@ typedef struct {
     const Matrix *mask;
 } Layout;
 
-/* Add all documents; return 0 if one does not fit. Fill firsts, (documents + 1,), with the first segment of each. */
+/* Add all documents; return 0 if one does not match its tokens or grids. Fill firsts, (documents + 1,), with the first
+ * segment of each. */
 static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
     Grids *images = &scan->grids[IMAGE];
     int64_t given = images->count;

@@ -22,7 +22,8 @@ enum { AT_ZERO, PER_CURSOR, PER_START, PER_NUMBER, PER_TEXT, PER_FRAME, PER_ROW,
 enum { TEXTS, SLOTS };                                                                                    /* rows */
 enum { ANY_CLEARS = 1, ANY_COUNTS = 2 }; /* whether any grid keeps ids free, and whether any counts the text */
 
-/* What ids depend on: the cursor, the document's first id, and its numbers of previous grids and text tokens. */
+/* What ids depend on: the cursor, the document's first id, and the numbers of previous grids and of text tokens in the
+ * document. */
 typedef struct {
     int64_t cursor, start, number, text;
 } Place;

@@ -48,7 +48,7 @@ static int rotate(const Job *jobs, int count, const Source *source, const Kind *
             parts[i].weight = norm->weights[i] == NULL ? NULL : weights + i * channels;
         }
         phases_read(&phases, group);
-        for (int64_t begin = first, stretch; begin < stop; begin += stretch) { /* in stretches within a sequence */
+        for (int64_t begin = first, stretch; begin < stop; begin += stretch) { /* no stretch spans two sequences */
             stretch = stop - begin < phases.block ? stop - begin : phases.block;
             stretch = seq - begin % seq < stretch ? seq - begin % seq : stretch;
             phases_fill(&phases, begin, stretch);

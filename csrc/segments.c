@@ -168,7 +168,7 @@ PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count
             PyObject *number =
                 PyList_GetItem(args[0], i); /* borrowed, since reading ints runs no code that could change the list */
             int64_t value = number != NULL && PyLong_CheckExact(number) ? PyLong_AsLongLong(number) : -1;
-            fits = value >= 0; /* an error is -1 */
+            fits = value >= 0; /* -1 means an error */
             put_int64(out + 8 * i, value);
         }
         if (!fits) {

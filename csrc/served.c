@@ -1,5 +1,6 @@
-/* Answer a plain query directly from the serialized request to the serialized answer: documents of text and grid
- * segments, a scheme with a plan, and the table or the ids of all tokens. All other queries are parsed into messages.
+/* Answer a plain query by converting the serialized request directly into the serialized answer. A query is plain if
+ * its documents consist of text and grid segments, its scheme has a plan, and it requests the table or the ids of all
+ * tokens. All other queries are parsed into messages.
  */
 
 #include "plan.h"
@@ -55,8 +56,8 @@ static int read_fields(const Span *message, const int8_t *types, Field *fields) 
 
 static int64_t bytes_of(const Field *field) { return field->tag == NULL ? 0 : field->bytes.end - field->tag; }
 
-/* Return the bytes of the profile and scheme, which are a valid query themselves; NULL without an exception if they are
- * too long. */
+/* Return the bytes of the profile and scheme, which by themselves form a valid query; NULL without an exception if they
+ * are too long. */
 static PyObject *key_of(const Field *query) {
     int64_t profile = bytes_of(&query[PROFILE]), scheme = bytes_of(&query[SCHEME]);
     PyObject *key = profile + scheme > MAX_KEY ? NULL : PyBytes_FromStringAndSize(NULL, profile + scheme);
@@ -424,7 +425,7 @@ static PyObject *serve(Buffers *buffers, const Field *query, PyObject *key, PyOb
  *
  * raw: serialized request of Place, or of StreamPlace if `item` is true; known: dict from the bytes of profile and
  * scheme to (plan, strict, fractional, label) or None; most: int64 limits on documents, segments, tokens, images, bytes
- * of ids and bytes of the answer; the general code reports queries above them. */
+ * of ids and bytes of the answer; the general code reports queries that exceed these limits. */
 PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     static const int8_t outer[][MAX_FIELD + 1] = {{-1, BYTES, -1, -1, -1, -1, -1, -1, -1, -1, -1},
                                                   {-1, VARINT, BYTES, -1, -1, -1, -1, -1, -1, -1, -1}};

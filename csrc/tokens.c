@@ -64,7 +64,7 @@ typedef struct {
     const char *x;
     char *out;
     const float *cos, *sin;
-    int64_t count, from, to, phase; /* steps: bytes, bytes, elements */
+    int64_t count, from, to, phase; /* steps in bytes, bytes, elements */
     int64_t channels;
     const float *weight;
     float eps, *room;

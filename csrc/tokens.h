@@ -1,4 +1,4 @@
-/* Rotate the tokens of tensors by the cos and sin that were computed for them. */
+/* Rotate tokens of tensors by the cos and sin computed for these tokens. */
 
 #ifndef MMPOS_TOKENS_H
 #define MMPOS_TOKENS_H

@@ -1,5 +1,5 @@
 /* Count the elements of a message in protobuf's wire format before it is parsed: a parser creates an object for every
- * few bytes, holds the interpreter lock all the while, and cannot be stopped. */
+ * few bytes, holds the interpreter lock throughout, and cannot be stopped. */
 
 #include "wire.h"
 

@@ -22,8 +22,8 @@ try:
     import vllm
     from vllm.model_executor.layers.attention.attention import Attention
 except ModuleNotFoundError as error:
-    want = "pip install vllm, in a separate environment"
-    raise SystemExit(f"probe_vllm: {error.name} is not installed, want {want}") from None
+    command = "pip install vllm, in a separate environment"
+    raise SystemExit(f"probe_vllm: {error.name} is not installed; install it with: {command}") from None
 
 PROMPT = "abc<|vision_start|><|image_pad|><|vision_end|>def"
 

@@ -1,6 +1,6 @@
 """Train an unpatched, tiny random Qwen3-VL on packs with Transformers' Trainer, and resume exactly.
 
-This takes seconds on one core. To use two ranks, run `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
+This takes about a minute on two cores. To use two ranks, run `torchrun --nproc-per-node 2 examples/trainer_packs.py`.
 """
 
 from __future__ import annotations

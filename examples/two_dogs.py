@@ -1,4 +1,4 @@
-"""Show which position encodings let attention distinguish two dogs in a sentence, word order, and direction.
+"""Show which position encodings let attention distinguish two dogs in a sentence, word orders, and directions.
 
 An attention block with random weights reads "The dog chased another dog" in float64. Its outputs are compared between
 the two dogs (positions 1 and 4), after exchanging words, and after reversing the sentence.

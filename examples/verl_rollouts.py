@@ -20,8 +20,8 @@ try:
     from verl import DataProto
     from verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 except ModuleNotFoundError as error:
-    want = "pip install verl tensordict, in a separate environment"
-    raise SystemExit(f"verl_rollouts: {error.name} is not installed, want {want}") from None
+    command = "pip install verl tensordict, in a separate environment"
+    raise SystemExit(f"verl_rollouts: {error.name} is not installed; install it with: {command}") from None
 
 
 def roll_out(prompts: list[list[Any]], lengths: list[int]) -> DataProto:

@@ -27,7 +27,7 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Isolate this run from others in the kernel cache of torch.compile, whose key ignores the processor, and in Ray.
+    """Isolate this run from others, both in Ray and in torch.compile's kernel cache, whose key ignores the processor.
 
     Ray joins any cluster it finds, even one that another test is still stopping.
     """
@@ -96,7 +96,7 @@ def torchless(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
-    """Return a function that starts servers, and kill them after the test."""
+    """Return a function that starts servers; after the test, kill these servers."""
     servers: list[Program] = []
 
     def program(*arguments: str) -> Program:

@@ -43,7 +43,7 @@ TESTS: Mapping[str, tuple[float, str]] = {
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED = ((300, 3), (2100, 1))
-"""Tokens and documents of sanitized launches: with one warp per program and with several."""
+"""Token and document counts of the launches under compute-sanitizer: with one warp per program, and with several."""
 
 BROKEN = 75
 """Exit status of a process that has lost its CUDA context."""
@@ -171,7 +171,7 @@ class Part:
             return status, log.read()
 
     def measure(self, what: str, seconds: float) -> None:
-        """Measure in a separate process; if that breaks, continue in a new process after the work that broke it."""
+        """Measure in a separate process; if it fails, continue in a new process after the work that made it fail."""
         end = time.monotonic() + min(seconds, self.left)
         while (left := end - time.monotonic()) > 5:
             before = self.path.read_bytes()
@@ -249,7 +249,7 @@ PARTS: Mapping[int, Callable[[Part], None]] = {
 
 
 def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]]:
-    """Yield each JUnit XML file's name, its counts with the worst share of an error bound, and its failures."""
+    """Yield each JUnit XML file's name, its counts (with the largest share of an error bound), and its failures."""
     for path in sorted(folder.glob("tests-*.xml")):
         suite = ElementTree.parse(path).getroot()
         suite = suite if suite.tag == "testsuite" else suite[0]

@@ -1,4 +1,4 @@
-"""Model layers as tensors to rotate, and a float64 formula, with ids from a plain loop, to judge the rotation."""
+"""Model layers as tensors to rotate, and a float64 formula that judges the rotation with ids from a plain loop."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PAGE = 16  # slots per block of the cache
 _BLOCK = 1024  # tokens per block for the float64 check
 
 ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
-"""Largest error relative to the length of the rotated pair, with one rounding and with rounded cos and sin."""
+"""Largest allowed error relative to the length of the rotated pair, with one rounding and with rounded cos and sin."""
 
 
 def interleaved(tokens: int) -> Document:
-    """Build a document of text with an image of 16×16 per 320 tokens, or of 2×2 per 8 tokens in a shorter document."""
+    """Build a document of text with one 16×16 image per 320 tokens, or one 2×2 image per 8 tokens if it is shorter."""
     side, every = (16, 320) if tokens >= 320 else (2, 8)
     (document,) = workload(1, tokens, tokens // every, side)
     return document
@@ -45,7 +45,7 @@ def prompted_image(tokens: int) -> Document:
 
 
 def video(tokens: int) -> Document:
-    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that divide the tokens."""
+    """Build a document with one video of 21 frames of 30 rows, or the largest divisors of these that fit the tokens."""
     frames = gcd(tokens, 21)
     height = gcd(tokens // frames, 30)
     return [Grid(height, tokens // frames // height, frames=frames)]
@@ -109,7 +109,7 @@ class Layer:
         documents: documents packed into one row.
         dtype: dtype of q and k.
         device: device of all tensors.
-        sets: number of sets of q, k, v and slots, so that each call in a graph finds its memory cold.
+        sets: number of sets of q, k, v and slots; with several sets, each call in a graph finds its memory cold.
         how: the ``implementation`` argument of our calls.
     """
 
@@ -132,7 +132,7 @@ class Layer:
         self.q, self.k = self.sets[0]
 
     def random(self, seed: int) -> Pair:
-        """Draw random q and k, (1, tokens, heads, head_dim)."""
+        """Draw random q and k of shape (1, tokens, heads, head_dim)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         q, k = (
             torch.randn(1, self.tokens, heads, self.shape.head_dim, generator=generator, device=self.device)

@@ -17,8 +17,7 @@ from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
 MALLOCS = ("default", "tuned")
-"""The settings of the C library, or those of the server, which make malloc keep large blocks instead of returning
-them.
+"""Malloc settings: the C library's own, or the server's, which make malloc keep large blocks instead of returning them.
 """
 
 _PACKAGES = (

@@ -1,4 +1,4 @@
-"""Positions: dense ids from lists, spans and token ids, and how their time scales with size."""
+"""Positions: dense ids from lists, spans and token ids, and how the time to compute them scales with size."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Measurement:
         return None if self.limit is None else entry.timing.median / self.limit.timing.median
 
     def over_peers(self, entry: Timed) -> dict[str, float]:
-        """Compute how many times as fast as each peer a contestant is; empty unless the contestant's role is "ours"."""
+        """Compute a contestant's speed as a multiple of each peer's speed; empty unless its role is "ours"."""
         if entry.role != "ours":
             return {}
         return {peer.name: peer.timing.median / entry.timing.median for peer in self.entries if peer.role == "peer"}
@@ -154,7 +154,7 @@ def markdown(rows: Rows) -> str:
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a row per comparison and a column per contestant and fact; times are multiples of the limit or of ours."""
+    """Write a row per comparison and a column per contestant and fact; times include multiples of limit or ours."""
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""

@@ -1,4 +1,4 @@
-"""Rotations of q and k (into new tensors, in place, with gradients, norms and stores), compared with a copy.
+"""Rotations of q and k (into new tensors or in place, and with gradients, norms or stores), compared with a copy.
 
 To add a launch, add a `Way` to a group in `GROUPS`; timing, host times and sanitizers all use these groups. To add a
 peer, add it to `mmpos_bench.peers.rotations`.

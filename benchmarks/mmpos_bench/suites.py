@@ -116,7 +116,7 @@ class Comparison:
         return f"{self.group}: {self.name}"
 
     def measure(self, budget: Budget, tick: Tick, attempt: Attempt = strictly) -> Measurement:
-        """Prove all contestants, then time them, omitting contestants whose attempted proof fails.
+        """Check the results of all contestants, then time those whose check succeeds under ``attempt``.
 
         Raises:
             NotEqualError: a contestant's result is wrong; the message names the comparison and the contestant.

@@ -223,7 +223,7 @@ def _host_array(name: str, value: Any) -> Array:
     """Convert to numpy without gradients; refuse a tensor on a device, or one whose dtype may have rounded ids."""
     if hasattr(value, "detach"):
         if value.device.type != "cpu":
-            raise InvalidInputError(f"{name}: got a tensor on {value.device}, want a tensor on the CPU: call .cpu()")
+            raise InvalidInputError(f"{name}: got a tensor on {value.device}, want a tensor on the CPU; call .cpu()")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype.startswith(("bfloat16", "float8")):
             got = f"{dtype}, which rounds integers{' above 256' if dtype == 'bfloat16' else ''}"

@@ -92,7 +92,7 @@ def check(
 def _scheme_and_start(
     specs: Specs, name: str | None, axes: int | None, config: Path | None
 ) -> tuple[Scheme | None, int]:
-    """Return the scheme of a name or model (None without either), and the id of each document's first token."""
+    """Return the named or the model's scheme (None without either), and the id of each document's first token."""
     if config is None:
         name, axes = scheme_of(specs, name, axes)
         if name is None and axes is None:
@@ -323,7 +323,7 @@ def growth(
 
 
 def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
-    """Draw into a file and print its name, or write a .png to standard output."""
+    """Save a plot and print the file's name, or write a .png to standard output."""
     if output == Path(STDIN):
         write_output(draw(None).png())
     else:

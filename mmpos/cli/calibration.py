@@ -98,7 +98,7 @@ def _measured(config: Any, *, device: str, dtype: str, **options: Any) -> Calibr
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise InvalidInputError(f"--dtype: got {dtype!r}, want float32, bfloat16 or float16")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InvalidInputError(f"--device: got {device!r}, but torch finds no GPU: pass cpu")
+        raise InvalidInputError(f"--device: got {device!r}, but torch finds no GPU; pass cpu")
     settings = from_hf_config(config)
     auto: Any = AutoModelForImageTextToText if getattr(config, "vision_config", None) else AutoModelForCausalLM
     if settings.vision_scheme is None:

@@ -182,7 +182,7 @@ def positions(
     placed = place_specs(read_specs(documents), scheme, start, axes)
     if output == Path(STDIN):
         if json:
-            raise InvalidInputError("--output cannot be combined with --json when it is -, standard output")
+            raise InvalidInputError("--output - (standard output) cannot be combined with --json")
         write_output(report.npy(placed.positions))
         return
     if output is not None:

@@ -116,7 +116,7 @@ def _known(name: str) -> type[Scheme]:
 
 
 def _own(path: str) -> object:
-    """Import the class or object of a module, which may be in the current folder, as with ``python -m``."""
+    """Import a class or an object from a module; as with ``python -m``, the module may be in the current folder."""
     module, _, name = path.partition(":")
     try:
         if (here := os.getcwd()) not in sys.path:

@@ -1,4 +1,4 @@
-"""The commands that plan training: build an index of balanced packs from ready sequences, and measure costs for it."""
+"""The commands that plan training: index balanced packs of preprocessed sequences, and measure their costs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plan_packs(
         Path | None, typer.Option(metavar="FILE", help="Plot of the steps to write: .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Plan balanced packs of ready sequences, and write the index that PlannedPacks reads.
+    """Plan balanced packs of preprocessed sequences, and write the index that PlannedPacks reads.
 
     Pixels are not read: sizes come from the files' columns.
     """

@@ -1,4 +1,4 @@
-"""The command that builds ready sequences from a corpus, with a progress bar on a terminal and lines elsewhere."""
+"""The command that preprocesses a corpus into sequences, with a progress bar on a terminal and lines elsewhere."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Build ready sequences from a corpus: one Parquet file per 64 MiB of each shard, and a manifest.
+    """Build preprocessed sequences from a corpus: one Parquet file per 64 MiB of each shard, and a manifest.
 
     A run that is stopped leaves only complete files, and the same command resumes it.
     With [bold]--on-error skip[/bold], unusable records are listed in FOLDER/*.quarantine.jsonl; with
@@ -311,8 +311,8 @@ class ShownProgress:
     """Progress on stderr, with the rate and the time left: a bar, or a line every few seconds and one at the end.
 
     Args:
-        readers: readers of the shards. If most of a few sampled readers know their number of records, the time left is
-            estimated from records, else from shards.
+        readers: readers of the shards. If most of the few readers that are sampled know their number of records, the
+            time left is estimated from the records done, else from the shards done.
         bar: function that updates the bar; None writes lines.
     """
 

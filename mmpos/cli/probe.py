@@ -134,7 +134,7 @@ def _summary(name: str, verdict: Verdict) -> str:
 
 
 def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
-    """Return the sentences about a layer, and a map of its tokens: right or wrong, or else read or unknown."""
+    """Return the sentences about a layer, and a map of its tokens as right or wrong, or else as read or unknown."""
     verdict = verdicts[name]
     sentences = paragraphs(_sentences(verdicts, name, meant))
     compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
@@ -213,7 +213,7 @@ def _beside(config: Path, names: Iterable[str]) -> Arrays:
 
 
 def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Return a sentence about ids that differ from the first layer's, counting tokens with ids known in both."""
+    """Return a sentence about ids that differ from the first layer's, counting tokens with ids known in both layers."""
     if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
         return []
     got, want = ((layer.position_ids / layer.denominators) for layer in (reading, first))

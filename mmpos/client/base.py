@@ -32,7 +32,7 @@ class BaseClient(Generic[C]):
     A call that no server answers (UNAVAILABLE, including a broken connection) is retried after 0.1, 0.3, 0.9 …
     seconds; retries are safe because no call changes anything on the server. If a server that has answered this client
     before disappears, it is assumed to be restarting, and calls wait for it within their timeout. If no server has ever
-    answered, or TLS fails, the call raises an error that names the cause after a second or two.
+    answered, or TLS fails, the call fails after a second or two with an error that names the cause.
 
     Args:
         addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
@@ -40,7 +40,8 @@ class BaseClient(Generic[C]):
             list are resolved once, when the channel opens.
         profile: name of the model's settings on the server; None selects the server's default profile.
         timeout: maximum seconds per call, retries included; for a stream, maximum seconds per answer.
-        attempts: maximum number of attempts per call, 1 to 5; with 1, calls are neither retried nor wait for a server.
+        attempts: maximum number of attempts per call, 1 to 5; with 1, a call is not retried and does not wait for a
+            server.
         tls: certificates; None disables TLS.
         token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
             changes. Without tls, a token is sent only to servers on this machine.

@@ -191,14 +191,14 @@ def place(
         segments: documents, as a SegmentTable, Spans or InputIds.
         scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
         start: id of each document's first token: one number for all, or (documents,).
-        strict: whether two grids without text between them are an error; None lets the scheme decide.
+        strict: whether two grids without text between them cause an error; None lets the scheme decide.
         views: methods to apply to the placed table in this order: Take, Window, Decode, Shard, Pad.
 
     Returns:
         A new PositionTable.
 
     Raises:
-        MmposError: see ``mmpos.place`` and the views; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``mmpos.place`` and the views; also LimitExceededError if a server limit is exceeded.
         ServiceError: the server did not answer.
     """
     if not isinstance(segments, SegmentTable | Spans | InputIds):
@@ -213,7 +213,7 @@ def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsRe
         query: documents, scheme, views, and whether to return the table or ids.
 
     Raises:
-        MmposError: see ``query.run``; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``query.run``; also LimitExceededError if a server limit is exceeded.
         ServiceError: the server did not answer.
     """
     if not isinstance(query, PositionsQuery):
@@ -297,7 +297,7 @@ def build(
         A new InterleavedSequence, with the same image hashes as a call in process.
 
     Raises:
-        MmposError: see ``SequenceBuilder.build``; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``SequenceBuilder.build``; also LimitExceededError if a server limit is exceeded.
         ServiceError: the server did not answer.
     """
     settings = BuildSettings(profile, scheme, start, patches)
@@ -446,7 +446,7 @@ def cos_sin(
         New tensors, float32 or complex64, on the device of the positions.
 
     Raises:
-        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError if a server limit is exceeded.
         ServiceError: the server did not answer.
     """
     one_of("layout", layout, tuple(_TABLES))
@@ -479,7 +479,7 @@ def angles(
         A new float32 tensor on the device of the positions.
 
     Raises:
-        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError if a server limit is exceeded.
         ServiceError: the server did not answer.
     """
 
@@ -501,7 +501,7 @@ def apply_rotary(
     layout: Layout | None = None,
     conjugate: bool = False,
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent there and back.
+    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent to the server and back.
 
     Args:
         q: queries; see ``apply_rotary``. They must not require gradients.
@@ -515,7 +515,7 @@ def apply_rotary(
         New tensors on the device of q.
 
     Raises:
-        MmposError: see ``apply_rotary``; also LimitExceededError if a limit of the server is exceeded.
+        MmposError: see ``apply_rotary``; also LimitExceededError if a server limit is exceeded.
         UnsupportedError: q or k requires gradients.
         ServiceError: the server did not answer.
     """
@@ -557,7 +557,7 @@ def _put_rotation(
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
-    """Check the properties of tensors that a server cannot see."""
+    """Check the tensor properties that a server cannot see."""
     with needed_for("rotations", extra="all"):
         import torch
 
@@ -571,7 +571,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(
-                f"{name}: got a tensor that requires gradients, want a detached one: a service returns no gradients"
+                f"{name}: got a tensor that requires gradients, want a detached one; a service returns no gradients"
             )
     if k is not None and k.device != q.device:
         raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")

@@ -66,7 +66,7 @@ class OpenChannel(Generic[C]):
         self._methods: dict[str, Any] = {}
 
     def method(self, path: str) -> Any:
-        """Return the callable for the method with this path, which takes and returns bytes."""
+        """Return a callable that takes and returns bytes, for the method with this path."""
         method = self._methods.get(path)
         if method is None:
             channel: Any = self.channel
@@ -97,7 +97,7 @@ class ProcessChannels(Generic[C]):
         if connection is None:
             if any(pid != key[0] for pid, _ in list(self._open)) and not _fork_support():
                 raise UnsupportedError(
-                    "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
+                    "fork: the client made a call before the fork; set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
             # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
@@ -137,7 +137,8 @@ def service_config(attempts: int, balanced: bool) -> dict[str, object]:
     config: dict[str, object] = {
         # Streams resend unanswered items on a new stream; the more specific entry takes precedence.
         "methodConfig": [{"name": _STREAMS}, {"name": [{}], "retryPolicy": retry} if attempts > 1 else {"name": [{}]}],
-        # A server that dies fails all its calls at once, so up to 500 retries must be possible without a success.
+        # A server that dies fails all its calls at the same time, so up to 500 retries must be possible without a
+        # success.
         "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
     }
     if balanced:
@@ -301,7 +302,7 @@ class Reach:
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add the likely causes to the error for a connection that the server closes at once."""
+        """Add the likely causes to the error for a connection that the server closes immediately."""
         message = str(error)
         if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
             return error
@@ -342,7 +343,7 @@ def traced(metadata: Metadata) -> Metadata:
 
     The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
     """
-    # A process that has not imported OpenTelemetry has no span, so it is not imported here either.
+    # A process that has not imported OpenTelemetry has no span, so OpenTelemetry is not imported here either.
     if "opentelemetry.trace" not in sys.modules:
         return metadata
     from opentelemetry import trace

@@ -22,7 +22,7 @@ class SchemeInfo:
         name: name of the scheme.
         axes: number of ids per token, with default parameters.
         fractional: whether ids may be fractions, with default parameters.
-        resumable: whether next positions and decoding exist.
+        resumable: whether next positions are defined and decoding is supported.
         parameters: names of the scheme's parameters.
     """
 

@@ -274,7 +274,7 @@ def _check_clear(addresses: Sequence[str]) -> None:
         server = host_and_port(_DNS.sub("", address, count=1))
         is_local = server is not None and is_loopback(server.host)
         if not is_local and not address.startswith(("unix:", "unix-abstract:")):
-            raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]): others could read the token")
+            raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]); others could read the token")
 
 
 def _metadata(metadata: object) -> Metadata:

@@ -132,7 +132,7 @@ class SharedObjects:
         region.remove()
 
     def close(self) -> None:
-        """Remove idle regions at once, and regions in use when they are returned."""
+        """Remove idle regions immediately, and regions in use when they are returned."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for region in idle:
@@ -222,7 +222,7 @@ class Lease(Beside):
         return self._output.data[begin:end].copy()
 
     def arrived(self, trailing: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Read from the metadata of the answer whether an earlier attempt may still be running and use the regions."""
+        """Read from the answer's metadata whether an earlier attempt may still be running and using the regions."""
         if any(key == RETRIED for key, _ in trailing or ()):
             self._keep = False
 

@@ -217,7 +217,7 @@ class ThreadLink:
         self._requests.put(None)
 
     def receive(self, timeout: float) -> Answer | MmposError | None:
-        """Wait for the next answer and return it, the error that ended the stream, or None at its end."""
+        """Wait for and return the next answer, the error that ended the stream, or None at the end of the stream."""
         try:
             return self._answers.get(timeout=timeout)
         except Empty:
@@ -317,7 +317,7 @@ class TaskLink:
         self._requests.put_nowait(None)
 
     def taken(self) -> Answer | MmposError | None:
-        """Return the answer, the error that ended the stream, or None at its end; start reading the next answer."""
+        """Return the answer, the error that ended the stream, or None when it ends; start reading the next answer."""
         answer = self.answer.result()
         if answer is not None and not isinstance(answer, MmposError):
             self.answer = asyncio.ensure_future(self._read())

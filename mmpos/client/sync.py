@@ -102,7 +102,7 @@ class Client(BaseClient[grpc.Channel]):
         )
 
     def close(self) -> None:
-        """Close the channel of this process; running calls and streams fail, and a later call opens a new one."""
+        """Close the channel of this process; running calls and streams fail, and a later call opens a new channel."""
         self._pools.close()
         channel = self._channels.pop()
         if channel is not None:

@@ -320,7 +320,7 @@ class Batch(metaclass=_WholeType):
         if positions == "ids":
             if self.positions.fractional:
                 raise UnsupportedError(
-                    "positions: got 'ids' of a fractional scheme, want 'table': mixed precision rounds ids"
+                    "positions: got 'ids' of a fractional scheme, want 'table' because mixed precision rounds ids"
                 )
             arguments["position_ids"] = self.position_ids(torch.int64, text_row)
         if batched and self.packed:
@@ -332,7 +332,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise an error: Trainer expects a mapping of arguments, which a batch is not; iteration ends up here as well.
+        """Raise an error: Trainer expects a mapping of arguments, not a batch; iterating over a batch also calls this.
 
         Raises:
             UnsupportedError: always.
@@ -368,12 +368,12 @@ class ModelArguments(dict[str, Any]):
         if any(type(value).__name__ == "TensorInformation" for value in self.values()):
             raise UnsupportedError(
                 "batch: got arguments of a model that accelerate's dispatcher is about to split along their first "
-                "dimension, want the whole batch: load through mmpos.data.RankLoader, which accelerate leaves unchanged"
+                "dimension, want the whole batch; load through mmpos.data.RankLoader, which accelerate leaves unchanged"
             )
 
 
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Merge row spans into (images, 2) spans from the first patch to one past the last; not for shards.
+    """Merge row spans into (images, 2) spans from the first patch to one past the last; not valid for shards.
 
     Args:
         image_spans: (spans, 2) spans of images, or of their rows if the rows end in separators.

@@ -33,8 +33,8 @@ class PackedCollator:
     """Collator that concatenates documents into one row; a picklable collate_fn for DataLoader.
 
     Args:
-        multiple_of: multiple to which every document is padded, within its cu_seqlens; 2 * world_size for zigzag
-            context parallelism.
+        multiple_of: multiple to which the length of every document is padded; the padding counts as part of the
+            document in cu_seqlens; 2 * world_size for zigzag context parallelism.
         length: number of tokens in every batch, for static shapes; the remaining tokens form one more document of
             padding. None adds no padding.
         pad_token_id: value of input_ids on padding.

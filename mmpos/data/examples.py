@@ -37,7 +37,7 @@ __all__ = [
 
 
 class RecordError(InvalidInputError):
-    """Error for an unusable record; names the record, the field, the value it got and the value it wants."""
+    """Error for an unusable record; names the record, the field, the value received and the value expected."""
 
 
 OnImageError = Literal["drop", "skip-document", "raise"]
@@ -223,11 +223,11 @@ class Preprocess:
             template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
         builder: builds a sequence from the parts of the document.
         train_markers: whether to train on the [IMG], [/IMG] and row separators of images in trained pieces, and on
-            audio markers in them; patches and audio are never trained on.
+            audio markers in these pieces; patches and audio are never trained on.
         on_image_error: policy for an image or a video that cannot be read, regardless of the policy for other errors:
-            "drop" removes it and its markers from the document and joins the texts around it; "skip-document" skips
-            the record; "raise" raises. None treats it like any other error of the record. A document with nothing left
-            is skipped.
+            "drop" removes it and its markers from the document and joins the texts around it; "skip-document" skips the
+            record; "raise" raises. None treats such an error like any other error in the record. A document with
+            nothing left is skipped.
     """
 
     format: Format
@@ -258,7 +258,7 @@ class Preprocess:
         """Convert a record to an example.
 
         Raises:
-            RecordError: the record is invalid; the error names it and the field or part.
+            RecordError: the record is invalid; the error names the record and the field or part.
             UnsupportedError: the builder has no ImageProcessor or no Markers for a part. This is a configuration error,
                 which no policy for records or images skips.
             ServiceError: the builder is a client whose server does not answer.
@@ -296,7 +296,7 @@ class Preprocess:
                 except (InvalidInputError, LimitExceededError) as error:
                     broken[i] = f"{_where(document, location)}: parts[{i}]{str(error).removeprefix('parts[0]')}"
                 except UnsupportedError:
-                    continue  # not an error of the image; building the rest of the document raises it
+                    continue  # not an error in the image; building the rest of the document raises it
         return broken
 
     def _example(self, document: Document, location: Location) -> Example:

@@ -124,9 +124,9 @@ class BatchDataset(IterableDataset[_Item]):
         self._max_skipped = max_skipped
         SkipLimit(max_skipped)
         if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path: skipped records are never dropped silently")
+            raise InvalidInputError("quarantine: got None, want a path; skipped records are never dropped silently")
         if skips_images(preprocess) and quarantine is None:
-            raise InvalidInputError("quarantine: got None, want a path: images are never dropped silently")
+            raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
@@ -159,7 +159,7 @@ class BatchDataset(IterableDataset[_Item]):
             num_workers: number of workers of the DataLoader.
 
         Returns:
-            the number of batches; None if sizes are unknown, if the batching splits or truncates texts, or if records
+            the number of batches; None if sizes are unknown, if ``batching`` splits or truncates texts, or if records
             or images may be skipped.
         """
         batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
@@ -185,7 +185,7 @@ class BatchDataset(IterableDataset[_Item]):
         if self._split.world_size > 1:
             raise UnsupportedError(
                 f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split across ranks again, want it unchanged: load through mmpos.data.RankLoader"
+                "is about to split across ranks again; load it through mmpos.data.RankLoader"
             )
 
     def __iter__(self) -> Iterator[_Item]:

@@ -39,7 +39,7 @@ class ModelInputs:
         images: whether the model takes pixel_values and image_grid_thw, or their counterparts for videos, and
             mm_token_type_ids; else it takes only text.
         planes: whether pixel_values are (patches, 3, patch_size, patch_size) instead of (patches, values).
-        seq_idx: whether layers without attention take the document of each token.
+        seq_idx: whether layers without attention take the document index of each token.
         expert_types: whether moe_mm_token_type_ids select the experts of each token, with image markers counted as
             images.
     """
@@ -245,7 +245,7 @@ class ModelCollator:
         if batch.audio_spans is not None:
             got = counted(len(batch.audio_spans), "run")
             raise UnsupportedError(
-                f"batch: got {got} of audio for {kind!r}, want none: audio features are not passed on"
+                f"batch: got {got} of audio for {kind!r}, want none; audio features are not passed on"
             )
         want = self.settings.scheme.label
         if self.inputs.text_row and batch.positions.scheme != want:
@@ -310,7 +310,7 @@ class ModelCollator:
         return {"pixel_values": pixels[~in_video], "image_grid_thw": grid_thw[~video], **videos}
 
     def _pixel_values(self, patches: Tensor | None) -> Tensor:
-        """Convert patches to the pixel_values of the model's processor; return that processor's float patches as is."""
+        """Convert patches to the processor's pixel_values; return float patches from the processor unchanged."""
         if patches is None:
             raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
         if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
@@ -385,7 +385,7 @@ class ProcessedInputs:
         input_ids = _tokens("input_ids", record.get("input_ids"))
         mask = record.get("attention_mask")
         if mask is not None and not np.asarray(mask).all():
-            raise InvalidInputError("attention_mask: got padding, want one document without it")
+            raise InvalidInputError("attention_mask: got padding, want one document without padding")
         grids = {name: _array(record.get(name)) for name in ("image_grid_thw", "video_grid_thw")}
         seconds = record.get("second_per_grid_ts")
         seconds = None if seconds is None else np.asarray(seconds).tolist()
@@ -452,7 +452,7 @@ def _array(values: object, dtype: type = np.int64) -> Any:
 
 
 def _margins(input_ids: IntArray, spans: IntArray, markers: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the number of marker tokens before and after every image: (1, 1) if all have both, else (0, 0)."""
+    """Return the number of marker tokens before and after every image: (1, 1) if every image has both, else (0, 0)."""
     if markers is None or not len(spans) or spans[0, 0] == 0 or spans[-1, 1] == input_ids.size:
         return 0, 0
     before, after = (

@@ -71,7 +71,7 @@ class PackCounts:
         tokens: tokens in these packs, excluding padding.
         capacity: total capacity of these packs in tokens.
         splits: cuts through documents whose parts were all kept.
-        truncated: examples that lost their end.
+        truncated: examples whose end was cut off.
         dropped: examples that were dropped.
         tokens_lost: tokens lost to truncation and dropping.
     """
@@ -195,7 +195,7 @@ class Packer:
         return best_cut
 
     def _split(self, number: int, cut: int) -> Example:
-        """Cut the head off a buffered example; the rest keeps its place in the queue."""
+        """Cut the head off a buffered example; the remaining part keeps its place in the queue."""
         example = self._held[number]
         self._hold(number, example.slice(cut, example.num_tokens))
         self._counts["splits"] += 1
@@ -268,7 +268,7 @@ class Batching(Protocol):
 
 
 class Batcher:
-    """Batching of a fixed number of examples at a time, in order of arrival.
+    """Batcher that groups a fixed number of examples at a time, in order of arrival.
 
     Args:
         batch_size: number of examples in a batch.

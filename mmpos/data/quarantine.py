@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 class SkipLimit:
     """Limit on the records that one worker may skip among the first 1,000 that it reads.
 
-    If more are unusable, the configuration, for example the format, is probably wrong rather than the records.
+    If more records are unusable, the configuration, for example the format, is probably wrong rather than the records.
 
     Args:
         share: largest fraction of these records that may be skipped, 0 to 1; ten may always be skipped.
@@ -139,7 +139,7 @@ class Quarantine:
             error: error that names the record.
 
         Raises:
-            RecordError: the error, if on_error is "raise"; for an ImageError, its own policy decides.
+            RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
             InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
@@ -152,7 +152,7 @@ class Quarantine:
         self.limit.skip(location, message)
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
-        """Log the images left out of a document, and keep a line with their number as dropped_images."""
+        """Log the images left out of a document, and keep a line that contains their number as dropped_images."""
         message = "; ".join(errors)
         _logger.warning("dropped images: %s", message)
         if self._keep is not None:
@@ -181,7 +181,7 @@ class QuarantineFile:
         self._records: set[tuple[object, ...]] | None = None
 
     def __call__(self, line: Line) -> None:
-        """Append the line of a record unless the record is in the file.
+        """Append a record's line unless the record is already in the file.
 
         Raises:
             OSError: the file cannot be written; its content is unchanged.

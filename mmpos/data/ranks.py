@@ -59,18 +59,19 @@ class RankLoader(Generic[_Item]):
     """Loader that yields the whole batches of this rank, the same number on every rank.
 
     A BatchDataset already gives each rank its own batches, but accelerate would split the batches of a DataLoader
-    across ranks again. It leaves a RankLoader unchanged, since that is not a DataLoader. Every rank must create a
-    RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
+    across ranks again. It leaves a RankLoader unchanged, since a RankLoader is not a DataLoader. Every rank must create
+    a RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
 
     Keeping the number of steps equal takes one all-reduce of three bytes per step over gloo on the host, before the
-    batch is yielded. Ranks wait there for the slowest loader, as they would for its gradients; no device waits.
+    batch is yielded. At this point, ranks wait for the slowest loader, as they would later wait for that rank's
+    gradients; no device waits.
 
     Args:
         loader: ``DataLoader(dataset, batch_size=None)`` of a BatchDataset, or any other iterable that starts over when
             iterated again.
         even: "drop" ends the epoch when the first rank runs out of batches, and logs a warning on ranks with batches
             left; "repeat" starts over on ranks that run out, until every rank has yielded all of its batches; None
-            yields what the loader yields, so that ranks may differ.
+            yields what the loader yields, so the number of batches may differ between ranks.
         endless: whether an iteration continues with the next epochs instead of ending, for a trainer that only counts
             steps and would restart at the first epoch when a run resumes.
 
@@ -101,7 +102,7 @@ class RankLoader(Generic[_Item]):
         """Number of batches on every rank in the next epoch, or None if any rank does not know it.
 
         The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
-        loader. A collective operation: every rank must read this property.
+        loader. This is a collective operation: every rank must read this property.
         """
         count = getattr(self.dataset, "num_batches", None)
         steps: int | None = _length(self.loader) if count is None else count(getattr(self.loader, "num_workers", 0))
@@ -121,12 +122,12 @@ class RankLoader(Generic[_Item]):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged: "
-            "TrainingArguments(ignore_data_skip=True), and load_state_dict before the run resumes"
+            "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged; "
+            "pass ignore_data_skip=True to TrainingArguments, and call load_state_dict before the run resumes"
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset; see BatchDataset.set_epoch. An endless loader keeps the epoch of a state."""
+        """Set the epoch of the dataset; see BatchDataset.set_epoch. Endless loaders keep a loaded state's epoch."""
         if self.endless and self._resumed:
             return
         self._epoch = epoch
@@ -138,7 +139,8 @@ class RankLoader(Generic[_Item]):
         """Return the state of this rank after the latest batch; every rank has its own.
 
         Raises:
-            UnsupportedError: workers read the dataset of a DataLoader, or neither loader nor dataset has a state.
+            UnsupportedError: worker processes read the dataset of a DataLoader, or neither the loader nor its dataset
+                has a state.
         """
         state = {"version": _VERSION, "epoch": self._epoch, **asdict(self._progress)}
         return cast(RankState, {**state, "loader": self._stateful.state_dict()})
@@ -189,7 +191,9 @@ class RankLoader(Generic[_Item]):
                 batches = iter(self.loader)
                 batch = next(batches, _END)
                 if batch is _END:
-                    raise InvalidInputError("loader: got no batches when iterated again, want the same as before")
+                    raise InvalidInputError(
+                        "loader: got no batches when iterated again, want the same batches as before"
+                    )
             self._progress = _Progress(self._progress.steps + 1, repeats)
             yield cast(_Item, batch)
         self._progress = replace(self._progress, over=True)

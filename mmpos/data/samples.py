@@ -182,7 +182,7 @@ def write_samples(documents: Iterable[Document], path: str | os.PathLike[str]) -
     with store_path("path", path).write() as file, pq.ParquetWriter(file, SAMPLE_SCHEMA) as writer:
         for document in documents:
             if document.key in keys:
-                raise InvalidInputError(f"documents: got the key {document.key!r} again, want each once")
+                raise InvalidInputError(f"documents: got the key {document.key!r} again, want each key once")
             keys.add(document.key)
             for position, piece in enumerate(document.pieces):
                 rows.append(_row(document.key, position, piece))

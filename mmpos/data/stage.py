@@ -1,4 +1,4 @@
-"""Stage: turn a batch of raw records into a batch of ready examples, in Ray Data, Daft and other engines."""
+"""Stage: turn a batch of raw records into a batch of preprocessed examples, in Ray Data, Daft and other engines."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ STAGE_SCHEMA = pa.schema(
         pa.field("error", pa.string()),  # why there is no example; all other columns except key are then null
     ]
 )
-"""Columns of the output of a stage: for each record, a ready sequence or an error."""
+"""Columns of the output of a stage: for each record, a preprocessed sequence or an error."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Picklable, stateless callable that converts a batch of records to ready examples.
+    """Picklable, stateless callable that converts a batch of records to preprocessed examples.
 
     An unusable record becomes a row with its ``error`` and never fails the batch.
 
@@ -70,7 +70,7 @@ class Stage:
             InvalidInputError: block is not a batch, or lacks the column ``source``.
             UnsupportedError: the builder lacks a component that a record needs.
             ServiceError: the service that builds sequences does not answer.
-            Exception: any other error of the callable; a note on the error names the record.
+            Exception: any other error raised by the callable; a note on the error names the record.
         """
         records = _records(block)
         if records and self.source is not None and self.source not in records[0]:
@@ -83,7 +83,7 @@ class Stage:
         Raises:
             RecordError, LimitExceededError: the record is unusable.
             InvalidInputError: the callable did not return an Example.
-            Exception: any other error of the callable; a note on the error names the record.
+            Exception: any other error raised by the callable; a note on the error names the record.
         """
         try:
             example: object = self.preprocess(record, here)

@@ -360,7 +360,7 @@ def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
             f"{name}: got a URL with the scheme {scheme} and the option {min(unknown)!r}, want {want}"
         )
     if scheme == "file":
-        # file:///a means /a, and so does file:/a, which pathlib turns it into.
+        # file:///a means /a, and so does file:/a, because pathlib turns the first into the second.
         slashes = text[5 : 5 + len(text[5:]) - len(text[5:].lstrip("/"))]
         if len(slashes) == 2 and authority != "localhost":
             raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")

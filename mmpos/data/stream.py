@@ -43,7 +43,7 @@ SplitBy = Literal["auto", "shards", "records"]
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Records of a shard that one consumer reads: every ``step``-th from ``first`` on.
+    """Records of a shard that one consumer reads: every ``step``-th record, starting at ``first``.
 
     Args:
         shard: index of the shard in the order of the epoch.
@@ -121,7 +121,7 @@ def record_order(num_records: int, seed: int, epoch: int, consumer: int, window:
 
 
 class Origin(NamedTuple):
-    """Identity of a record in an epoch: index of the portion of its consumer, and index in the shard."""
+    """Identity of a record in an epoch: index among the consumer's portions, and index in the shard."""
 
     portion: int
     record: int
@@ -150,7 +150,7 @@ class Entry(NamedTuple):
     """Record of an epoch, with the point after it.
 
     Args:
-        origin: identity of the record, to read it again.
+        origin: identity of the record, used to read it again.
         location: shard and index, for error messages.
         raw: the record, or its error.
         after: bookmark after the record.
@@ -265,7 +265,7 @@ class StreamState(TypedDict):
 
     Args:
         bookmark: bookmark of the feed after the last record read.
-        pending: traces of the examples buffered by the batching.
+        pending: traces of the examples buffered for batching.
         ready: traces of the examples of each group that has not been yielded.
         counts: counts since the start of the epoch.
     """
@@ -299,9 +299,9 @@ _LOG = logging.getLogger(__name__)
 class BatchStream(Iterator[Item]):
     """Iterator over the batches of one consumer in one epoch.
 
-    The state between two batches is small: a bookmark after the last record read, the identities of the examples in
-    the batching and in groups not yet yielded, and counts. A resumed stream reads and preprocesses these records
-    again, and its batches are byte for byte those of the interrupted stream.
+    The state between two batches is small: a bookmark after the last record read, the identities of the examples that
+    are buffered for batching or in groups not yet yielded, and counts. A resumed stream reads and preprocesses these
+    records again, and its batches are byte for byte those of the interrupted stream.
 
     Args:
         feed: the records.
@@ -419,13 +419,14 @@ class BatchStream(Iterator[Item]):
         for trace in state["pending"]:
             if self._batching.add(again(trace)):
                 raise InvalidInputError(
-                    "state: got more pending examples than the batching holds, want a state saved with this batching"
+                    "state: got more pending examples than the batching holds, "
+                    "want a state saved with the same batching"
                 )
         self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
         self._bookmark, self._counts = Bookmark(*state["bookmark"]), Counter(state["counts"])
 
     def _regroup(self, examples: list[Example]) -> Group:
-        """Group these examples again, as the batching did."""
+        """Group the examples again, in the form that the batching yields."""
         batching = self._batching
         return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 

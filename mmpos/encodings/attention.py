@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
     Args:
         dim: channels of x.
         num_heads: number of heads, a divisor of dim.
-        encoding: an Encoding whose dim, num_heads or head_dim matches.
+        encoding: an Encoding whose dim, num_heads or head_dim matches these arguments.
         positions: (seq,) positions of the tokens, or (axes, seq) for a rotation.
         causal: whether a token attends only to itself and earlier tokens.
 
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
 
 
 class _PositionedEncoding(nn.Module):
-    """An encoding at fixed positions. This base class applies none; each subclass overrides add, rotate or bias."""
+    """Base class of encodings at fixed positions. It encodes nothing; subclasses override add, rotate or bias."""
 
     weights: nn.Parameter | None
     """Learned weights, or None."""

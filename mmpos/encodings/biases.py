@@ -1,4 +1,4 @@
-"""Biases for the attention scores that depend on distance: clipped, in buckets, linear, or none."""
+"""Attention biases that depend on distance: clipped, in buckets, linear, or none."""
 
 from __future__ import annotations
 
@@ -236,11 +236,11 @@ class NoPE(AttentionBias):
 
 
 def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
-    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values, which shows NoPE the position.
+    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values.
 
-    The formula holds for independent values with mean 0 and variance σ² under uniform attention, that is, at best
-    before training. When n is large, its value hardly differs between neighbouring positions, and a reader of the
-    source normalised it away without any loss in training.
+    This value shows NoPE the position. The formula holds for independent values with mean 0 and variance σ² under
+    uniform attention, that is, at best before training. When n is large, the value hardly differs between neighbouring
+    positions, and a reader of the source normalised it away without any loss in training.
 
     Source: kexue.fm 10347; "Latent positional information is in the self-attention variance" (Chi et al., 2023).
 

@@ -51,7 +51,7 @@ class Normalised(AdditiveTable):
     The vector of a position depends on the sequence length; the longer the sequence, the closer the vectors of
     neighbours.
 
-    Source: "详解Transformer中的Positional Encoding" (2021), the second idea, which it rejects.
+    Source: "详解Transformer中的Positional Encoding" (2021), the second idea, which the article rejects.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -191,7 +191,7 @@ LENGTH = 512
 
 @dataclass(frozen=True, eq=False)
 class LearnedAbsolute(LearnedTable):
-    """PE(p) is row p of a table of L_max rows, as in BERT; a position p >= L_max is an error.
+    """PE(p) is row p of a table of L_max rows, as in BERT; a position p >= L_max causes an error.
 
     Source: "Convolutional sequence to sequence learning" (Gehring et al., 2017); BERT (Devlin et al., 2018).
 

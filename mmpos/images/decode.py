@@ -127,7 +127,7 @@ def read_data_url(name: str, url: str) -> bytes:
     if not comma:
         raise InvalidInputError(f"{got}, want a comma before the data")
     if media and not media.lower().startswith("image/"):
-        raise InvalidInputError(f"{got}, want one of image/…")
+        raise InvalidInputError(f"{got}, want an image/… media type")
     if not payload.isascii() or _BROKEN_ESCAPE.search(payload):
         raise InvalidInputError(f"{got}, want ASCII, and two hex digits after each %")
     data = unquote_to_bytes(payload)

@@ -1,4 +1,4 @@
-"""Positions and rotations for Megatron and TransformerEngine: angles in their layout, and broadcasts of tables.
+"""Positions and rotations for Megatron and TransformerEngine: angles in the layout they expect, and table broadcasts.
 
 Shapes used throughout:
 
@@ -58,10 +58,10 @@ def rotary_pos_emb(
         layout: "sbhd" if the documents are the rows of a batch, "thd" if they are packed.
         mscale: factor in the engine's YaRN config by which the engine multiplies cos and sin; it is not part of the
             angles.
-        device: device of the angles; None uses the device of the positions.
+        device: device of the angles; None uses the positions' device.
 
     Returns:
-        A new contiguous float32 tensor, (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim).
+        A new contiguous float32 tensor of shape (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim).
 
     Raises:
         InvalidInputError: rows have different lengths in layout "sbhd", or mscale differs from the attention factor of
@@ -113,7 +113,7 @@ class MultimodalRotaryEmbedding(nn.Module):
         layout: "sbhd" for rows of equal length, "thd" for packed sequences.
         cp_group: group of context-parallel ranks; None for a single rank.
         mscale: see ``rotary_pos_emb``.
-        device: device of the angles; None uses the device of the positions.
+        device: device of the angles; None uses the positions' device.
     """
 
     def __init__(
@@ -135,17 +135,19 @@ class MultimodalRotaryEmbedding(nn.Module):
         """Compute the angles for Megatron's attention.
 
         Args:
-            position_ids: positions of the whole batch on every context-parallel rank: PositionTable, DevicePositions,
-                or dense ids, (axes, batch, seq).
+            position_ids: positions of the whole batch on every context-parallel rank: a PositionTable, DevicePositions,
+                or dense ids of shape (axes, batch, seq).
             mrope_section: pairs per axis; it must equal the sections of rotary, if rotary has sections.
             cp_group: group of context-parallel ranks; None uses the module's cp_group.
 
         Returns:
-            In layout "sbhd", (seq / C, batch, 1, rotary_dim): the zig-zag blocks of every row that belong to this rank,
-            one of C. In layout "thd", (tokens, 1, 1, rotary_dim) for all tokens, which Megatron splits.
+            In layout "sbhd", the angles of the zig-zag blocks that belong to this rank, one of C, in every row: shape
+            (seq / C, batch, 1, rotary_dim). In layout "thd", the angles of all tokens: shape (tokens, 1, 1,
+            rotary_dim); Megatron splits these.
 
         Raises:
-            InvalidInputError: mrope_section differs from rotary, or the length of rows is not a multiple of 2C tokens.
+            InvalidInputError: mrope_section differs from the sections of rotary, or the row length is not a multiple of
+                2C tokens.
         """
         section = self.rotary.mrope_section
         if mrope_section is not None and section is not None and tuple(mrope_section) != section:
@@ -171,7 +173,9 @@ def _blocks(angles: Tensor, rank: int, size: int) -> Tensor:
 
 
 _HEADER = 6
-"""Header fields: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows mean no table."""
+"""Header fields: rows, segments, documents, tokens, fractional, bytes of the scheme's name; 0 rows mean that there is
+no table.
+"""
 
 
 def broadcast_table(
@@ -183,7 +187,8 @@ def broadcast_table(
 ) -> PositionTable:
     """Broadcast a table from one rank to all ranks of a group; its size may differ between calls.
 
-    Each call makes two int64 broadcasts: first the sizes, then the table. Nothing is pickled, and ids are not expanded.
+    Each call makes two int64 broadcasts, first of the sizes, then of the table. Nothing is pickled, and ids are not
+    expanded.
 
     Args:
         positions: the table on rank src; None on other ranks.

@@ -35,7 +35,7 @@ class Patch:
     Args:
         handles: handles of the registered hooks.
         attributes: attributes set on instances.
-        classes: objects, and the subclass that replaces the class of each.
+        classes: objects, each with the subclass that replaces its class.
     """
 
     handles: Sequence[RemovableHandle]
@@ -94,7 +94,7 @@ def unpatched(name: str, module: Module) -> Module:
     for attribute in patch.attributes:
         if vars(attribute.module).get(attribute.name) is not attribute.value:
             got = f"{type(attribute.module).__name__}.{attribute.name}"
-            raise InvalidInputError(f"{name}: got {got} that was replaced after patch, want the patch's own")
+            raise InvalidInputError(f"{name}: got {got} that was replaced after patch, want the value that patch set")
     for handle in patch.handles:
         handle.remove()
     for attribute in patch.attributes:

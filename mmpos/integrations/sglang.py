@@ -24,8 +24,8 @@ GRIDS = ("image_grid_thw", "video_grid_thw")
 def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
     """Return ``mrope_positions`` and ``mrope_position_delta`` for a request, like SGLang's ``compute_mrope_positions``.
 
-    SGLang slices the ids for chunked prefill and cached prefixes, and places generated and draft tokens by the delta.
-    But it resumes a retracted request from the last id of the prompt, so prompts must end with text.
+    SGLang slices the ids for chunked prefill and cached prefixes, and uses the delta to place generated and draft
+    tokens. However, it resumes a retracted request from the last id of the prompt, so prompts must end with text.
 
     Args:
         positions: one document, the whole prompt.
@@ -45,8 +45,8 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
     if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
         got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
         raise UnsupportedError(
-            f"positions: got {got}, want a prompt that ends with text, at {delta + ids.shape[1] - 1}: SGLang resumes a "
-            "retracted request from its last id"
+            f"positions: got {got}, want a prompt that ends with text, with last id {delta + ids.shape[1] - 1}: SGLang "
+            "resumes a retracted request from this id"
         )
     return ids, ids.new_tensor([[delta]])
 

@@ -43,8 +43,8 @@ def block_keys(
 
     Two keys are equal if and only if the following are equal for every token up to the end of the block: its position;
     its grid, if any, with its row and column and the frames, height and width of the whole grid, even if the block
-    cuts it; its id and the content of its grid, if there are input_ids and image_hashes. Keys do not depend on tokens
-    after the block, on how text is split into segments, or on the name of the scheme.
+    contains only part of it; its token id, if there are input_ids; and the content of its grid, if there are
+    image_hashes. Keys do not depend on tokens after the block, how text is split into segments, or the scheme's name.
 
     >>> from mmpos.positions.place import place
     >>> from mmpos.segments import Grid, Text
@@ -57,11 +57,11 @@ def block_keys(
         segments: segments of the documents.
         positions: their position table; tokens past the end of a document are text (see ``window``).
         block_size: number of tokens in a block.
-        input_ids: (tokens,) ids of the whole table; None for an engine that hashes the ids itself and adds this key to
-            its hash of a block.
+        input_ids: (tokens,) token ids of the whole table; None for an engine that hashes token ids itself and adds this
+            key to its own hash of the block.
         image_hashes: content hash of each grid, audio run, clip, thumbnail and tile, in order; None for an engine that
             hashes the content itself as well.
-        salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
+        salt: value that separates caches that must not share blocks, for example between models, adapters or tenants.
         known: keys of the first blocks of each document, which are not computed again; they already contain the salt.
 
     Returns:
@@ -101,7 +101,9 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
         raise InvalidInputError(f"positions: got {counted(got, 'document')}, want {want} as in segments")
     for name, padding in (("segments", segments.kind == PAD), ("positions", positions.is_padding)):
         if padding.any():
-            raise InvalidInputError(f"{name}: got padding in segment {padding.argmax()}, want documents without it")
+            raise InvalidInputError(
+                f"{name}: got padding in segment {padding.argmax()}, want documents without padding"
+            )
     tokens = np.zeros(segments.kind.size + 1, np.int64)
     segments.lengths.cumsum(out=tokens[1:])
     lengths = np.diff(tokens[segments.segment_offsets])
@@ -113,7 +115,7 @@ def _check_tables(segments: SegmentTable, positions: PositionTable) -> None:
 
 
 def _digests(image_hashes: Sequence[str | bytes], kinds: npt.NDArray[np.uint8]) -> Bytes:
-    """Hash the content hashes of segments, of any type, to (segments, 32) bytes."""
+    """Hash the content hashes of segments, given as str or bytes, to (segments, 32) bytes."""
     listed = _listed("image_hashes", image_hashes)
     if len(listed) != kinds.size:
         nouns = [noun for kind, noun in NOUNS.items() if kind in kinds] or ["grid"]
@@ -173,8 +175,8 @@ def _contents(
     int64: 1 if any position is a fraction, else 0, and the number of grids; fractions in units of 2⁻⁶², (axes, tokens)
     int64, if there are any; for each grid, five int64: its first token relative to the block's first, frames, height,
     width, and 1 if its rows end in separators, else 0, or its kind if that is audio, a clip, a thumbnail or a tile (for
-    the last three, the extra tokens follow); then the 32 bytes of its digest, if given. The numbers determine the
-    length of the rest, so different blocks have different bytes.
+    the last three, the number of extra tokens follows); then the 32 bytes of its digest, if given. The numbers
+    determine the length of the rest, so different blocks have different bytes.
 
     Args:
         segments: the documents.
@@ -221,7 +223,7 @@ def _by_block(values: Array, count: int) -> Bytes:
 def _grids_in(
     segments: SegmentTable, digests: Bytes | None, size: int, first: IntArray, stop: IntArray
 ) -> tuple[list[int], list[bytes]]:
-    """Count the grids with a token in each requested block, and return their bytes in the key."""
+    """Count the grids with a token in each requested block, and return the bytes that they contribute to its key."""
     count = int((stop - first).sum())
     grids, entries = [0] * count, [b""] * count
     lengths, offsets = segments.lengths, segments.segment_offsets
@@ -246,5 +248,5 @@ def _grids_in(
 
 
 def _with_content(segments: SegmentTable) -> npt.NDArray[np.bool_]:
-    """Return (segments,) whether token ids do not determine a segment's content: grids, audio, clips, crops."""
+    """Return a (segments,) mask of segments that token ids alone do not determine: grids, audio, clips and crops."""
     return np.asarray((segments.kind != TEXT) & (segments.kind != PAD))

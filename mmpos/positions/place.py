@@ -58,7 +58,7 @@ def place(
         scheme: name from mmpos.SCHEMES or a scheme object.
         start: id of each document's first token, an integer or (documents,); to continue a document, pass the next
             position of its earlier part.
-        strict: whether two grids without text between them are an error; None lets the scheme decide.
+        strict: whether to raise an error for two grids without text between them; None lets the scheme decide.
 
     Returns:
         A PositionTable; equal calls may return the same table, since tables are immutable.
@@ -86,7 +86,7 @@ def place(
 
 @dataclass(frozen=True)
 class _Request:
-    """Everything that determines a table with one start, with arrays as bytes so that requests can be compared."""
+    """Everything that determines a table with a single start, with arrays as bytes so that requests can be compared."""
 
     scheme: Scheme
     start: npt.ArrayLike
@@ -155,7 +155,7 @@ def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
         d, i = _document_index(segments, int(touch.argmax()) + 1)
         raise InvalidInputError(
             f"documents[{d}][{i}]: got a grid right after a grid, want text between them in {scheme.name} "
-            "(markers such as [IMG] and [/IMG] do), or strict=False"
+            "(such as the markers [IMG] and [/IMG]), or strict=False"
         )
 
 
@@ -219,7 +219,9 @@ def _with_units(scheme: Scheme, split: TextsAndGrids) -> TextsAndGrids:
     np.logical_or.at(beyond, owner, units[owner] % unit != 0)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents[{d}]: got times without a common denominator below 2**31, want one")
+        raise LimitExceededError(
+            f"documents[{d}]: got times without a common denominator below 2**31, want times with one"
+        )
     runs, grids = replace(split.runs, units=units), replace(split.grids, unit=units[owner])
     return split._replace(runs=runs, grids=grids, units=units)
 
@@ -349,7 +351,7 @@ def _put(columns: IntArray, scheme: Scheme, where: IntArray, placement: Placemen
     if scheme.fractional:
         columns[DENOMINATOR, where] = _integers(scheme, "denominator", placement.denominator)
     elif not isinstance(placement.denominator, int) or placement.denominator != 1:
-        raise InvalidInputError(f"scheme {scheme.name!r}: got a denominator, want fractional = True with it")
+        raise InvalidInputError(f"scheme {scheme.name!r}: got a denominator, want none unless fractional = True")
     for i, name in enumerate(("origin", "step_frame", "step_row", "step_col")):
         per_axis = getattr(placement, name)
         if per_axis is not None and len(per_axis) != scheme.axes:
@@ -401,7 +403,7 @@ def ids_consumed(scheme: str | Scheme, grids: Iterable[Grid]) -> IntArray:
         A new (grids,) int64 array.
 
     Raises:
-        UnsupportedError: the scheme has no next position, or does not support frames that a grid has.
+        UnsupportedError: the scheme has no next position, or a grid has frames that the scheme does not support.
     """
     scheme = get_scheme(scheme)
     text = [Text(1)] if scheme.text else []

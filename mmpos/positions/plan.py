@@ -24,7 +24,7 @@ MAX_SHAPES = 4096
 _SHAPE, _ROW, _PER_AXIS = 4, 8, 8
 """Number of values per shape, per row before its axes, and per axis, as in csrc/plan.c."""
 _CLEARED, _PER_TEXT = 6, 4
-"""Two of these columns."""
+"""Indices of two of these columns: the first in a row, the second among the columns of an axis."""
 
 _CURSOR, _START, _NUMBER, _TEXT = range(4)
 _ASKED = np.array(
@@ -32,15 +32,15 @@ _ASKED = np.array(
      (4099, 1009, 0, 257), (4099, 1009, 1, 257)],
     np.int64,
 )  # fmt: skip
-"""Probe values of cursor, first id of the document, grids before and text tokens in it: some determine the slopes of
-the ids, and the others verify that the ids are linear.
+"""Probe values of the cursor, the document's first id, the number of earlier grids in the document, and the number of
+its text tokens: some determine the slopes of the ids, and the others verify that the ids are linear.
 """
 _DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 4, 4])
 """Document of each probe."""
 _UNITS = np.array([4, 5, 1, 6])
 """Probes in which one of the four values is 1 and the others are 0."""
 _ANY_CLEARS, _ANY_COUNTS = 1, 2
-"""Flags in the row of text: some grids keep ids free before text, and some grids count text."""
+"""Flags in the row of text: whether any grid keeps ids free before text, and whether any grid counts the text."""
 
 _NONE = np.iinfo(np.int64).min
 
@@ -64,7 +64,7 @@ class Plan:
         """Add shapes that are not in the plan yet.
 
         Args:
-            shapes: (4, shapes) frames, height, width, and whether rows end in a separator; all different.
+            shapes: (4, shapes) frames, height, width, and whether rows end in a separator; the shapes must be distinct.
         """
         rows = _rows(self.scheme, shapes)
         text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
@@ -236,7 +236,7 @@ def _constant(values: IntArray | int, count: int) -> IntArray:
 
 
 def _linear(values: IntArray | int, count: int) -> tuple[IntArray, IntArray]:
-    """Return the (count,) values where all probed inputs are 0, and their (4, count) slopes in each input."""
+    """Return the (count,) values where all probed inputs are 0, and their (4, count) slopes in these inputs."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         raise _NotAffineError

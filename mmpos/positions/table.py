@@ -100,7 +100,7 @@ class PositionTable:
     def from_arrays(
         cls, table: npt.ArrayLike, documents: npt.ArrayLike, num_tokens: int, *, fractional: bool, scheme: str
     ) -> PositionTable:
-        """Build a table from arrays and, unlike the constructor, check them; see the fields of the class.
+        """Build a table from arrays and, unlike the constructor, check them; see the arguments of ``PositionTable``.
 
         Args:
             table: (5 + 4·axes, segments) integers; kept, not copied, if they are int64.
@@ -111,7 +111,8 @@ class PositionTable:
 
         Raises:
             InvalidInputError: a value is inconsistent; the message names its row and its segment or document.
-            LimitExceededError: ids or next positions are outside int32, or numerators or deltas beyond 2**62.
+            LimitExceededError: ids or next positions are outside int32, or the magnitude of a numerator or delta
+                exceeds 2**62.
         """
         table = int_array("table", table, (None, None))
         documents = int_array("documents", documents, (4, None))
@@ -142,7 +143,7 @@ class PositionTable:
         for i, table in enumerate(tables):
             if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
                 got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
-                raise InvalidInputError(f"tables[{i}]: got {got}, want PositionTables with the axes of the first")
+                raise InvalidInputError(f"tables[{i}]: got {got}, want PositionTables with as many axes as the first")
         if not tables:
             raise InvalidInputError("tables: got none, want at least one")
         columns = np.concatenate([table.table for table in tables], axis=1)
@@ -220,7 +221,7 @@ class PositionTable:
 
     @property
     def is_grid(self) -> npt.NDArray[np.bool_]:
-        """(segments,) whether a segment is a grid or a piece of one: it has rows, or steps between rows or frames."""
+        """(segments,) whether a segment is all or part of a grid: it has several rows, or a row or frame step."""
         rows = (self.height > 1) | self.step_row.any(axis=0) | self.step_frame.any(axis=0)
         return np.logical_and(rows, ~self.is_padding)
 
@@ -350,7 +351,7 @@ class PositionTable:
             stops: (ranges,) one past the last token; equal to the start for an empty range.
 
         Raises:
-            InvalidInputError: a range exceeds the table, runs backwards, or returns to an earlier document.
+            InvalidInputError: a range extends beyond the table, runs backwards, or returns to an earlier document.
         """
         taken = self._cut(TAKE, starts, stops)
         if taken is not None:
@@ -411,7 +412,8 @@ class PositionTable:
         Args:
             documents: (windows,) the document of each window, in any order.
             starts: (windows,) first token, counted from the document's first token.
-            lengths: (windows,) number of tokens; tokens past the document's end are text at its next position.
+            lengths: (windows,) number of tokens; tokens past the document's end are text that starts at the document's
+                next position.
 
         Raises:
             UnsupportedError: a window extends past the end of a document without a next position.
@@ -447,10 +449,10 @@ class PositionTable:
         """Place the next text tokens of every document, grouped by document; their ids are equal on all axes.
 
         Args:
-            steps: number of tokens per document, an integer for all or (documents,).
+            steps: number of tokens per document: one integer for all documents, or (documents,) integers.
 
         Raises:
-            UnsupportedError: a document with steps has no next position.
+            UnsupportedError: a document with steps > 0 has no next position.
         """
         decoded = self._cut(DECODE, steps)
         if decoded is not None:
@@ -500,8 +502,8 @@ class PositionTable:
         """Pad every document with id 0; other ids do not change.
 
         Args:
-            length: number of tokens to pad each document to, one for all or (documents,); None uses the length of the
-                longest document.
+            length: number of tokens to pad each document to: one integer for all documents, or (documents,) integers;
+                None uses the length of the longest document.
             side: "left" or "right".
 
         Raises:
@@ -555,7 +557,7 @@ class PositionTable:
 
         The table alone only distinguishes text and grids: audio counts as text, and a clip, a thumbnail or a split grid
         consists of several segments. With ``segments``, the sentence also names kinds, markers and frames, and numbers
-        segments as the documents do.
+        segments as in the documents.
 
         >>> from mmpos import Grid, SegmentTable, Text, place
         >>> place(SegmentTable.from_documents([[Text(3), Grid(2, 3)]])).explain(4)
@@ -639,13 +641,13 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return PositionTable(*columns.assemble(header), self.fractional, self.scheme)
 
     def _next_or_delta(self, name: str, row: int, documents: IntArray | None = None) -> IntArray:
-        """Return a row of ``documents``, for these documents or for all; they must have a next position."""
+        """Return a row of ``documents``, for the given documents or for all; each of them must have a next position."""
         header = self.documents if documents is None else self.documents[:, documents]
         worst = int(header[NEXT_POSITION].argmin()) if header.size else 0
         if header.size and header[NEXT_POSITION, worst] == NO_POSITION:  # NO_POSITION is the least int64
             d = worst if documents is None else documents[worst]
             got = f"document {d} of {self.scheme}, whose end is not one whole id"
-            raise UnsupportedError(f"{name}: got {got}, want a whole id: place it together with the tokens to come")
+            raise UnsupportedError(f"{name}: got {got}, want a whole id; place it together with the tokens to come")
         return header[row]
 
     def _check_segments(self, segments: SegmentTable) -> None:
@@ -676,7 +678,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         Args:
             segments: segments of the documents.
             token: index of the token in the documents.
-            column: index of its segment in this table.
+            column: index of the token's segment in this table.
             index: raster index of the token in that segment, which numbers the patches and the audio of a clip.
         """
         lengths = segments.lengths
@@ -710,7 +712,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
         return f"{f'frame {frame}, ' if moves else ''}{words} of a {noun} of width {width} {where}", True
 
     def _check_divisible(self, multiple: int, asked: str, whole: bool) -> None:
-        """Raise an error for the first document, or for the whole sequence, if its length is not a multiple of this."""
+        """Raise an error if the length of a document, or of the whole sequence, is not a multiple of ``multiple``."""
         want = f"want a multiple of {multiple} {asked}"
         odd = self.lengths % multiple
         missing = -self.num_tokens % multiple
@@ -765,7 +767,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
 
 
 class _Location(NamedTuple):
-    """Segment of a token, its frame, row and column there, whether these belong to a patch, and a description."""
+    """A token's segment, its frame, row and column in that segment, whether these are a patch's, and a description."""
 
     segment: int
     frame: int

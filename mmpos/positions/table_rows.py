@@ -12,7 +12,7 @@ from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, first_bad
 
 OFFSET, SKIP, HEIGHT, WIDTH, DENOMINATOR, AXES = range(6)
-"""Rows of the table; from AXES on, every axis has four: origin, step_frame, step_row, step_col."""
+"""Rows of the table; from AXES on, every axis has four rows: origin, step_frame, step_row, step_col."""
 
 FIRST_SEGMENT, FIRST_TOKEN, NEXT_POSITION, DELTA = range(4)
 """Rows of the documents."""
@@ -24,7 +24,7 @@ NO_POSITION = int(np.iinfo(np.int64).min)
 """Value of the next position and the delta under schemes that do not define them."""
 
 MAX_AXES = 16
-"""Maximum number of axes in a table from outside."""
+"""Maximum number of axes in a table built from arrays."""
 
 MAX_NUMERATOR = 2.0**62
 """Largest numerator that is expanded without wrapping around."""
@@ -95,7 +95,7 @@ def assemble(columns: IntArray, document: IntArray, header: IntArray) -> tuple[I
     """Assemble the arrays of a table from its pieces.
 
     Args:
-        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; becomes the table, not copied.
+        columns: (5 + 4·axes, pieces) with lengths in the OFFSET row; used as the table without being copied.
         document: (pieces,) ascending document of each piece.
         header: (2, documents) next position and delta.
 
@@ -137,15 +137,17 @@ def check_next(next_positions: IntArray) -> None:
     beyond = (next_positions < INT32_MIN) & (next_positions != NO_POSITION) | (next_positions > INT32_MAX + 1)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents[{d}]: got next position {next_positions[d]}, want from -2**31 to 2**31")
+        raise LimitExceededError(
+            f"documents[{d}]: got next position {next_positions[d]}, want a value from -2**31 to 2**31"
+        )
 
 
 class IdBounds(NamedTuple):
-    """Bounds of the ids of every segment, as floats since integers could wrap around.
+    """Bounds of the ids of every segment, as floats because integers could wrap around.
 
     Args:
         origin: (axes, segments) numerators at frame, row and column 0.
-        moves: (axes, 3, segments) numerators from there to the last frame, row and column.
+        moves: (axes, 3, segments) changes of the numerators up to the last frame, row and column.
         denominator: (segments,).
     """
 
@@ -251,4 +253,4 @@ def _check_deltas(documents: IntArray) -> None:
     beyond = ~none[1] & (np.abs(delta.astype(np.float64)) > MAX_NUMERATOR)
     if beyond.any():
         d = int(beyond.argmax())
-        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want within 2**62")
+        raise LimitExceededError(f"documents.delta[{d}]: got {delta[d]}, want at most 2**62 in magnitude")

@@ -77,7 +77,7 @@ def _sections(section: Sequence[int], pairs: int) -> PairLayout:
 
 
 def _mrope_interleaved(section: Sequence[int], pairs: int) -> PairLayout:
-    """Assign pairs 1, 4, … to rows and 2, 5, … to columns up to their sections, and the rest to frames (Qwen3-VL)."""
+    """Assign pairs 1, 4, … to rows and 2, 5, … to columns up to their sections, and all others to frames (Qwen3-VL)."""
     axis = [0] * pairs
     for a in (1, 2):
         axis[a : 3 * section[a] : 3] = [a] * len(range(a, min(3 * section[a], pairs), 3))

@@ -64,13 +64,13 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
-    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² at ω rad per id.
+    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² to it at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
         q: (tokens, num_heads, head_dim), (batch, seq, num_heads, head_dim) or (batch, num_heads, seq, head_dim),
             float32, bfloat16 or float16, with any strides: a view of a fused qkv is not copied.
-        k: the same shape with num_kv_heads, or None.
+        k: a tensor shaped like q but with num_kv_heads heads, or None.
         positions: DevicePositions (no copy), a PositionTable (one small copy), or dense integer or float64 ids of shape
             (axes, tokens) or (axes, batch, seq).
         rotary: the frequencies and their allocation to axes, channels and heads.
@@ -82,7 +82,7 @@ def apply_rotary(
         inplace: write into q and k instead of new tensors; not allowed while they require gradients.
         conjugate: rotate by the negative angles, which inverts a rotation; norm and rotation keep their order.
         implementation: "triton", "reference" (plain torch), or "auto": Triton for CUDA tensors, the C extension on a
-            CPU. All give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
+            CPU. All three give the same bits except for NaN, a norm, and the library cos and sin of precision "hf".
         validate: also check dense ids on a device and, with ``cos_sin``, the ids of a table; this waits for the device.
 
     Returns:
@@ -154,7 +154,7 @@ def rotate_and_store(
         v: written to the cache; same shape as k, except that its head_dim may differ.
         positions: positions of all tokens, including those that are not stored.
         rotary: the frequencies and their allocation to axes, channels and heads.
-        cache: the paged cache of k and v, with their scales if it has 8 bits.
+        cache: the paged cache of k and v, with scales if it is an 8-bit cache.
         layout: layout of q, k and v.
         norm: normalisation of each head of q and k.
         cos_sin: an inference engine's cache of cos and sin.
@@ -164,7 +164,7 @@ def rotate_and_store(
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but q is float8_e4m3fn with a q_scale.
+        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but float8_e4m3fn q if q_scale is set.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
@@ -249,7 +249,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     """
     if instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").precision != "exact":
         raise UnsupportedError(
-            "angles: got precision 'hf', want 'exact': wrapped angles would differ from those of Transformers"
+            "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers"
         )
     _check_heads_turn_alike("angles", rotary)
     ids = _ids_for_tables(rotary, positions, device)
@@ -264,7 +264,7 @@ def _rotated_directly(
     q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
     inplace: bool, conjugate: bool, implementation: Implementation, direct: bool,
 ) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
-    """Rotate in one C call or by a learned launch; return q and k or None, and the form to learn the launch for."""
+    """Rotate in one C call or with a learned launch; return q and k or None, and the form to learn a launch for."""
     if direct and norm is None and implementation == "auto":
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:
@@ -370,7 +370,7 @@ def _arguments(
 def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
     if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor: use apply_rotary to rotate q alone")
+        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     for name, x in (("q", q), ("k", k)):

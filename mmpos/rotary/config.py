@@ -67,7 +67,7 @@ class Rotary:
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks of nearly equal size, the first ones
             larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL), "axial"
             (consecutive blocks, one per axis, each with a full ladder of rotary_dim/axes or axes_dim channels),
-            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head to the axis in
+            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head use its axis in
             head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not rotated. For
             example, HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
         pairing: "half" pairs channels (j, j + rotary_dim/2), "adjacent" pairs channels (2j, 2j + 1).
@@ -82,18 +82,18 @@ class Rotary:
             "mrope-interleaved" with 64 pairs.
         inv_freq: (pairs,) rad per position, used exactly, instead of theta and scaling; with kv_heads, the pairs of all
             kv heads.
-        length: upper bound of the ids for scalings that depend on it, set by ``for_length``; None means the original
-            length.
+        length: upper bound on the ids, used by scalings that depend on the length and set by ``for_length``; None means
+            the original length.
         axes_dim: (axes,) channels per axis. With "axial", the axes may have different sizes: FLUX and HunyuanVideo have
             16, 56, 56 and Wan has 44, 42, 42, all with adjacent pairs; equal sizes are stored as None. With a vector as
             allocation, the pairs of each axis use its full ladder in the order of the vector, as in the encoders of
             Kimi K2.5 (columns and rows alternate) and Step 3.7 (columns before rows).
-        head_axes: (kv_heads,) axis of each kv head and of the q heads that share it, for "heads"; −1 is a head that
+        head_axes: (kv_heads,) axis of each kv head and of the q heads that share it, for "heads"; −1 marks a head that
             is not rotated. MHRoPE (arXiv 2510.23095) has [0, 0, 1, 1, 1, 2, 2, 2]. At most 256 heads.
         kv_heads: number of kv heads that share one layout, as in LTX, which rotates all channels of a token as one long
-            head: allocation, sections, axes_dim and inv_freq cover kv_heads · rotary_dim channels, at most 65,536, and
-            each kv head, with the q heads that share it, takes the next pairs. At most 256; None means that all heads
-            are alike.
+            head. In this case, allocation, sections, axes_dim and inv_freq cover kv_heads · rotary_dim channels, at
+            most 65,536, and each kv head, with the q heads that share it, takes the next pairs. At most 256; None means
+            that all heads are alike.
 
     Raises:
         InvalidInputError: an argument is invalid; the message names it.

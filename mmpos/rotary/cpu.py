@@ -29,7 +29,7 @@ Source: TypeAlias = tuple[Any, ...]
 """Source argument of the extension's rotate: positions and constants, or cos and sin; see csrc/rotate.c."""
 
 THREAD_BYTES = 1 << 19
-"""Bytes of q and k per thread: starting a thread takes as long as rotating a tenth of them."""
+"""Bytes of q and k per thread: starting a thread takes as long as rotating a tenth of these bytes."""
 
 ADJACENT, CONJUGATE, HEADS_FIRST, APART, NORM_AFTER, CHECKED = 1, 2, 4, 8, 16, 32
 """Flags for the extension's rotate."""
@@ -44,8 +44,8 @@ def rotated_at_once(
     """Rotate q and k in one C call that includes all checks; this is fast for small inputs such as a decoding step.
 
     Returns:
-        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as for all
-        errors.
+        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as it must be
+        for all errors.
     """
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
@@ -63,7 +63,7 @@ def rotated_at_once(
         capsules: tuple[Any, ...] = to_dlpack(q), None if inplace else to_dlpack(q_out)
         if k is not None and k_out is not None:
             capsules = *capsules, to_dlpack(k), None if inplace else to_dlpack(k_out)
-    except (BufferError, RuntimeError):  # the tensors have no memory, as under vmap and other transforms
+    except (BufferError, RuntimeError):  # the tensors have no allocated storage, as under vmap and other transforms
         return None
     flags = CHECKED
     if rotary.pairing == "adjacent":
@@ -160,7 +160,7 @@ def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source
 
 
 def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:
-    """Rotate q and k with the extension, in several threads if they are large; return False if it declines.
+    """Rotate q and k with the extension, in several threads if they are large; return False if the extension declines.
 
     Args:
         capsules: DLPack capsules of q, its output, k and its output; an output of None rotates in place.

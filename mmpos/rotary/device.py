@@ -1,4 +1,4 @@
-"""Keep positions and frequencies on a device, in tables whose addresses may stay fixed; choose the implementation."""
+"""Keep positions and frequencies on a device, in tables whose addresses can stay fixed; select implementations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DevicePositions:
     def from_table(
         cls, positions: PositionTable, device: torch.device | str | int = "cpu", capacity: int | None = None
     ) -> DevicePositions:
-        """Copy a table to a device in one small copy that does not block the host.
+        """Copy a table to a device in one small transfer that does not block the host.
 
         Args:
             positions: the table to copy.
@@ -96,7 +96,7 @@ class DevicePositions:
 
     @cached_property
     def form(self) -> tuple[Any, ...] | None:
-        """Everything except the ids that a compiled kernel depends on; None if the table is not a plain tensor."""
+        """Everything that a compiled kernel depends on, except the ids; None if the table is not a plain tensor."""
         of_table = self.table.dtype, self.table.shape, self.table.stride(), self.table.get_device()
         known = *of_table, self.num_tokens, self.row_length, self.fractional
         return known if type(self.table) is Tensor else None
@@ -171,7 +171,7 @@ def ids_on(
     """Convert positions of any type to one tensor and check their axes; a PositionTable is copied to the device.
 
     If ``like`` names a tensor on the device, positions of other types must be on the device as well. With ``validate``,
-    dense ids on a device are also checked. ``name`` is what messages call the positions.
+    dense ids on a device are also checked. Error messages call the positions ``name``.
     """
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
@@ -205,9 +205,10 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Build the frequencies and pair axes in the form that the operators expect.
 
     Returns:
-        (3, pairs) int64 words of exact turns, or (pairs,) float32 for "hf"; and (pairs,) int32 axes, −1 for pairs that
-        are not rotated. If heads rotate differently, the axes are (groups, pairs), one row per group of consecutive
-        heads that rotate alike. With kv_heads, frequencies are (groups, 3, pairs) or (groups, 1, pairs).
+        Frequencies, as (3, pairs) int64 words of exact turns or, for "hf", as (pairs,) float32; and (pairs,) int32
+        axes, −1 for pairs that are not rotated. If heads rotate differently, the axes have the shape (groups, pairs),
+        one row per group of consecutive heads that rotate alike. With kv_heads, the frequencies have the shape (groups,
+        3, pairs) or (groups, 1, pairs).
     """
     size = _group_size(rotary) if rotary.own_heads else None
     frequency_step = size if rotary.kv_heads is not None else None
@@ -224,7 +225,7 @@ def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def _group_size(rotary: Rotary) -> int:
-    """Return the largest size of equally large groups of consecutive heads that rotate alike."""
+    """Return the largest group size such that the heads within each group of consecutive heads rotate alike."""
     axis, frequency = rotary.pair_axis, np.broadcast_to(rotary.inv_freq_array, rotary.pair_axis.shape)
     changes = (axis[1:] != axis[:-1]) | (frequency[1:] != frequency[:-1])
     return gcd(len(axis), *(np.flatnonzero(changes.any(axis=1)) + 1).tolist())
@@ -289,7 +290,7 @@ def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: Positio
             "whose axes have their own frequencies"
         )
     if ids.mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED):
-        raise InvalidInputError("positions: got fractional ids, want integers: cos_sin has rows for whole ids only")
+        raise InvalidInputError("positions: got fractional ids, want integers, the only ids with rows in cos_sin")
     if torch.is_grad_enabled() and cos_sin.requires_grad:
         raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one that does not")
     check_no_tangent("cos_sin", cos_sin)
@@ -303,7 +304,7 @@ def _check_rows(rows: int, positions: Positions) -> None:
     ids = positions if isinstance(positions, Tensor) else positions.dense()
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
-        raise InvalidInputError(f"positions: got id {low}, want >= 0: the rows of cos_sin begin at id 0")
+        raise InvalidInputError(f"positions: got id {low}, want >= 0, because the rows of cos_sin begin at id 0")
     if high >= rows:
         raise InvalidInputError(f"cos_sin: got {rows} rows, want > {high}, the largest id")
 
@@ -332,7 +333,7 @@ Implementation = Literal["auto", "reference", "triton"]
 
 
 def number_of(implementation: Implementation, device: torch.device) -> int:
-    """Return the number by which the operators know an implementation, after checking that it can run on the device."""
+    """Return an implementation's number in the operators, after checking that it can run on the device."""
     if implementation == "auto":
         return reference.TRITON if device.type == "cuda" and _has_triton() else reference.AUTO
     one_of("implementation", implementation, ("auto", "reference", "triton"))
@@ -353,4 +354,4 @@ def _triton_is_installed_in_graphs() -> bool:
 
 
 _has_triton: Any = _triton_is_installed_in_graphs
-_has_triton._dynamo_marked_constant = True  # a graph cannot trace the search for a module either
+_has_triton._dynamo_marked_constant = True  # a graph cannot trace find_spec either

@@ -27,7 +27,7 @@ PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798214808651"
 )
 MAX_INV_FREQ = 2.0**32
-"""Largest inverse frequency in rad per position; up to it, all 64 bits of ``fixed_point_turns`` are exact."""
+"""Largest inverse frequency in rad per position; up to this limit, all 64 bits of ``fixed_point_turns`` are exact."""
 
 _CONTEXT = Context(prec=100, rounding=ROUND_HALF_EVEN)
 
@@ -76,7 +76,7 @@ class Exact(Arithmetic):
         return value.ln()
 
     def powers(self, theta: Decimal, dim: int, count: int | None = None) -> Number:
-        step = theta ** (Decimal(2) / dim)  # one root and products, which is faster than one root per power
+        step = theta ** (Decimal(2) / dim)  # one root and repeated products are faster than one root per power
         powers = accumulate(repeat(step), mul, initial=Decimal(1))
         return np.array(list(islice(powers, _pairs(dim, count))), object)
 

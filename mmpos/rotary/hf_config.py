@@ -1,4 +1,4 @@
-"""Read the arguments of Rotary from a Transformers config and the defaults of its class."""
+"""Read the arguments of Rotary from a Transformers config and its class's default values."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def hf_arguments(
 ) -> dict[str, Any]:
     """Read the arguments of Rotary from a config and merge overrides into them.
 
-    For a model type of Transformers, the config is interpreted as its class and model code do: missing fields take the
-    defaults of the class, and fields that the code ignores have no effect. For any other model type, arguments that the
-    config does not determine must be in overrides: head_dim, theta, rotary_dim (unless the config has a
-    partial_rotary_factor) and pairing. A config without mrope_section does not determine axes; Rotary then uses its
-    default of two interleaved axes, which rotates text exactly as the model's RoPE-1D does.
+    For a Transformers model type, the config is interpreted as its class and model code interpret it: missing fields
+    take the class's default values, and fields that the code ignores have no effect. For any other model type,
+    arguments that the config does not determine must be in overrides: head_dim, theta, rotary_dim (unless the config
+    has a partial_rotary_factor) and pairing. A config without mrope_section does not determine axes; Rotary then uses
+    its default of two interleaved axes, which rotates text exactly as the model's RoPE-1D does.
 
     Args:
         config: a config object, the mapping from its config.json, or the path of that file or its folder. If it has a
@@ -162,14 +162,14 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
 
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
-    """Read the rope parameters, those of one layer type if there are several, from any field that may contain them."""
+    """Read the rope parameters, for one layer type if they differ by type, from any field that may contain them."""
     model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
         if value is not None and not isinstance(value, Mapping):
             raise InvalidInputError(f"rope_parameters: got {value!r}, want a mapping")
     if scaling and model == "cohere2_moe":
-        raise InvalidInputError(f"rope_scaling: got one for {model!r}, whose code ignores it, want none")
+        raise InvalidInputError(f"rope_scaling: got a value for {model!r}, whose code ignores it, want none")
     default = fields.defaults.get("rope_parameters", {})
     if _by_layer(default) or _by_layer(scaling or parameters or {}):
         if scaling and _by_layer(scaling):  # in a config object, both fields are the same mapping
@@ -230,7 +230,7 @@ def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values
     if scaling and layer_type in rotation.scaled_layers:
         if "rope_type" not in scaling:  # here, Transformers ignores the field "type" and keeps "default"
             raise InvalidInputError(
-                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want a rope type: its type is ignored"
+                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want a rope type; 'type' is ignored"
             )
         merged |= scaling
     return merged
@@ -494,7 +494,7 @@ def _check_all_scaled(fields: Fields) -> None:
         *range(integer("num_hidden_layers", count))
     }:
         raise InvalidInputError(
-            f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the others"
+            f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the other layers"
         )
 
 
@@ -533,10 +533,10 @@ def class_defaults() -> Mapping[str, Values]:
     """Load the relevant defaults of the config classes in Transformers 5.23, by model type.
 
     ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
-    types of nested configs that do not state their own, ``part_defaults`` the defaults of fields of nested configs,
-    ``absent_parts`` the fields of nested configs that are absent, and ``optional_parts`` the nested configs that are
-    absent by default. Model types with a rotation have ``rope_theta``, which is null if their class has no default.
-    tests/helpers/hf_classes.py writes the file.
+    types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested
+    configs, ``absent_parts`` the field values of nested configs that are absent, and ``optional_parts`` the nested
+    configs that are absent by default. Model types with a rotation have ``rope_theta``, which is null if their class
+    has no default. tests/helpers/hf_classes.py writes the file.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)
@@ -593,7 +593,7 @@ class Fields:
 
         Raises:
             InvalidInputError: the folder has no readable config.json, or the string names neither a file nor a folder,
-                for example because it is a checkpoint's name: nothing is downloaded.
+                for example because it is a checkpoint's name (nothing is downloaded).
         """
         got = type(config).__name__
         if isinstance(config, str | PurePath) and str(config):
@@ -608,9 +608,9 @@ class Fields:
             isinstance(config, PurePath) or type(config).__module__ == "builtins"
         ):
             raise InvalidInputError(
-                f"config: got {got}, want a config object, the path of a config.json or of its folder, or its "
-                "mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look its "
-                "model_type up in docs/models-names.md"
+                f"config: got {got}, want a config object, the path of a config.json or of its folder, or "
+                "the file's contents as a mapping. Nothing is downloaded: for a model on the Hub, download its "
+                "config.json, or look its model_type up in docs/models-names.md"
             )
         return cls("config", config, _model_type(config))
 
@@ -621,7 +621,7 @@ class Fields:
 
     @property
     def rotation(self) -> RotationType:
-        """Rotation of this model type, as far as its config does not specify it."""
+        """The part of this model type's rotation that its config does not specify."""
         return ROTATIONS.get(self.model_type, PLAIN)
 
     @property
@@ -664,7 +664,7 @@ class Fields:
         return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
 
     def size(self, name: str) -> Any:
-        """Return the field; raise if it is null although its class defaults to a number: such a null is ambiguous."""
+        """Return the field; refuse null, which would be ambiguous, if the class's default is a number."""
         value = self.get(name)
         default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
         if value is None and default is not None:

@@ -1,4 +1,4 @@
-"""List the rotations of the model types in Transformers 5.23, as far as their configs do not specify them."""
+"""Rotations of the model types in Transformers 5.23: the parts that their configs do not specify."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Encoder:
             "columns": columns first; "in turn": alternately by columns and rows; "frames": blocks by frames, rows and
             columns, with the remaining channels unrotated; "halves": each half acts as a head, the first rotated by
             columns and the second by rows; "ladder": as in Pixtral.
-        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme produces its
-            positions.
+        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme produces the
+            encoder's positions.
         first: id of the first row and column; if it is 1, a class token may have id 0.
         kv_heads: for "halves", number of kv heads if the config omits it.
         note: peculiarities, for readers.
@@ -48,7 +48,7 @@ class RotationType:
         interleaved: whether M-RoPE is interleaved regardless of the config.
         partial: default of partial_rotary_factor; None means that rope_type "default" ignores the field and rotates all
             channels. All other rope types use the field.
-        factor_unread: whether the class ignores a partial_rotary_factor outside of rope_parameters.
+        factor_unread: whether the model's class ignores a partial_rotary_factor outside of rope_parameters.
         reads_rotary_dim: whether rotary_dim is read if there is no partial_rotary_factor.
         unscaled: whether rope_parameters is ignored.
         theta: the base if no config can change it.
@@ -192,7 +192,7 @@ ENCODERS: Mapping[str, Encoder] = MappingProxyType(
 )
 """Vision encoders whose positions are known."""
 
-_COORDINATES = "its positions are coordinates between -1 and 1 instead of patch indices"
+_COORDINATES = "the positions are coordinates between -1 and 1 instead of patch indices"
 _EARLIER = "its attention to earlier frames rotates only part of the keys"
 _WHOLE_HEADS = "it rotates all heads as one, by rows and columns"
 

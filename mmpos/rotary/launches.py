@@ -1,7 +1,8 @@
-"""Relaunch compiled kernels: a call whose form has passed all checks before skips them and launches its kernel.
+"""Relaunch compiled kernels: a call whose form has passed all checks before skips the checks and launches its kernel.
 
-The form of a call consists of the dtypes, shapes, strides and devices of its tensors and of all other arguments.
-Addresses, on which checks and compiled kernels also depend, are not part of the form and are checked in every call.
+The form of a call consists of all arguments that are not tensors, and of the dtypes, shapes, strides and devices of its
+tensors. Addresses, on which checks and compiled kernels also depend, are not part of the form and are checked in every
+call.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def form_of_store(
     cache: Cache,
     *options: object,
 ) -> Form | None:
-    """Return the form of a call that stores, like ``form_of``; None with scales or non-contiguous slots."""
+    """Return the form of a call that stores k and v; None if the call has scales or non-contiguous slots."""
     if type(cache) is not Cache or cache[4:] != (None, None, None):
         return None
     form = form_of((q, k, v, *cache[:3]), positions, rotary, norm, cache.layout, *options)
@@ -90,7 +91,7 @@ def form_of_store(
 def rotated(
     form: Form, q: Tensor, k: Tensor | None, positions: Positions, norm: Norm | None, inplace: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate like ``apply_rotary``; return None, with nothing written, if the operators must do it."""
+    """Rotate like ``apply_rotary``; return None, with nothing written, if the operators are required."""
     assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
     assert k is not None  # form_of returns None without k
     table, weights = positions.table, _weights(norm)
@@ -107,7 +108,7 @@ def rotated(
 def stored(
     form: Form, q: Tensor, k: Tensor, v: Tensor, positions: Positions, norm: Norm | None, cache: Cache, inplace: bool
 ) -> tuple[Tensor, None] | None:
-    """Rotate and store like ``rotate_and_store``; return None, with nothing written, if the operators must do it."""
+    """Rotate and store like ``rotate_and_store``; return None, with nothing written, if the operators are required."""
     assert isinstance(positions, DevicePositions)  # form_of returns None for other positions
     table, weights = positions.table, _weights(norm)
     keys, values, slots = cache.key_cache, cache.value_cache, cache.slot_mapping
@@ -125,7 +126,7 @@ def stored(
 def learn_rotation(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind a rotation's kernel when its form is seen for the second time, with the arguments of ``launch_rotate``."""
+    """Bind a rotation's kernel when its form is seen for the second time; see ``launch_rotate`` for the arguments."""
     if _is_second_call(form, (q, k, rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
@@ -137,7 +138,7 @@ def learn_rotation(
 def learn_store(
     form: Form, q: Tensor, k: Tensor, q_out: Tensor, stored: Stored, rotation: RotationArguments, norm: Norm
 ) -> None:
-    """Bind the kernel of a call that stores, like ``learn_rotation``, with the arguments of ``launch_store``."""
+    """Bind the kernel of a call that stores k and v; see ``learn_rotation``, and ``launch_store`` for the arguments."""
     if _is_second_call(form, (q, k, *stored[:4], rotation.positions, *_weights(norm))):
         from mmpos.rotary import kernel
 
@@ -160,7 +161,7 @@ def _known(form: Form, tensors: Sequence[Tensor]) -> _Known | None:
     """Return the cache entry of a form if its kernel can be launched with these tensors, else None."""
     try:
         known, first = _KNOWN.get(form), tensors[0]
-    except TypeError:  # an argument is not hashable, which the operators' checks will report
+    except TypeError:  # an argument is not hashable; the operators' checks will report this
         return None
     if known is None or known.bound is None or not _are_aligned(tensors):
         return None

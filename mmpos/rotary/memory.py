@@ -20,8 +20,8 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 def is_plain(*tensors: Tensor) -> bool:
     """Return whether a call may bypass torch's dispatcher, which takes longer than a small rotation.
 
-    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and all tensors have
-    memory.
+    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and every tensor has
+    allocated storage.
     """
     if not is_unseen(*tensors):
         return False
@@ -32,7 +32,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
-    """Return whether all conditions of ``is_plain`` hold, except that tensors need not have memory."""
+    """Return whether all conditions of ``is_plain`` hold, except that tensors need not have allocated storage."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
@@ -119,11 +119,11 @@ def spans_of(*tensors: Tensor) -> tuple[Span, ...]:
 
 
 def are_apart(tensors: Sequence[Tensor], spans: Sequence[Span], written: int) -> bool:
-    """Return whether no written tensor overlaps itself or another tensor; all tensors must have memory.
+    """Return whether no written tensor overlaps itself or another tensor; all must have allocated storage.
 
     Args:
         tensors: all tensors that are read or written, the written ones first.
-        spans: their extents.
+        spans: the tensors' memory extents.
         written: number of written tensors.
     """
     begins = [x.data_ptr() for x in tensors]
@@ -155,7 +155,7 @@ class _Memory(NamedTuple):
 
 
 def _has_address(x: Tensor) -> bool:
-    """Return whether a tensor has memory: it must not be traced, on the meta device, or a FakeTensor."""
+    """Return whether a tensor has allocated storage: it must not be traced, on the meta device, or a FakeTensor."""
     return not torch.compiler.is_compiling() and x.untyped_storage().device.type != "meta"
 
 
@@ -165,7 +165,7 @@ def _memory_of(x: Tensor) -> _Memory:
 
 @_cached
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
-    """Return the extent in bytes, and the dimensions' strides in bytes and sizes by descending stride."""
+    """Return a view's extent in bytes, and the strides (in bytes) and sizes of its dimensions, by descending stride."""
     if 0 in sizes:  # an empty tensor may have any strides
         return 0, ()
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))

@@ -46,8 +46,8 @@ _STORE = (
     "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
 )
-"""Schema of Stored and its Scales; caches may have any strides, and slots are the first n tokens' (n,) int32 or
-int64.
+"""Schema of Stored and its Scales; caches may have any strides, and slots contains the (n,) int32 or int64 slots of the
+first n tokens.
 """
 
 # The operators that rotate, with the norm before or after the rotation.

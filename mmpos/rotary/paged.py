@@ -82,14 +82,14 @@ def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
 
 
 def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
-    """View a cache of any dtype as (blocks, block_size, heads, head_dim); if heads is a str, any number is allowed."""
+    """View a cache of any dtype as (blocks, block_size, heads, head_dim); a str allows any number of heads."""
     pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
     ends = (heads if isinstance(heads, int) else pages.shape[-2], head_dim) if pages.dim() == 4 else ()
     if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != ends:
         inner = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {inner}) or (slots, {heads}, {head_dim})"
         raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
-    check_inference({name: cache})  # check this first: tensors of forward mode have no memory from which to read slots
+    check_inference({name: cache})  # check this first: forward-mode tensors have no memory from which to read slots
     if _capacity(pages) > INT32_MAX:
         raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
     return pages

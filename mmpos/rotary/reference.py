@@ -386,7 +386,7 @@ HeadRotation: TypeAlias = Callable[[Tensor], Tensor]
 def rotate(
     x: Tensor, out: Tensor, rotation: HeadRotation, pairs: int, norm: Norm = NO_NORM, weight: Tensor | None = None
 ) -> None:
-    """Rotate the first 2·pairs channels of heads and copy the rest; with a weight, normalise before or after.
+    """Rotate the first 2·pairs channels of heads and copy the others; with a weight, normalise before or after.
 
     Everything is computed in float32 and rounded once at the end. Products and sums are rounded separately, as in the
     kernel, so both give the same bits.

@@ -50,7 +50,7 @@ def rerotate(
         k_scale: float32 scales of an 8-bit cache. Scales of shape (), (1,) or (num_kv_heads,) stay unchanged; scales
             with the cache's shape without head_dim grow by at most √2 if a channel of the rotated key would be too
             large.
-        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); all are bit-equal.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); results are bit-equal.
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Raises:
@@ -74,7 +74,7 @@ def rerotate(
     tensors = {"k_cache": k_cache} if k_scale is None else {"k_cache": k_cache, "k_scale": k_scale}
     check_written(tensors, ("k_cache",) if written is None else ("k_cache", "k_scale"))
     number = number_of(implementation, pages.device)
-    rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores its attention factor
+    rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores the rotation's attention factor
     operators.call(operators.rerotate_, pages, written, row, start.tensor, start.mode, *rotation)
 
 
@@ -86,8 +86,8 @@ def _pages(k_cache: Tensor, cache_layout: CacheLayout, k_scale: Tensor | None, r
     if k_cache.dtype not in (*FLOATS, *paged.EIGHT_BITS):
         error = UnsupportedError if k_cache.dtype.itemsize == 1 else InvalidInputError
         raise error(
-            f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-            "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
+            f"k_cache: got {k_cache.dtype}, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; "
+            "reinterpret bytes of 8-bit floats with view(torch.float8_e4m3fn)"
         )
     if (k_scale is None) == (k_cache.dtype in paged.EIGHT_BITS):
         got = "None" if k_scale is None else type(k_scale).__name__

@@ -380,7 +380,7 @@ def scaling_from_dict(values: Mapping[str, Any]) -> Scaling:
     >>> scaling_from_dict({"type": "linear", "factor": 2})
     Linear(factor=2.0)
     """
-    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: got may be unhashable
+    if not isinstance(values, Mapping) or values.get("type") not in list(SCALINGS):  # a list: types may be unhashable
         got = values.get("type") if isinstance(values, Mapping) else values
         raise InvalidInputError(f"scaling.type: got {got!r}, want one of {', '.join(map(repr, SCALINGS))}")
     kind = SCALINGS[values["type"]]

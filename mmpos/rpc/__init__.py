@@ -1,1 +1,1 @@
-"""The service's messages, and object conversion to and from them; ``v1`` is generated from proto/ by `make proto`."""
+"""The service's messages, and conversion of objects to and from them; `make proto` generates ``v1`` from proto/."""

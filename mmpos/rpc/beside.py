@@ -45,7 +45,7 @@ _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
 
 _MOST_FIELDS = 64
-"""Maximum number of fields of a message that are searched for large tensors; a tensor itself has few."""
+"""Maximum number of fields of a message that are searched for large tensors; a tensor itself has few fields."""
 
 _MOST_BYTES = 2**31 - 1
 """Maximum size of a message in bytes."""
@@ -233,11 +233,11 @@ def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]])
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Parse a varint; return its value and its end.
+    """Parse a varint; return its value and the offset of its end.
 
     Raises:
         IndexError: the bytes end inside the varint.
-        OverflowError: the varint is longer than 64 bits need.
+        OverflowError: the varint is longer than a 64-bit value requires.
     """
     value = shift = 0
     while shift < 70:

@@ -16,8 +16,8 @@ __all__ = ["count_elements"]
 Schema = npt.NDArray[np.int32]
 """(types, field numbers) kind of each field; row 0 describes the message itself.
 
-0 stands for a field without nested elements and 1 + row for a submessage; packed numbers are -1 for varints, and -4 or
--8 for that many bytes each.
+0 stands for a field without nested elements, 1 + row for a submessage, -1 for packed varints, and -4 or -8 for packed
+numbers of 4 or 8 bytes each.
 """
 
 _VARINT, _FIXED64, _BYTES, _BEGIN_GROUP, _END_GROUP, _FIXED32 = range(6)
@@ -145,7 +145,7 @@ def _walk(raw: bytes, schema: list[list[int]], most: int) -> int:
 
 
 def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
-    """Read a varint of at most ``most`` bytes and return it with its end; a longer one ends beyond all bytes.
+    """Read a varint of at most ``most`` bytes; return it and its end, which is beyond all bytes if it is longer.
 
     Raises:
         IndexError: the bytes end inside the varint.
@@ -161,7 +161,7 @@ def _varint(raw: bytes, at: int, most: int) -> tuple[int, int]:
 
 
 def _packed(raw: bytes, at: int, size: int, entry: int, room: int) -> int:
-    """Count packed numbers; return -1 if they are broken, or any number above ``room`` if there are more."""
+    """Count packed numbers; return -1 if they are malformed, or any number above ``room`` if there are more."""
     if entry != _VARINTS:
         return -1 if size % -entry else size // -entry
     if size // _LONGEST > room:

@@ -36,7 +36,7 @@ RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of an overloaded server: milliseconds after which to try again."""
 
 OUTPUT_BYTES = "mmpos-output-bytes"
-"""Trailing metadata if the tensors of the answer do not fit their region: the bytes that they need."""
+"""Trailing metadata sent if an answer's tensors do not fit their region: the number of bytes that they need."""
 
 RETRIED = "mmpos-previous-attempts"
 """Trailing metadata of an answer to a retried request: the number of earlier attempts. An earlier attempt may still be
@@ -44,7 +44,9 @@ running and using the shared memory that the request names.
 """
 
 LONGEST = 1500
-"""Maximum bytes of a message: statuses travel percent-encoded in headers, and clients refuse headers above 8 KiB."""
+"""Maximum message size in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
+KiB.
+"""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
 # Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do everything.
@@ -113,14 +115,14 @@ AUTHORIZATION = "authorization"
 """Metadata key of the token; the value is "Bearer TOKEN"."""
 
 TOKEN_CHARACTERS = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
-"""Characters of a token, for error messages."""
+"""Characters allowed in a token, as shown in error messages."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 _SCHEME = "bearer "
 
 
 def is_token(text: str) -> bool:
-    """Return whether text consists only of token characters (RFC 6750, section 2.1), TOKEN_CHARACTERS."""
+    """Return whether text consists only of TOKEN_CHARACTERS, the token characters of RFC 6750, section 2.1."""
     return _TOKEN.fullmatch(text) is not None
 
 

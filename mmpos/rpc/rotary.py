@@ -62,7 +62,7 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
     """Read the rotation from a message.
 
     Raises:
-        InvalidInputError: a field is unknown or an argument of Rotary is wrong; the message names it.
+        InvalidInputError: a field is unknown or an argument of Rotary is wrong; the error text names it.
     """
     values: dict[str, Any] = {"head_dim": message.head_dim}
     _check_lists(name, message)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """Record of how a document was sent, needed to read its answer.
+    """Record of how a document was sent, needed to read the server's answer.
 
     Args:
         hashes: content hashes by index among the document's images, for images whose pixels do not determine the hash.
@@ -59,7 +59,7 @@ class Sent:
 def put_parts(message: pb.Document, parts: object, memory: Memory | None = None) -> Sent:
     """Fill a message with the parts of a document, up to the first part that cannot be sent.
 
-    The parts are those of SequenceBuilder.build. A path is sent as the bytes of its file, an image without a file as
+    The parts are those of SequenceBuilder.build. A path is sent as the bytes of the file, an image without a file as
     its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. ``Sent.error`` holds the error
     for a part that cannot be sent, which is the error that SequenceBuilder.build would raise.
     """
@@ -217,7 +217,7 @@ def get_sequence(
         memory: see ``get_tensor``.
 
     Raises:
-        InvalidInputError: the parts of the message do not fit together.
+        InvalidInputError: the parts of the message contradict one another.
     """
     segments = get_segments(path(name, "segments"), required(name, message, "segments"))
     positions = get_result(path(name, "positions"), required(name, message, "positions")).table

@@ -41,10 +41,10 @@ class Memory(Protocol):
         """
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
-        """Return the bytes of a received tensor in its message, or beside it."""
+        """Return the bytes of a received tensor, from its message or from this memory."""
 
     def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Store a tensor's nonempty bytes and note their place in its message, or return False to leave them there."""
+        """Store a tensor's nonempty bytes and note their location in its message; return False to leave them there."""
 
 
 def process_space() -> str:
@@ -78,7 +78,7 @@ def required(name: str, message: Message, field: str) -> Any:
 
 
 def chosen(name: str, message: Message, oneof: str) -> str:
-    """Read which field of a oneof is set, or refuse a message without any."""
+    """Read which field of a oneof is set, or refuse a message in which none is set."""
     field = message.WhichOneof(oneof)
     if field is None:
         options = [option.name for option in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
@@ -117,7 +117,7 @@ def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
 
 
 def integer_lists(message: Message, *fields: str) -> list[IntArray]:
-    """Read repeated fields, (n,) int64 each, from the bytes of the message, without an object per number.
+    """Read repeated fields, (n,) int64 each, from the bytes of the message, without creating an object per number.
 
     Args:
         message: message with little other content, since it is serialized again.
@@ -190,7 +190,7 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor
     Args:
         message: message to fill.
         array: values of the tensor.
-        memory: shared memory that may hold the bytes instead of the message.
+        memory: shared memory that can hold the bytes instead of the message.
 
     Raises:
         InvalidInputError: the type cannot be sent.
@@ -228,7 +228,7 @@ def get_tensor(
 
     Raises:
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
-        UnsupportedError: the tensor is in shared memory, but there is none here.
+        UnsupportedError: the tensor is in shared memory, but no memory was passed.
     """
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
     dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
@@ -243,7 +243,7 @@ def get_tensor(
     field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
     if got != size:
         raise InvalidInputError(
-            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} of {dtype.itemsize}"
+            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte numbers"
         )
     # numpy refuses such axes even for an empty array.
     if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:

@@ -203,16 +203,19 @@ class Scheme(ABC):
     kinds: frozenset[int] = frozenset()
     """Segment kinds with markers that the scheme can place: CLIP, or THUMBNAIL and TILE."""
     by_shape: ClassVar[bool] = False
-    """Whether the ids of a grid without times depend only on its shape, the cursor, and in its document the first id,
-    the number of grids before it and the number of text tokens. If ids are also linear in the last four, ``place``
-    calls the scheme once per shape. Every class must set this attribute itself; equal instances must place grids
-    equally, and the ids of text must depend only on the cursor and the first id.
+    """Whether the ids of a grid without times depend only on its shape, the cursor, its document's first id, the number
+    of grids before it in the document, and the document's number of text tokens. If ids are also linear in the last
+    four, ``place`` calls the scheme once per shape. Every class must set this attribute itself; equal instances must
+    place grids equally, and the ids of text must depend only on the cursor and the first id.
     """
     kept: ClassVar[bool] = False
-    """Whether ``place`` caches the tables of small batches that it cannot place by shape, since requests repeat sizes.
-    Every class must set this attribute itself; equal instances must place grids equally."""
+    """Whether ``place`` caches the tables of small batches that it cannot place by shape, since sizes recur in
+    requests. Every class must set this attribute itself; equal instances must place grids equally.
+    """
     resumable: bool = True
-    """Whether the cursor, one integer, is the whole state, so that next positions and decoding exist."""
+    """Whether the cursor, one integer, is the whole state, so that next positions are defined and decoding is
+    possible.
+    """
 
     @cached_property
     def label(self) -> str:
@@ -239,8 +242,8 @@ class Scheme(ABC):
     def cleared(self, grids: Grids) -> IntArray | None:
         """Return the number of ids that each grid reserves before all the text in its document, (grids,).
 
-        The largest number in a document counts. None means that text depends on the cursor alone. Schemes with ``unit``
-        reserve none.
+        Each document uses the largest of its grids' numbers. None means that text depends on the cursor alone. Schemes
+        with ``unit`` reserve none.
         """
         return None
 
@@ -287,4 +290,6 @@ MAX_PIECES = 2**20
 def check_pieces(scheme: Scheme, count: int) -> None:
     """Raise LimitExceededError if a scheme would cut the grids of a batch into too many pieces."""
     if count > MAX_PIECES:
-        raise LimitExceededError(f"scheme {scheme.name!r}: got grids of {count} pieces, want at most {MAX_PIECES}")
+        raise LimitExceededError(
+            f"scheme {scheme.name!r}: got grids cut into {count} pieces, want at most {MAX_PIECES}"
+        )

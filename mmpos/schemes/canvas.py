@@ -22,7 +22,7 @@ class MRopeCanvas(Scheme):
     the first; a picture without tiles is its own canvas. Text continues at c + max(H, W) + 1.
 
     - Patch (i, j) of an h×w thumbnail is at c + round(i·(H−1)/(h−1)) and c + round(j·(W−1)/(w−1)), or at c if h or w
-      is 1; numbers are float32, and halves round to even.
+      is 1; these ids are computed in float32, and halves round to even.
     - The marker before a thumbnail is at max(c − 1, 0), the marker after it at (c + H, c + W). The markers of a tile
       are at its first and its last patch.
     - Tokens between two tiles, which end a row of tiles, are at the row of the last patches and at column c + W. All
@@ -69,7 +69,7 @@ class _Layout(NamedTuple):
         head: (grids,) index of the thumbnail or plain grid to which the grid belongs, possibly itself.
         sides: (2, grids) rows and columns of the canvas.
         corner: (2, grids) row and column of the grid's first patch on the canvas.
-        row_end: (2, grids) row and column of the tokens between a tile and the next; 0, 0 for all other grids.
+        row_end: (2, grids) row and column of the tokens between one tile and the next; 0, 0 for all other grids.
         stretched: (grids,) whether the grid is a thumbnail with tiles.
     """
 
@@ -151,7 +151,7 @@ def _markers(grids: Grids, layout: _Layout, origin: IntArray) -> list[_Runs]:
         (owner,) = tokens.nonzero()
         one = np.ones_like(owner)
         ids = np.stack([origin, *rows_and_columns])[:, owner]
-        # The raster is a column, in which ``along`` moves no id.
+        # The raster is one column wide, so ``along`` changes no id.
         runs.append(_Runs(owner, part * one, tokens[owner], 0 * one, tokens[owner], one, ids, 0 * one, one))
     return runs
 
@@ -188,8 +188,8 @@ def _patches(scheme: Scheme, grids: Grids, layout: _Layout, origin: IntArray) ->
 def _spread(side: IntArray, count: IntArray, index: IntArray) -> IntArray:
     """Return element ``index`` of ``torch.linspace(0, side - 1, count)`` in float32, rounded to an integer.
 
-    Like torch, compute the first half from the front and the rest from the back. Since the step is rounded, halves may
-    round differently from exact halves: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
+    Like torch, compute the first half from the front and the rest from the back. Since the step is rounded, values that
+    would be exact halves may round differently: the middle one of 23 numbers from 0 to 13 becomes 7, not 6.
     """
     last = (side - 1).astype(np.float32)
     step = last / np.maximum(count - 1, 1).astype(np.float32)

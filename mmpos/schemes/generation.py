@@ -88,7 +88,7 @@ class Flux2(LatentScheme):
     Source: Flux2PosEmbed and Flux2Pipeline of diffusers.
 
     Args:
-        reference_step: ids between an image and the next.
+        reference_step: ids between one image and the next.
     """
 
     name: ClassVar[str] = "flux2"
@@ -394,7 +394,7 @@ def check_steps(scheme: Scheme, *names: str) -> None:
 
 
 def over_one(*steps: int | Fraction) -> tuple[int, list[int]]:
-    """Return the common denominator of steps and their numerators over it.
+    """Return the common denominator of steps and the numerators over this denominator.
 
     >>> over_one(Fraction(1, 2), 3, Fraction(2, 3))
     (6, [3, 18, 4])

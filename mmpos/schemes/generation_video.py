@@ -27,8 +27,8 @@ class Wan(LatentScheme):
     Args:
         skip_length: the frames of a grid of two frames are at 0 and ``skip_length − 1``, like ``temporal_skip_len`` of
             ChronoEdit (8); with 0, they are at 0 and 1.
-        beside: whether grids after the first, the references, are to the right of it, at (1 + t, i, w + j), as in
-            Wan-Animate 2.
+        beside: whether grids after the first, the references, are to the right of the first, at (1 + t, i, w + j), as
+            in Wan-Animate 2.
     """
 
     name: ClassVar[str] = "wan"
@@ -109,8 +109,8 @@ class CogVideoX(LatentScheme):
         base_height: rows of the base grid, sample_height / patch_size.
         base_width: columns of the base grid.
         as_released: step of n rows over a region from s to e. True: (e·(n−1)/n − s)/(n−1), as computed by diffusers,
-            which is correct for s = 0 only. False: (e − s)/n, as intended by its comments and by the code that trained
-            the checkpoints.
+            which is correct only for s = 0. False: (e − s)/n, as intended by the comments in diffusers and by the code
+            that trained the checkpoints.
     """
 
     name: ClassVar[str] = "cogvideox"
@@ -335,7 +335,7 @@ class Ltx2(_Ltx):
 class Cosmos(LatentScheme):
     """Patch (t, i, j) at (24·t/fps, i, j); text is used in cross-attention and has no ids.
 
-    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frame t is at t, as in images. Source:
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frame t is at t, as for images. Source:
     CosmosRotaryPosEmbed of diffusers, whose theta differs by axis.
 
     Args:

@@ -95,7 +95,7 @@ class TimedMRope(MRope):
 class MRopeTransformers(TimedMRope):
     """M-RoPE as computed by Transformers 5: text continues at c + max(h, w), independently of the frames.
 
-    The next position is the maximum of all ids plus one, which for long videos exceeds the id of the text after them.
+    For long videos, the next position, the maximum of all ids plus one, exceeds the id of the text after the video.
 
     Args:
         tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the first,
@@ -127,7 +127,7 @@ class MRopeTransformers(TimedMRope):
 class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
-    The product under the floor is exact. Grids without a time have one second per frame.
+    The product inside the floor is computed exactly. Grids without a time have one second per frame.
     Source: Qwen2.5-VL; the ids of vLLM and SGLang, except for their rounding.
 
     Args:

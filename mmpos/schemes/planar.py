@@ -17,7 +17,7 @@ from mmpos.support.ragged import ragged_arange
 class Naive2D(Scheme):
     """Patch (i, j), counted from one, at (L + i, L + j), where L is the last text id; next text at L + max(h, w) + 1.
 
-    The token that ends row i is at (L + i, L + w + 1), like one more column. Symmetric only for h = w.
+    The token that ends row i is at (L + i, L + w + 1), like one more column. The ids are symmetric only for h = w.
     Source: kexue.fm 10040, the form without strides; the processor of NeoMME in Transformers.
     """
 

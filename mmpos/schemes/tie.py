@@ -63,7 +63,7 @@ class RopeTie(_Tie):
     Source: kexue.fm 10040, (h+1)s = (w+1)t with the simplest integers s = w+1, t = h+1.
 
     Args:
-        axes: 2, or 3 with a frame axis; each stride is then the product of the other two sides plus one.
+        axes: 2, or 3 with a frame axis; each stride is then the product of the other two sides, each plus one.
     """
 
     name: ClassVar[str] = "rope-tie"
@@ -102,7 +102,7 @@ class RopeTieFractional(_Tie):
 class RopeTieLcm(_Tie):
     """RoPE-Tie with the smallest integer strides that keep the symmetry: lcm(h+1, w+1)/(n+1).
 
-    The number of ids consumed, lcm − 1, varies strongly with the size: 24 for 24×24, 649 for 24×25.
+    The number of ids consumed, lcm − 1, varies strongly with the size of the grid: 24 for 24×24, 649 for 24×25.
     Source: the smallest integer solution of (h+1)s = (w+1)t in kexue.fm 10040.
 
     Args:
@@ -121,9 +121,9 @@ class RopeTieLcm(_Tie):
 
 @dataclass(frozen=True)
 class RopeTieV2(_Tie):
-    """RoPE-Tie-v2: strides of one, centred, h·w ids consumed; ids are half-integers.
+    """RoPE-Tie-v2: centred grids with strides of one that consume h·w ids; ids are multiples of 1/2.
 
-    Source: kexue.fm 10352; used by HunyuanImage-3.0, which truncates the halves.
+    Source: kexue.fm 10352; used by HunyuanImage-3.0, which truncates the ids to integers.
 
     Args:
         axes: 2, or 3 with a frame axis.

@@ -16,8 +16,8 @@ class XDRope(Scheme):
     """Patch (i, j) of image n at (token index, j, i, n); text continues at the next token index.
 
     Columns, rows and images are counted from zero, independently of the tokens before the image; the token that ends a
-    row has the column after the last patch. After a prompt that ends in an image, the next position is the next token
-    index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and
+    row has the column after that of the last patch. After a prompt that ends in an image, the next position is the next
+    token index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and
     Transformers.
 
     Args:

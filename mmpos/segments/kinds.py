@@ -49,19 +49,19 @@ AUDIO = 3
 CLIP = 4
 """The kind of a video with its sound."""
 THUMBNAIL = 5
-"""The kind of a downscaled picture, which tiles follow."""
+"""The kind of a downscaled picture that is followed by tiles."""
 TILE = 6
 """The kind of a part of the picture of the preceding thumbnail."""
 
 PATCH, AUDIO_TOKEN = 1, 3
-"""Token types of patches and audio tokens, numbered like Transformers' mm_token_type_ids (2 is video there); text,
+"""Token types of patches and audio tokens, numbered like Transformers' mm_token_type_ids, where 2 means video; text,
 markers and row separators have type 0."""
 
 NOUNS = {GRID: "grid", AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
-"""Words for segments whose content their token ids do not determine."""
+"""Words for segments whose token ids do not determine their content."""
 
 CLIP_MARKERS = 2
-"""Number of markers before and after the merged tokens of a clip: the video's outside, the audio's inside."""
+"""Number of markers on each side of the merged tokens of a clip: the video's outside, the audio's inside."""
 
 CROP_MARKERS = 2
 """Number of markers around a thumbnail or a tile: one before and one after its patches."""

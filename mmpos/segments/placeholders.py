@@ -45,7 +45,7 @@ class CropMarkers:
         thumbnail_end: token after the patches of a thumbnail.
         tile_start: token before the patches of a tile.
         tile_end: token after the patches of a tile.
-        newline: token between two rows of tiles; newlines and markers directly after a picture belong to it.
+        newline: token between two rows of tiles; newlines and markers directly after a picture belong to that picture.
     """
 
     thumbnail_start: int
@@ -75,8 +75,8 @@ class Placeholders:
             tokens without text between them form a clip, with two markers before it and two after it.
         rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
             [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL). Then each
-            grid needs its own run, which may have one more patch token before and one after the grid, both or neither;
-            these count as text. None if no token separates rows.
+            grid needs its own run, which may have one more patch token before and one after the grid (both or neither);
+            these tokens count as text. None if no token separates rows.
         crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
             of one frame, with its own run of placeholders between its markers.
     """
@@ -100,7 +100,9 @@ class Placeholders:
         if self.rows is not None:
             rows = integers("Placeholders.rows", self.rows, maximum=INT32_MAX)
             if len(rows) != 2:
-                raise InvalidInputError(f"Placeholders.rows: got {rows}, want the ids after a row and after the last")
+                raise InvalidInputError(
+                    f"Placeholders.rows: got {rows}, want the ids after a row and after the last row"
+                )
             object.__setattr__(self, "rows", rows)
             if (rows[0] != rows[1] or self.audio is not None) and not patches.keys().isdisjoint(rows):
                 raise InvalidInputError(
@@ -170,7 +172,7 @@ class FoundSpans(NamedTuple):
 def times_of_videos(
     videos: IntArray | None, seconds_per_frame: Iterable[Fraction | float | None]
 ) -> list[Fraction | None]:
-    """Assign the time of its video to each entry.
+    """Assign to each entry the time of its video.
 
     Args:
         videos: (entries,) index of the video of each entry, -1 for none; None without videos.
@@ -276,7 +278,7 @@ def _match(
 def _match_framed(
     batch: PackedIds, runs: PlaceholderRuns, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Match grids whose rows end in a placeholder with one run each.
+    """Match each grid with one run; the rows of these grids end in a placeholder.
 
     A run may have one more token before and one after its grid, both or neither.
     """
@@ -288,7 +290,7 @@ def _match_framed(
         got = f"a run of {counted(int(runs.tokens[g]), 'placeholder')} at {batch.name(runs.document[g], runs.first[g])}"
         raise InvalidInputError(
             f"{name}[{owner[g]}]: got {got}, want {tokens[g]} or {tokens[g] + 2} for {_sides(merged[g])}, whose rows "
-            "end in one more"
+            "end in an extra placeholder"
         )
     if runs.tokens.size != tokens.size:
         want = f"{runs.tokens.size}, one for each run of placeholders"
@@ -310,7 +312,7 @@ def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int
 def _check_row_ends(
     batch: PackedIds, row_ends: IntArray, name: str, spans: FoundSpans, owner: IntArray, ends: tuple[int, int]
 ) -> None:
-    """Raise an error for the first row of a grid that does not end in its end token at the right place."""
+    """Raise an error for the first row of a grid that does not end with the right token at the right place."""
     frames, height, width = spans.grid_thw.T
     grid, row = ragged_arange(frames * height)
     want = np.where(row == (frames * height)[grid] - 1, ends[1], ends[0])
@@ -396,7 +398,7 @@ def _starts(document: IntArray, first: IntArray, tokens: IntArray) -> IntArray:
 
 
 def _clip_starts(batch: PackedIds, name: str, tokens: IntArray, owner: IntArray, runs: PlaceholderRuns) -> IntArray:
-    """Move the first token of each clip to its first marker.
+    """Move the start of each clip to the clip's first marker.
 
     Check that the run of each clip contains no other video and has room for the markers.
     """
@@ -449,7 +451,7 @@ def _joined(spans: Sequence[FoundSpans]) -> FoundSpans:
 
 
 def _crops(batch: PackedIds, spans: FoundSpans, markers: CropMarkers) -> FoundSpans:
-    """Turn grids into thumbnails and tiles; the markers around and after each belong to its span."""
+    """Turn grids into thumbnails and tiles; the markers around and after each crop belong to its span."""
     document, begin = spans.document, spans.first - 1
     end = spans.first + spans.grid_thw.prod(axis=1)
     inside = (begin >= batch.starts[document]) & (end < batch.stops[document])
@@ -504,7 +506,7 @@ class PlaceholderRuns:
         self.total = int(self.stops[-1]) if self.stops.size else 0
 
     def fit(self, tokens: IntArray) -> tuple[BoolArray, IntArray, IntArray]:
-        """Return, for each grid of ``tokens`` tokens, whether it lies in one run, its first token and its document."""
+        """Return whether each grid of ``tokens`` tokens lies in one run, and the grid's first token and document."""
         stops = tokens.cumsum()
         if not self.total:
             return np.zeros(tokens.shape, np.bool_), stops, stops

@@ -1,4 +1,4 @@
-"""Segments from placeholder spans; the gaps between the spans of a document are its text."""
+"""Segments from placeholder spans; the gaps between a document's spans are the document's text."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def span_tokens(
     kind: npt.NDArray[np.uint8] | None = None,
     extra_tokens: IntArray | None = None,
 ) -> IntArray:
-    """Count the (spans,) tokens in each span, and check the limit of one segment; without kinds, all are grids."""
+    """Count the (spans,) tokens in each span, and check the limit for a segment; without kinds, all spans are grids."""
     frames, height, width = extents = grid_thw.T.astype(np.float64)
     if kind is None:
         exact = frames * height * (width + separators)
@@ -91,7 +91,7 @@ def span_tokens(
         exact = segment_tokens(kind, extents, separators, extra_tokens)
     if exact.size and exact.max() > INT32_MAX:
         i = int(exact.argmax())
-        raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want below 2**31 tokens")
+        raise LimitExceededError(f"{name}[{i}]: got {tuple(grid_thw[i].tolist())}, want fewer than 2**31 tokens")
     return exact.astype(np.int64)
 
 
@@ -132,10 +132,12 @@ def seconds_columns(segments: int, times: Iterable[tuple[int, Fraction | None]])
 def _documents(documents: IntArray | None, num_spans: int, num_documents: int) -> IntArray:
     if documents is None:
         if num_documents != 1 and num_spans:
-            raise InvalidInputError(f"documents: got None, want the document of each span for {num_documents} lengths")
+            raise InvalidInputError(
+                f"documents: got None, want the document of each span, since there are {num_documents} lengths"
+            )
         return np.zeros(num_spans, np.int64)
     first_bad("documents", documents, minimum=0, maximum=num_documents - 1)
     if (np.diff(documents) < 0).any():
         i = int((np.diff(documents) < 0).argmax()) + 1
-        raise InvalidInputError(f"documents[{i}]: got {documents[i]} after {documents[i - 1]}, want ascending")
+        raise InvalidInputError(f"documents[{i}]: got {documents[i]} after {documents[i - 1]}, want ascending indices")
     return documents

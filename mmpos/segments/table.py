@@ -62,7 +62,7 @@ _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
-    """The segments of a packed batch of documents, one column each, without positions.
+    """The segments of a packed batch of documents, one column per segment, without positions.
 
     Args:
         kind: (segments,) uint8 TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE; a TILE follows a THUMBNAIL or a TILE.
@@ -88,7 +88,9 @@ class SegmentTable:
             if array is not None:
                 if not isinstance(array, np.ndarray) or array.dtype != dtype:
                     got = getattr(array, "dtype", type(array).__name__)
-                    raise InvalidInputError(f"{name}: got {got}, want an array of {dtype}; from_arrays converts")
+                    raise InvalidInputError(
+                        f"{name}: got {got}, want an array of {dtype}; from_arrays converts other arrays"
+                    )
                 if array.flags.writeable:
                     array = array.view()
                     array.flags.writeable = False
@@ -252,8 +254,8 @@ class SegmentTable:
             video_grid_thw: (videos, 3) frames, height, width, also before merging.
             spatial_merge_size: patches merged along each side; divides heights and widths.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
-            attention_mask: (batch, seq) of 0 and 1, padded left or right; becomes PAD segments,
-                and a placeholder id under a 0 is padding.
+            attention_mask: (batch, seq) of 0 and 1, padded left or right; tokens whose mask is 0 become PAD segments,
+                even if they have the id of a placeholder.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
             frames_apart: whether each frame of a video is a separate grid, with text between them (Qwen3-VL).
             audio_lengths: (audios,) number of tokens of each audio input after the encoder, including clips, to compare
@@ -376,8 +378,8 @@ def scan(
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) number of tokens of each audio input.
-        images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some may be
-            left over.
+        images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some of these
+            rows may be left over.
         marker_ids: ids of the tokens around crops, if input_ids are token types.
 
     Returns:
@@ -504,7 +506,7 @@ def _check_segments(table: SegmentTable) -> None:
 
 
 def _check_extra_tokens(kind: npt.NDArray[np.uint8], extra: IntArray) -> None:
-    """Raise an error for extra tokens in segments of other kinds, and for a clip without audio."""
+    """Raise an error for extra tokens outside clips, thumbnails and tiles, and for a clip without audio."""
     first_bad("extra_tokens", extra, minimum=0, maximum=INT32_MAX)
     surplus, silent = (kind < CLIP) & (extra > 0), (kind == CLIP) & (extra == 0)
     for wrong, want in ((surplus, "0 outside clips, thumbnails and tiles"), (silent, ">= 1, the audio of a clip")):

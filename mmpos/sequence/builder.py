@@ -45,7 +45,7 @@ from mmpos.support.info import cores
 __all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids", "join_patches"]
 
 MAX_CUTS = 10_000
-"""Maximum number of markers that a text may spell and the tokenizer would recognise."""
+"""Maximum number of times that a text may spell a marker that the tokenizer would recognise."""
 
 _READ_BY_ANY = (bytes, bytearray, memoryview, os.PathLike, np.ndarray)
 """Image types that any thread may read: files and arrays."""
@@ -88,7 +88,7 @@ class MarkerIds(NamedTuple):
         return self.audio_margins if isinstance(segment, Audio) else self.margins
 
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
-        """Return the token ids of a segment with its markers; audio tokens of a clip get the patch id for now."""
+        """Return the token ids of a segment with its markers; audio tokens of a clip get the patch id at first."""
         if isinstance(segment, Audio):
             assert self.audio is not None, "checked with the part"
             return _between(self.audio_begin, self.audio, segment.length, self.audio_end)
@@ -152,7 +152,7 @@ class Markers:
         patch: token for each patch in input_ids, to be replaced by its embedding.
         row: token after the patches of every row, for models that generate patch by patch or read rows of any length.
             If set, every image has row separators; None for no separators.
-        last_row: token after the last row instead of row; None uses row.
+        last_row: token after the last row, in place of ``row``; None uses ``row``.
         video: token for each patch of a Clip and of a Grid with several frames; None uses patch.
         audio: token for each audio token; None if the builder does not support audio.
         audio_begin: token before a run of audio, or None.
@@ -203,8 +203,8 @@ class SequenceBuilder:
 
     A list, tuple or one-dimensional integer array contains token ids. An ImageSize or a Grid stands for an image of
     which only the size is known. A Video is a series of frames, each an image preceded by its time as text. Audio and
-    Clip are classes of ``mmpos.segments``: a number of audio tokens, and a video merged with its audio in the order of
-    the scheme.
+    Clip are classes of ``mmpos.segments``: an Audio is a number of audio tokens, and a Clip is a video merged with its
+    audio in the order that the scheme defines.
 
     Text that spells the name of a marker stays text: if the tokenizer would encode it as the marker, it is encoded in
     two pieces, split inside the name. Every text part is encoded separately, so a tokenizer that adds something before
@@ -295,7 +295,7 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """Build a sequence; some images of its plain parts are already decoded."""
+        """Build a sequence; some images in its plain parts are already decoded."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
         contents = _Contents(self.marker_ids)
@@ -407,7 +407,7 @@ class InterleavedSequence:
     Args:
         input_ids: (tokens,) int64; patches and audio tokens have the ids of their markers.
         token_type_ids: (tokens,) uint8, 0 for text, markers and row separators, 1 for patches, 3 for audio.
-        segments: segment table of the sequence, one document.
+        segments: segment table of the sequence, with one document.
         positions: position table of the sequence.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, before merging; None if only their sizes
             are known.
@@ -487,7 +487,8 @@ class InterleavedSequence:
             block_size: tokens per block.
             generated: token ids that follow the sequence.
             audio_hashes: hash of the content of each run of audio outside clips.
-            salt: value that separates caches that must not share blocks, such as those of models, adapters or tenants.
+            salt: value that separates caches that must not share blocks, for example between models, adapters or
+                tenants.
             known: keys of the first blocks, which are not computed again.
 
         Raises:
@@ -607,7 +608,7 @@ class _Contents:
 
 
 def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | None:
-    """Concatenate the patches of images, without a copy for a single image; return None if only sizes are known.
+    """Concatenate the patches of images, without copying a single image; return None if only sizes are known.
 
     Args:
         name: name of the images for error messages.
@@ -615,7 +616,7 @@ def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | 
     """
     pixels = [image.patches for image in images if image is not None and image.patches is not None]
     if pixels and len(pixels) < len(images):
-        raise InvalidInputError(f"{name}: got images with and without pixels, want all with or all without")
+        raise InvalidInputError(f"{name}: got images with and without pixels, want all with pixels or all without")
     if len(pixels) == 1:
         return pixels[0]
     return np.concatenate(pixels) if pixels else None

@@ -142,7 +142,7 @@ def _times(times: Any, count: int) -> tuple[Fraction, ...]:
         exact = fraction(f"Video.times[{k}]", time)
         if exact < 0:
             raise InvalidInputError(f"Video.times[{k}]: got {written(time)}, want >= 0")
-        if exact > INT32_MAX:  # 68 years, so the number must mean something else
+        if exact > INT32_MAX:  # the limit is 68 years, so a larger number must mean something else
             raise LimitExceededError(f"Video.times[{k}]: got {written(time)}, want <= {INT32_MAX} seconds")
         if seconds and exact < seconds[-1]:
             got, before = written(time), written(seconds[-1])

@@ -1,4 +1,4 @@
-"""Argument checks: each function returns the checked value, or raises an error with name, value and expectation."""
+"""Argument checks: each returns the checked value or raises an error with the name, the value and what was expected."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
 
 
 def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:
-    """Check integers within bounds, one for all documents or one for each; return an array (documents,)."""
+    """Check integers within bounds, one for all documents or one for each; return a (documents,) array."""
     if isinstance(value, int) or host_array(name, value).ndim == 0:
         same = np.empty(num_documents, np.int64)  # np.full takes twice as long for short arrays
         same.fill(integer(name, value, minimum=minimum, maximum=maximum))

@@ -36,7 +36,7 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
         extra: extra that installs the package; None if the package is installed under its own name.
     """
     command = f"pip install {package}" if extra is None else pip_install(extra)
-    return ImportError(f"{what}: {package} is not installed, want {command}", name=package)
+    return ImportError(f"{what}: {package} is not installed; install it with: {command}", name=package)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Its functions either return a result or decline. Input that they decline, including invalid input, is handled by the
 Python code, which raises the error messages. Each function is described where it is defined in csrc/; where a
-description says array, any object with a buffer is accepted.
+description says "array", any object with a buffer is accepted.
 """
 
 from __future__ import annotations

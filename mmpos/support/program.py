@@ -29,7 +29,9 @@ MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
         0: "success",
-        MISSING: "something is missing: a package, memory, a writable path, disk space, or a reader of the output",
+        MISSING: (
+            "something is missing: a package, memory, a writable path, disk space, or a process that reads the output"
+        ),
         WRONG: "a wrong argument, option or input",
         DIFFERENT: "ids differ, according to mmpos check, mmpos probe run or mmpos conformance",
         NO_ANSWER: "a server did not answer: it is down, overloaded or too slow",

@@ -139,7 +139,8 @@ class TlsFiles:
     Args:
         cert: certificate chain, PEM.
         key: private key of the certificate, PEM.
-        client_ca: CA certificates, PEM; clients must then present a certificate. With None, they need none.
+        client_ca: CA certificates, PEM; clients must then present a certificate. With None, clients need no
+            certificate.
     """
 
     cert: Path

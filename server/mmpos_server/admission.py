@@ -186,7 +186,7 @@ class Rates:
             )
 
     def _forget(self, now: float) -> None:
-        """Forget the clients whose burst is full again, and the oldest clients if there are too many."""
+        """Forget the clients whose full burst is available again, and the oldest clients if there are too many."""
         while self._left:
             left, then = next(iter(self._left.values()))
             if len(self._left) <= _MOST_IDLE and left + self._per_second * (now - then) < self._burst:

@@ -1,4 +1,4 @@
-"""Run the server, from start to drain, with methods, health and reflection behind one port."""
+"""Run the server, from start to drain, with its methods, health checks and reflection on one port."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
 
 
 class Server:
-    """Server that handles each call in its own thread. The constructor builds the profiles and raises their errors.
+    """Server that handles each call in its own thread.
+
+    The constructor builds the profiles, and raises an error if that fails.
 
     Args:
         config: limits per request and per client, concurrency, and profiles.
@@ -192,7 +194,7 @@ class Server:
         A stream ends with UNAVAILABLE once all items that the server has read are answered.
 
         Args:
-            grace: seconds after which running calls are cancelled; None cancels them at once.
+            grace: seconds after which running calls are cancelled; None cancels them immediately.
         """
         self.announce_stop()
         for stream in self.streams.values():
@@ -273,8 +275,8 @@ class Server:
     def _add_methods(self, server: grpc.Server) -> None:
         """Add all methods as methods on raw bytes, so that mmpos chooses the status of invalid messages.
 
-        All methods are registered as streams because the transport reads nothing from a stream before the handler asks
-        for it. On the wire, a unary call looks the same.
+        All methods are registered as streams because the transport does not read from a stream until the handler asks
+        for data. On the wire, a unary call looks the same.
         """
         for endpoint in self.unary.values():
             method = endpoint.method

@@ -139,7 +139,7 @@ class Call:
             GoneError: the client has disconnected.
         """
         if self._deadline is not None and self.late:
-            raise ServiceTimeoutError("the deadline has passed before the answer was ready")
+            raise ServiceTimeoutError("the deadline passed before the answer was ready")
         if not self._context.is_active():
             raise GoneError
 

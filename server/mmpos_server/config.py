@@ -56,7 +56,7 @@ class Limits(_Settings):
 
 
 class Concurrency(_Settings):
-    """Limits for concurrent work, including waiting calls; further calls are refused at once, items of streams wait.
+    """Limits for concurrent work, including waiting calls; further calls are refused at once, but stream items wait.
 
     Args:
         max_in_flight: maximum number of calls of any kind.
@@ -340,7 +340,7 @@ def _tokenizer(setting: str, folder: Path) -> object:
         raise InvalidInputError(f'got {setting!r}, want "bytes" or the path of a tokenizer.json')
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # for a broken file, the library raises a bare Exception
+    except Exception as error:  # for a malformed file, the library raises a bare Exception
         raise InvalidInputError(f"got {setting!r}, want a tokenizer.json ({error})") from None
 
 

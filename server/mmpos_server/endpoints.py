@@ -44,7 +44,9 @@ REQUEST_ID = "x-request-id"
 _ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _SURELY_FEW = 2**15
-"""Size in bytes below which a message's elements are not counted: each takes two bytes or is a packed number."""
+"""Size in bytes below which a message's elements are not counted: each element takes two bytes or is a packed
+number.
+"""
 
 _PREFIX = secrets.token_hex(5)
 """Prefix of this process's request ids."""
@@ -85,7 +87,7 @@ class Context(Caller, Transport, Protocol):
     """Context of a call, from gRPC or from a host that replaces gRPC."""
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the deadline, or None without one."""
+        """Return the seconds until the deadline, or None if there is none."""
 
 
 @lru_cache(maxsize=4096)

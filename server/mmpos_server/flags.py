@@ -1,4 +1,4 @@
-"""Define the command-line flags and the objects built from them: addresses, settings, shared memory, metrics page."""
+"""Define the command-line flags and the objects built from them: addresses, settings, memory and metrics page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Flags:
     )
 
     def __post_init__(self) -> None:
-        assert self.listen  # raises the errors of the flags
+        assert self.listen  # raises an error if flags are wrong
 
     @property
     def listen(self) -> Listen:

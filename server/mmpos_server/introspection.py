@@ -143,7 +143,7 @@ class Introspection:
         """Refuse a call to a method that the server does not have."""
         try:
             self.server.client(context)
-            raise UnsupportedError("method: this server has no method of this path")
+            raise UnsupportedError("method: this server has no method with this path")
         except MmposError as error:
             return self._failed(error, "unknown")
 

@@ -36,7 +36,7 @@ CUT_OFF = 3
 """Exit status of a process that ended while its threads were still running."""
 
 LAST_SECONDS = 3.0
-"""Seconds after the drain in which the process must exit; less than the supervisor waits."""
+"""Seconds within which the process must exit after the drain; fewer than the supervisor waits."""
 
 _LOOK_SECONDS = 0.5
 """Maximum seconds between the main thread's checks for signals."""
@@ -46,7 +46,7 @@ _SWITCH_SECONDS = 0.001
 
 
 def serve(options: Flags) -> None:
-    """Serve until SIGTERM or SIGINT, and then until no calls are left; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, and then until no calls are left; a second signal ends the process immediately.
 
     If threads are still running after the drain, the process exits with status CUT_OFF. The process prints one line per
     address to stdout as soon as it answers calls.
@@ -175,7 +175,7 @@ class Running:
                 self.server.stop(grace)
                 for thread in _running_threads():
                     thread.join()
-            except Exception as error:  # an error must not delay the exit until the drain ends
+            except Exception as error:  # after an error, the exit must not wait for the drain to end
                 self._logs.error("stop failed", error)
                 self._events.put("failed")
             else:

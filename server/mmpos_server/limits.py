@@ -63,7 +63,7 @@ def check_views(got: int) -> None:
 
 
 def _refuse(name: str, got: float, most: int) -> None:
-    raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request of this server")
+    raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request to this server")
 
 
 def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:

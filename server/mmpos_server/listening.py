@@ -69,7 +69,7 @@ class Listen:
             raise InvalidInputError("tls-cert requires --port: a unix socket is never encrypted")
         if self.token_file is not None and self.tcp and self.tls is None and not is_loopback(self.host):
             raise InvalidInputError(
-                "token-file requires --tls-cert and --tls-key, or a loopback host: "
+                "token-file requires --tls-cert and --tls-key, or a loopback host; "
                 f"others could read the tokens on {self.host}"
             )
 
@@ -144,7 +144,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_send_message_length", -1),
         # Disable compression: the size of a compressed message is unknown until it is unpacked.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # Make both equal because the transport randomly refuses calls between the two.
+        # Make both limits equal because the transport randomly refuses calls between the two.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # gRPC enables this by default: a second server on the port would silently take half of the calls.
@@ -155,7 +155,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
         # These limit the calls that Python has not accepted yet. Beyond the limit (1000 by default), gRPC drops calls
-        # from any client, so one client that opens calls and ends them at once could shut out the others.
+        # from any client, so one client that opens calls and ends them immediately could shut out the others.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
         # This limit is per connection; further calls of a client wait until one ends.
@@ -238,8 +238,8 @@ class Uds:
         """Listen on the socket.
 
         The socket is created in a folder that nobody else can enter and moved to its path once its permissions are
-        right. Therefore the umask, which all threads share, need not be changed, and gRPC, which in the end deletes the
-        path on which it listened, deletes nothing.
+        right. Therefore the umask, which all threads share, need not be changed, and gRPC, which deletes its listening
+        path when it stops, finds nothing to delete.
 
         Args:
             add: function that listens on a gRPC address.

@@ -25,8 +25,8 @@ _GROWN_BYTES = 32 * 2**20
 def keep_large_blocks() -> bool:
     """Let malloc serve blocks of up to 32 MiB from the heap and keep 256 MiB of it; for entry points only.
 
-    Otherwise, page faults dominate the cost of large replies. Each arena keeps this much, and glibc creates up to eight
-    arenas per core; a limit of four arenas bounds the total.
+    Otherwise, page faults dominate the cost of large replies. Each arena keeps that much memory, and glibc creates up
+    to eight arenas per core; a limit of four arenas bounds the total.
 
     Returns:
         whether the settings were applied; they exist only in glibc.

@@ -154,7 +154,7 @@ def answering(response: Message, field: str) -> Message:
 
 
 class NotFoundError(InvalidInputError):
-    """A name is unknown in a request of a protocol that reports this with the status NOT_FOUND."""
+    """A request contains an unknown name, and its protocol reports this with the status NOT_FOUND."""
 
 
 _KNOWN = (

@@ -1,4 +1,4 @@
-"""Export metrics by OTLP: send the registry of the metrics page at intervals to the collector of the spans."""
+"""Export metrics by OTLP: send the metrics page's registry to the collector of spans at regular intervals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LAST_SECONDS = 2.0
 
 @contextmanager
 def exported(registry: CollectorRegistry) -> Iterator[None]:
-    """Export the metrics by OTLP over gRPC while the context is open, at intervals and once more at the end.
+    """Export the metrics by OTLP over gRPC while the context is open, at regular intervals and once more at the end.
 
     The environment (OTEL_...) configures the export and may disable it. The interval is OTEL_METRIC_EXPORT_INTERVAL
     in milliseconds, 60,000 by default.
@@ -73,7 +73,7 @@ def exported(registry: CollectorRegistry) -> Iterator[None]:
         try:
             scope = converted(registry.collect(), begun)
             sender.export(MetricsData([ResourceMetrics(described, [scope], schema_url="")]))
-        except Exception:  # for example from a Prometheus collector; the thread continues
+        except Exception:  # raised by a Prometheus collector, for example; the thread continues
             logging.getLogger(__name__).exception("metrics not exported")
 
     def keep_sending() -> None:
@@ -118,7 +118,7 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
 
 
 def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
-    """Return a point per set of labels; Prometheus counts values up to each bound, but OTLP those between bounds."""
+    """Return a point per set of labels; Prometheus counts values up to each bound, and OTLP values between bounds."""
     below: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in samples:

@@ -41,5 +41,5 @@ def serve(**flags: Any) -> None:
     leave()
 
 
-serve.__signature__ = inspect.signature(Flags, eval_str=True)  # type: ignore[attr-defined]  # what typer reads
+serve.__signature__ = inspect.signature(Flags, eval_str=True)  # type: ignore[attr-defined]  # read by typer
 app.command()(serve)

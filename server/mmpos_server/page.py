@@ -88,7 +88,7 @@ class _Page(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, and close the oldest one if there are too many."""
+        """Answer a connection in a thread, and close the oldest connection if there are too many."""
         with self._lock:
             self._began[request] = monotonic()
             for oldest in list(self._began)[:-MOST_CONNECTIONS]:

@@ -112,7 +112,7 @@ class PositionService:
 
 
 def is_small(call: Call) -> bool:
-    """Return whether the request of a call is small enough to be read in this thread."""
+    """Return whether a call's request is small enough to be read in this thread."""
     return max(call.request_bytes, call.held) <= SMALL_BYTES
 
 
@@ -122,7 +122,7 @@ def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> Positio
     Args:
         query: the client's query.
         profile: settings for the unset fields.
-        named: whether the client named the profile; only then does its spatial_merge_size merge grids.
+        named: whether the client named the profile; only then are grids merged by the profile's spatial_merge_size.
     """
     source = query.source
     if isinstance(source, InputIds):

@@ -83,7 +83,7 @@ def add_services(servicer: object, server: _Host) -> None:
             )(getattr(servicer, method.name))
             for method in members
         }
-        # Add one handler per call because Serve uses only the first of several.
+        # Pass one handler at a time, because Serve uses only the first of several.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 

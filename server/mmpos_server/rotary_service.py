@@ -49,7 +49,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; unless ``preload`` has imported torch, the first call that needs torch does.
+    """Implementation of RotaryService; the first call that needs torch imports it, unless ``preload`` has done so.
 
     Args:
         profiles: settings for the models.
@@ -77,7 +77,7 @@ class RotaryService:
             positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
             numbers = float(tokens * rotary.rotary_dim * (rotary.own_heads or 1))
-            call.memory.expect([4 * numbers])  # some layouts need twice as much
+            call.memory.expect([4 * numbers])  # some layouts need twice this memory
             if not call.memory.answers:
                 check_answer(8 * numbers, self._limits, call)
         call.checkpoint()
@@ -149,7 +149,7 @@ class RotaryService:
         return self.rotary(message.profile if message.HasField("profile") else None)
 
     def rotary(self, name: str | None) -> Rotary:
-        """Return the rotation of a profile, or of the default profile for None."""
+        """Return the rotation of a profile or, for None, of the default profile."""
         profile = self._profiles.get(name)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: the request and its profile {profile.name!r} have no rotation")
@@ -220,4 +220,4 @@ def _device_of_torch() -> str:
 def require_torch() -> None:
     """Raise an error if torch is not installed."""
     if not has_torch():
-        raise UnsupportedError(f"rotary: this server has no torch, want {pip_install('all')}")
+        raise UnsupportedError(f"rotary: torch is not installed on this server; install it with: {pip_install('all')}")

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["PendingDocument", "SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
-"""Number of pixels above which an image counts as heavy; only a few threads decode heavy images, which bounds
-memory.
+"""Number of pixels above which an image counts as heavy; to bound memory, only a few threads decode heavy images.
 """
 
 
@@ -167,7 +166,7 @@ class SequenceService:
     ) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
-        except ServiceError:  # the checkpoint raised it
+        except ServiceError:  # raised by the checkpoint
             raise
         except MmposError as error:
             return error

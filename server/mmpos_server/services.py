@@ -60,7 +60,7 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
 
 
 def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
-    """Return the method Place with its streaming form, given a function that answers queries and maybe a fast path."""
+    """Return Place with its streaming form, from a function that answers queries and an optional fast path."""
     method = _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
     if plain is None or method.twin is None:
         return method

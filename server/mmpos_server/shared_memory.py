@@ -46,7 +46,8 @@ class Region:
 
     Args:
         name: name of the region in error messages.
-        key: name of the object for shm_open: on Linux, a file in /dev/shm, or a link there to a memfd of the same name.
+        key: name of the object for shm_open: on Linux, a file in /dev/shm, or a link in /dev/shm to a memfd of the same
+            name.
         offset: first byte of the region.
         byte_size: size of the region.
 
@@ -75,7 +76,7 @@ class Region:
         self._check(name)
 
     def close(self) -> None:
-        """Close the object at once; the region must not be used afterwards."""
+        """Close the object immediately; the region must not be used afterwards."""
         self._close()
 
     def read(self, name: str, offset: int, byte_size: int) -> Data:
@@ -93,7 +94,7 @@ class Region:
         self._check(name)  # check before allocating memory of the claimed size
         data = np.empty(byte_size, np.uint8)
         rest = data.data
-        while rest:  # the system reads at most 2 GiB at once
+        while rest:  # the system reads at most 2 GiB per call
             done = os.preadv(self._descriptor, [rest], at)
             if not done:
                 raise InvalidInputError(f"{name}: the object {self.key!r} shrank while it was read")
@@ -170,7 +171,7 @@ class Region:
     def _check(self, name: str) -> None:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a regular object of this server's user")
+            raise InvalidInputError(f"{name}.key: got {self.key!r}, want a regular object owned by this server's user")
         end = self.offset + self.byte_size
         if end > status.st_size:
             raise InvalidInputError(
@@ -218,7 +219,7 @@ def _cannot_shrink(descriptor: int, size: int) -> bool:
 
 @cache
 def _device_of_memfd() -> int:
-    """Return the device of all memfds except those of huge pages, which the system may run out of."""
+    """Return the device of all memfds except those with huge pages, of which the system may run out."""
     descriptor = os.memfd_create("mmpos")
     try:
         return os.fstat(descriptor).st_dev

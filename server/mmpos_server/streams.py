@@ -50,7 +50,8 @@ class ItemWindow:
 
     def __init__(self, items: int = WINDOW_ITEMS, size: int = WINDOW_BYTES) -> None:
         self._most, self._size = items, size
-        # Keep totals in and out, so that only one thread writes each number: the reader or the writer.
+        # Keep separate totals of read and sent items, so that only one thread writes each number: the reader or the
+        # writer.
         self._read = self._read_bytes = self._sent = self._sent_bytes = 0
         # Totals for answers, which several threads update.
         self._answered = self._answer_bytes = 0
@@ -78,7 +79,7 @@ class ItemWindow:
         return not self._closed
 
     def close(self) -> None:
-        """Wake the reader if it is waiting for room, and let all later waits return at once."""
+        """Wake the reader if it is waiting for room, and let all later waits return immediately."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -311,7 +312,7 @@ class _Stream:
             if not self._reading:  # a running item is slow
                 return self._next()
             raise ServiceUnavailableError(
-                f"stream: no item arrived for {IDLE_SECONDS:g} s, want a new stream"
+                f"stream: no item arrived for {IDLE_SECONDS:g} s; open a new stream"
             ) from None
         if isinstance(item, BaseException):
             try:

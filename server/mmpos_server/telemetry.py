@@ -266,15 +266,15 @@ class Logs:
         self._thread.start()
 
     def info(self, event: str, **values: object) -> None:
-        """Write a line of level info."""
+        """Write a line at level info."""
         self._put("info", event, values)
 
     def warning(self, event: str, **values: object) -> None:
-        """Write a line of level warning."""
+        """Write a line at level warning."""
         self._put("warning", event, values)
 
     def seldom(self, event: str, **values: object) -> None:
-        """Write a line of level warning with a count, at most once a second per event."""
+        """Write a line at level warning with a count, at most once a second per event."""
         if times := self.times(event):
             self.warning(event, times=times, **values)
 
@@ -287,7 +287,7 @@ class Logs:
         return 0 if now - then < 1.0 else times + 1
 
     def error(self, event: str, error: BaseException | None = None, **values: object) -> None:
-        """Write a line of level error, with the traceback of an exception if there is one."""
+        """Write a line at level error, with the traceback of an exception if there is one."""
         if error is not None:
             values["exception"] = _traceback(error)
         self._put("error", event, values)
@@ -442,7 +442,7 @@ def _relay(reading: int, logs: Logs) -> None:
         for line in lines:
             match = _CORE.match(line)
             if match:
-                # Limit the rate: callers can cause a line with every header of every call.
+                # Limit the rate: callers can cause a line for every header of every call.
                 if times := logs.times(match["source"]):
                     write = getattr(logs, _CORE_LEVELS.get(match["level"], "error"))
                     write(match["event"], logger="grpc", source=match["source"], times=times)

@@ -26,7 +26,7 @@ def running(config: ServerConfig | None = None, *, grace: float | None = 5.0, **
 
     Args:
         config: the server's settings; None uses the embedded settings.
-        grace: seconds that running calls may take at the end.
+        grace: seconds that running calls may take to finish at the end.
         options: further arguments of Server; without ``listen``, the server listens on a free port of 127.0.0.1.
     """
     server = Server(config or load(), **options)

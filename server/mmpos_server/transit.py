@@ -29,7 +29,7 @@ class Transport(Recipient, Protocol):
         """Register a function to call when the call ends; return False if it has already ended."""
 
     def cancel(self) -> None:
-        """End the call at once."""
+        """End the call immediately."""
 
 
 class Transit:
@@ -55,7 +55,7 @@ class Transit:
         self._times = times
 
     def drain(self) -> None:
-        """Shorten the time limit for incomplete requests to a second."""
+        """Shorten the time limit for incomplete requests to one second."""
         self._draining = True
 
     def receive(self, requests: Iterator[bytes], late: Callable[[], None] | None) -> bytes | None:

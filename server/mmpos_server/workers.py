@@ -204,7 +204,7 @@ class _Supervisor:
             theirs.close()
 
     def _receive(self, worker: _Worker) -> None:
-        """Handle a message of a worker (that it accepts calls, or why it cannot start) or the end of its process."""
+        """Handle a worker's message (that it accepts calls, or why it cannot start) or the end of its process."""
         assert worker.pipe is not None
         try:
             message = worker.pipe.recv()

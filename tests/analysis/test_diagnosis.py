@@ -615,7 +615,7 @@ def test_a_token_that_was_fitted_is_not_evidence_of_a_mistake(ids: list[int]) ->
 
 @pytest.mark.parametrize("last", [0, 10])
 def test_a_mistake_that_explains_one_of_eleven_wrong_ids_is_not_reported(last: int) -> None:
-    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 explains the first id, and the tenth if it is 10
+    ids = [1, 9, 4, 8, 2, 7, 3, 6, 5, last, 12]  # a start at 1 explains the first id, and also the tenth if that is 10
     diagnosis = diagnose(ids, "11", scheme="flatten")
     assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
 

@@ -255,7 +255,7 @@ def test_tensors_must_be_on_the_host_and_may_require_gradients() -> None:
     for name in numbers:
         with pytest.raises(InvalidInputError) as error:
             fingerprint(**{**numbers, name: torch.ones(1, device="meta")})
-        assert str(error.value) == f"{name}: got a tensor on meta, want a tensor on the CPU: call .cpu()"
+        assert str(error.value) == f"{name}: got a tensor on meta, want a tensor on the CPU; call .cpu()"
     with pytest.raises(InvalidInputError) as error:
         fingerprint(torch.ones(1, 3, dtype=torch.bfloat16))
     assert str(error.value) == (

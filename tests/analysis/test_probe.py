@@ -1,4 +1,4 @@
-"""Positions read back from rotated keys: known ids are exact, and none are wrong."""
+"""Positions read back from rotated keys: ids that are not reported as unknown are exact."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ NOISES = (0.04, 0.07, 0.09, 0.1, 0.12, 0.17, 0.3)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("case", [QWEN3_VL, SHORT, CASES["1-D"]], ids=["mrope-interleaved", "16 pairs", "1-D"])
 def test_no_id_of_2000_tokens_is_wrong_as_noise_grows(case: Case, added: bool) -> None:
-    """Noise is proportional to each number, as if from rounding, or equal for all, as if from scales of heads."""
+    """Noise is proportional to each number, as from rounding, or equal for all numbers, as from per-head scales."""
     ids = np.tile(np.arange(2000), (case.rotary.axes, 1))
     counts = []
     for noise in NOISES:

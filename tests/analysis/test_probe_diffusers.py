@@ -185,7 +185,7 @@ def test_ernie_image_rotates_the_two_channels_of_a_pair_differently(known: bool)
 
 
 def test_a_module_without_attention_or_a_call_that_is_not_a_mapping_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"transformer: got no keys from Linear, want attention by"):
+    with pytest.raises(UnsupportedError, match=r"transformer: got no keys from Linear, want attention that calls"):
         keys_of(nn.Linear(1, 1), {"input": torch.zeros(1)})
     with pytest.raises(InvalidInputError, match="call: got list"):
         keys_of(nn.Linear(1, 1), [])  # type: ignore[arg-type]

@@ -277,7 +277,7 @@ def test_ids_that_restart_after_a_prefix_hit_are_identified(plain: Engine, monke
 def test_a_chunk_with_the_first_positions_of_its_prompt_is_identified(
     plain: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mlx-vlm#1741: every chunk gets the positions of the whole prompt, and uses the first of them."""
+    """mlx-vlm#1741: every chunk gets the positions of the whole prompt, and uses the first of these positions."""
     begin_prompts_at(monkeypatch, None)
     for tail in (0, 60):
         keys, cached = plain.fresh(monkeypatch).serve(PROMPT + tail * "x", WIDE)

@@ -136,8 +136,8 @@ def test_a_suite_with_a_missing_library_names_the_pip_command(
     monkeypatch.delitem(sys.modules, f"mmpos_bench.{suite}", raising=False)
     with pytest.raises(ImportError) as raised:
         importlib.import_module(f"mmpos_bench.{suite}")
-    want = f'want pip install "multimodal-positions[{extra}]" (in a clone: pip install ".[{extra}]")'
-    assert str(raised.value) == f"the {suite} suite: {needs} is not installed, {want}"
+    want = f'install it with: pip install "multimodal-positions[{extra}]" (in a clone: pip install ".[{extra}]")'
+    assert str(raised.value) == f"the {suite} suite: {needs} is not installed; {want}"
 
 
 def test_the_service_suite_requires_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,6 @@ def test_clients_refuse_unexpected_answers() -> None:
             right.to(server, "/echo/Bytes4", bytes(3))()
 
 
-def test_a_server_that_does_not_start_is_an_error() -> None:
+def test_a_server_that_does_not_start_causes_an_error() -> None:
     with pytest.raises(ServiceError, match="got no listening server"), started([sys.executable, "-c", "pass"]):
         pass

@@ -154,7 +154,7 @@ def test_schemes_lists_every_scheme_with_its_summary() -> None:
         "624", "576", "24", "24", "–", "144",
     ]  # fmt: skip
     words = " ".join(printed.split())
-    assert "strides of one, centred" in words
+    assert "centred grids with strides of one" in words
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -444,9 +444,9 @@ def test_a_missing_extra_is_named_in_one_line(fail: Fail, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, missing, None)
     code, message = fail("plot", "ids", "3", "-o", "ids.png")
     feature = {"typer": "the command line", "matplotlib": "plots"}[missing]
-    assert (code, message) == (1, f"{feature}: {missing} is not installed, want {pip_install('cli')}")
+    assert (code, message) == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('cli')}")
     if missing == "typer":
-        assert fail("serve") == (1, f"{feature}: {missing} is not installed, want {pip_install('server')}")
+        assert fail("serve") == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('server')}")
 
 
 @pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])

@@ -27,7 +27,7 @@ def test_checkpoint_writes_a_folder_that_engines_can_load(tmp_path: Path, capsys
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_folder_that_cannot_be_created_is_a_one_line_error(
+def test_a_folder_that_cannot_be_created_causes_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -39,12 +39,12 @@ def test_a_folder_that_cannot_be_created_is_a_one_line_error(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "config: got .*config.json: No such file or directory, want a config.json"),
+        (None, "config: got .*config.json \\(No such file or directory\\), want a config.json"),
         ("{", "config: got .*config.json, which is not valid JSON .*"),
         ('{"model_type": "gpt2"}', "config.model_type: got 'gpt2' without rotary embeddings, want one with them"),
     ],
 )
-def test_an_invalid_config_is_a_one_line_error(
+def test_an_invalid_config_causes_a_one_line_error(
     text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"

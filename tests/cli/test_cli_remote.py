@@ -109,7 +109,7 @@ def test_axes_require_a_scheme(profiles: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", [["health"], ["positions", "3"]])
-def test_a_server_that_is_down_is_a_one_line_error_with_the_remedy(command: list[str], run: Run) -> None:
+def test_a_server_that_is_down_causes_a_one_line_error_with_the_remedy(command: list[str], run: Run) -> None:
     with socket.socket() as free:  # bound, but not listening
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -147,7 +147,7 @@ def test_a_server_that_reports_not_serving_is_unhealthy(run: Run) -> None:
     assert err.startswith(f"mmpos: error: {address}: got NOT_SERVING, want a running server")
 
 
-def test_a_server_that_does_not_answer_is_a_one_line_error_with_the_remedy(run: Run) -> None:
+def test_a_server_that_does_not_answer_causes_a_one_line_error_with_the_remedy(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert run("remote", "info", "--server", address, "--timeout", "0.2") == (

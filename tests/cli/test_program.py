@@ -104,7 +104,7 @@ def test_standard_output_is_refused_with_json_and_on_a_terminal(run: Run, monkey
     assert run("positions", "3", "--json", "-o", "-") == (
         2,
         "",
-        "mmpos: error: --output cannot be combined with --json when it is -, standard output\n",
+        "mmpos: error: --output - (standard output) cannot be combined with --json\n",
     )
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
     assert run("positions", "3", "-o", "-") == (

@@ -168,7 +168,7 @@ def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> Non
         assert remote(q[:3]) == local(q[:3])
         assert remote(q.clone().requires_grad_()) == (
             UnsupportedError,
-            "q: got a tensor that requires gradients, want a detached one: a service returns no gradients",
+            "q: got a tensor that requires gradients, want a detached one; a service returns no gradients",
         )
         assert remote(q, q.to("meta")) == (InvalidInputError, "k must be on the device of q, cpu, got meta")
         assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
@@ -543,7 +543,7 @@ os.wait()
 def test_a_call_that_would_hang_after_a_fork_is_refused(server: str) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    want = "fork: the client made a call before the fork: set GRPC_ENABLE_FORK_SUPPORT=1"
+    want = "fork: the client made a call before the fork; set GRPC_ENABLE_FORK_SUPPORT=1"
     assert completed.stdout.startswith(want), completed.stderr
 
 
@@ -558,7 +558,9 @@ except ImportError as error:
     print(error)
 """
         completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        want = r'want pip install "multimodal-positions\[client\]" \(in a clone: pip install "\.\[client\]"\)'
-        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed, {want}\n", completed.stdout), (
+        want = (
+            r'install it with: pip install "multimodal-positions\[client\]" \(in a clone: pip install "\.\[client\]"\)'
+        )
+        assert re.fullmatch(rf"mmpos\.client: {module}[\w.]* is not installed; {want}\n", completed.stdout), (
             completed.stdout
         )

@@ -133,7 +133,7 @@ def test_a_client_limited_to_one_attempt_does_not_wait() -> None:
             client.place(SEGMENTS)
 
 
-def test_the_health_of_a_stopped_server_is_reported_at_once() -> None:
+def test_the_health_of_a_stopped_server_is_reported_immediately() -> None:
     with ExitStack() as serving:
         address = serving.enter_context(running())
         with Client(address, timeout=600) as client:

@@ -284,7 +284,7 @@ def test_an_answer_outside_the_region_of_its_request_is_refused() -> None:
     pool.regions.close()
 
 
-def test_many_threads_rotate_at_once(client: Client) -> None:
+def test_many_threads_can_rotate_concurrently(client: Client) -> None:
     def rotates(seed: int) -> bool:
         q, k = tensors(seed)
         rotated = client.apply_rotary(q, k, TABLE, ROTARY)
@@ -296,7 +296,7 @@ def test_many_threads_rotate_at_once(client: Client) -> None:
     assert len(idle_sizes(client)) <= 24
 
 
-def test_many_tasks_rotate_at_once(server: str) -> None:
+def test_many_tasks_can_rotate_concurrently(server: str) -> None:
     async def scenario() -> None:
         async with AsyncClient(server, shared_memory=64 * MIB, timeout=60) as client:
             pairs = [tensors(seed) for seed in range(6)]

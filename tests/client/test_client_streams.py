@@ -213,7 +213,9 @@ def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
 
 
 def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
-    stream, answered = breaking(after=4, times=6)  # more often than attempts, but never twice without an answer
+    stream, answered = breaking(
+        after=4, times=6
+    )  # breaks more often than attempts allows, but never twice without an answer
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
         assert_equal(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
     # An answer in transit when its stream broke may be sent again.

@@ -55,7 +55,7 @@ def mistake(call: Callable[..., object], *args: object, **kwargs: object) -> str
 def test_a_token_requires_tls_unless_the_server_is_on_this_machine(kind: Any, addresses: Any) -> None:
     i, address = (1, addresses[1]) if isinstance(addresses, list) else (0, addresses)
     assert mistake(kind, addresses, token=TOKEN) == (
-        f"token requires tls for {address!r} (addresses[{i}]): others could read the token"
+        f"token requires tls for {address!r} (addresses[{i}]); others could read the token"
     )
     kind(addresses, token=TOKEN, tls=Tls())
 
@@ -104,7 +104,9 @@ def test_an_unpickled_client_rereads_the_token_file(tmp_path: Path) -> None:
     assert pickle.loads(raw)._metadata() == (("authorization", f"Bearer {OTHER}{OTHER}"),)
 
 
-def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(tmp_path: Path) -> None:
+def test_a_token_file_is_reread_when_it_changes_and_the_token_is_kept_while_the_file_is_unusable(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "token"
     client = Client(token=file, metadata=[("a", "b")])
     want = "want a file that holds only the token"

@@ -126,12 +126,12 @@ def page(tmp_path: Path) -> Page:
 
     def run(server: str, program: str, *edits: tuple[str, str]) -> str:
         changes = [("localhost:50051", server), *edits]
-        for name in ("mmpos.js", program):
+        for name in ("protocol.js", program):
             code = FILES[name]
             for old, new in changes:
                 code = code.replace(old, new)
             (tmp_path / name).write_text(code)
-        assert all(old in FILES["mmpos.js"] + FILES[program] for old, _ in changes)
+        assert all(old in FILES["protocol.js"] + FILES[program] for old, _ in changes)
         environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
         command = [f"{BIN}/node", str(tmp_path / program)]
         completed = subprocess.run(
@@ -170,7 +170,7 @@ def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path, page: Page) 
     (tmp_path / "token").write_text("secret-secret-secret\n")
     (tmp_path / "token.bad").write_text("secret-secret-secrets\n")
     block = CREDENTIALS.replace('"ca.pem"', json.dumps(str(cert)))
-    head = 'require("./mmpos.js");\n'
+    head = 'require("./protocol.js");\n'
     secured = ("grpc.credentials.createInsecure()", "credentials")
 
     def with_token(file: str) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def numbers(positions: list[PositionTable], first: int) -> list[int]:
 
 
 KILLED = threading.Event()
-"""Set after a server is killed; a third of the work is done before."""
+"""Set after a server is killed; a third of the work is done before that."""
 
 
 def called(client: Client, thread: int) -> list[PositionTable]:

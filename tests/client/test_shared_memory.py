@@ -123,7 +123,7 @@ def test_an_object_owned_by_another_user_is_refused(key: str) -> None:
     region = open_region(key)
     os.chown(FOLDER / key[1:], 12345, -1)
     for use in (lambda: open_region(key), lambda: region.read("q", 0, 1), lambda: region.write("q", 0, b"a")):
-        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
+        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object owned by this server's user"):
             use()
     assert content(key) == BYTES
 
@@ -390,7 +390,7 @@ def test_a_descriptor_replaced_after_the_check_is_not_opened(monkeypatch: pytest
 def test_a_memfd_owned_by_another_user_is_refused() -> None:
     with sealed(BYTES) as (link, descriptor):
         os.fchown(descriptor, 12345, -1)
-        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object of this server's user"):
+        with pytest.raises(InvalidInputError, match=r"got .*, want a regular object owned by this server's user"):
             open_region(link)
 
 

@@ -326,16 +326,16 @@ def test_opentelemetry_is_not_imported_unless_spans_are_requested() -> None:
 def test_a_missing_package_is_reported_with_the_pip_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    want = 'want pip install "multimodal-positions[otel]" (in a clone: pip install ".[otel]")'
+    want = 'install it with: pip install "multimodal-positions[otel]" (in a clone: pip install ".[otel]")'
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ImportError) as raised:
         configured()
-    assert str(raised.value) == f"--otel: opentelemetry.sdk.trace is not installed, {want}"
+    assert str(raised.value) == f"--otel: opentelemetry.sdk.trace is not installed; {want}"
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "mmpos_server.tracing")
     with pytest.raises(ImportError) as raised:
         importlib.import_module("mmpos_server.tracing")
-    message = f"mmpos_server.tracing: opentelemetry is not installed, {want}"
+    message = f"mmpos_server.tracing: opentelemetry is not installed; {want}"
     assert str(raised.value) == message
     assert main(["--otel", "--workers", "2"]) == 1
     assert capsys.readouterr().err == f"mmpos_server: error: {message}\n"

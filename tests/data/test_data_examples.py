@@ -32,7 +32,7 @@ PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Format for records that contain a list of (part, train)."""
+    """Format for records that contain a list of (part, train) pairs."""
 
     def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
         return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))

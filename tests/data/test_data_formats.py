@@ -104,7 +104,7 @@ def test_data_urls_are_decoded_without_the_resolver(url: str) -> None:
     ("url", "message"),
     [
         ("data:image/png", "got the data URL 'data:image/png', want a comma before the data"),
-        ("data:text/plain,hi", "got the data URL 'data:text/plain,hi', want one of image/…"),
+        ("data:text/plain,hi", "got the data URL 'data:text/plain,hi', want an image/… media type"),
         ("data:image/png,a%2", "got the data URL 'data:image/png,a%2', want ASCII, and two hex digits after each %"),
         ("data:image/png,ä", "got the data URL 'data:image/png,ä', want ASCII, and two hex digits after each %"),
         ("data:image/png;base64,iVBO!A==", "want base64 ("),
@@ -143,13 +143,13 @@ def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pyt
 
 
 def test_paths_are_not_read_without_base() -> None:
-    want = "want Images(base=…) or Images(resolver=…): paths are not read by default"
+    want = "want Images(base=…) or Images(resolver=…); paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
 
 
 def test_urls_are_not_fetched_by_default() -> None:
-    want = "want Images(fetcher=…) or Images(resolver=…): URLs are not fetched by default"
+    want = "want Images(fetcher=…) or Images(resolver=…); URLs are not fetched by default"
     assert refused(LOCAL, "https://host/a.png") == f"r: image: got the URL 'https://host/a.png', {want}"
     urls: list[str] = []
     images = Images(fetcher=lambda url: urls.append(url) or PNG)  # type: ignore[func-returns-value]

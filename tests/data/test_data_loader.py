@@ -587,7 +587,7 @@ def test_an_error_in_the_format_is_raised_and_names_the_record(tmp_path: Path) -
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
         (
             {"preprocess": replace(PREPROCESS, on_image_error="drop")},
-            "quarantine: got None, want a path: images are never dropped silently",
+            "quarantine: got None, want a path; images are never dropped silently",
         ),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
         ({"max_skipped": 10}, "max_skipped: got 10, want a share from 0 to 1"),

@@ -29,7 +29,7 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End a part at 62 bytes, after two pages: a page has 15 bytes of text and counts 16 for two nulls."""
+    """End a part at 62 bytes, after two pages: each page has 15 bytes of text, and its two nulls count as 16 more."""
     monkeypatch.setattr(shard_job, "PART_BYTES", 62)
 
 
@@ -219,10 +219,10 @@ def forget(out: Path) -> None:
         ),
         (
             forget,
-            "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all: run mmpos preprocess again to "
+            "OUT/manifest.json: s0: got 3 of an unknown number of parts, want all; run mmpos preprocess again to "
             "finish them",
         ),
-        (change("version", 2), "OUT/manifest.json: version: got 2, want 1: write the folder again"),
+        (change("version", 2), "OUT/manifest.json: version: got 2, want 1; write the folder again"),
         (
             change("shards", 3),
             "OUT/manifest.json: got an invalid manifest (TypeError(\"'int' object is not iterable\")), want ",

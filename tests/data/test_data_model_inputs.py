@@ -180,7 +180,7 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
         (
             lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]),
             UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none: audio features are not passed on",
+            "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on",
         ),
         (
             lambda: ModelCollator(SETTINGS)(_shard()),
@@ -283,7 +283,7 @@ def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     [
         ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12 as in the grids"),
         ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8 as in the grids"),
-        ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without it"),
+        ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without padding"),
         ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
         ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
         ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), the shape of input_ids"),

@@ -279,7 +279,7 @@ REFUSED = [
         "or fewer ranks or microbatches, or a larger window",
     ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
-    ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one: use smaller units"),
+    ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one; use smaller units"),
     ({}, {"cost": 3}, "cost: got int, want a Cost, as returned by Cost.read"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
@@ -301,7 +301,7 @@ def test_invalid_input_is_refused(sizes: dict[str, list[int]], arguments: dict[s
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Cost(0), "Cost.language_linear: got 0.0, want > 0: every token costs something"),
+        (lambda: Cost(0), "Cost.language_linear: got 0.0, want > 0; every token costs something"),
         (lambda: Cost(1, -1), "Cost.language_quadratic: got -1, want a finite number >= 0"),
         (
             lambda: Cost.fit([], []),
@@ -393,9 +393,9 @@ def written(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("step", 7, "got no examples in microbatch 0 of step 0 and rank 0, want one or more: the index has changed"),
-        ("offset", 3, "got offset 3 in step 0 and rank 0, want 0: the index has changed"),
-        ("row", 9, r"got row 9 of .*a.parquet, want one of its 4 rows: the shard has changed"),
+        ("step", 7, "got no examples in microbatch 0 of step 0 and rank 0, want one or more; the index has changed"),
+        ("offset", 3, "got offset 3 in step 0 and rank 0, want 0; the index has changed"),
+        ("row", 9, r"got row 9 of .*a.parquet, want one of its 4 rows; the shard has changed"),
     ],
 )
 def test_an_edited_index_is_refused(written: Path, column: str, value: int, message: str) -> None:

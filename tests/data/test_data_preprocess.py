@@ -328,7 +328,7 @@ def test_an_invalid_record_stops_all_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
-        ChildProcessError, match="a worker process was killed, possibly out of memory: use fewer workers"
+        ChildProcessError, match="a worker process was killed, possibly out of memory; use fewer workers"
     ):
         write_sequences(shards(corpus(tmp_path, 2, 1)), tmp_path / "out", end_process, workers=2)
     assert contents(tmp_path / "out") == {}
@@ -655,8 +655,8 @@ def test_a_missing_extra_is_named_in_a_single_line(
     corpus(tmp_path, 1, 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(command("s0.jsonl", "--engine", "ray")) == 1
-    want = 'want pip install "multimodal-positions[ray]" (in a clone: pip install ".[ray]")'
-    assert capsys.readouterr() == ("", f"mmpos: error: the ray engine: ray is not installed, {want}\n")
+    want = 'install it with: pip install "multimodal-positions[ray]" (in a clone: pip install ".[ray]")'
+    assert capsys.readouterr() == ("", f"mmpos: error: the ray engine: ray is not installed; {want}\n")
 
 
 HANGING = """

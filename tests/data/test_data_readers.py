@@ -111,7 +111,7 @@ def test_lance_fragments_are_shards_of_the_opened_version(tmp_path: Path) -> Non
         read(readers[0])
 
 
-def test_rows_in_a_damaged_fragment_are_errors(tmp_path: Path) -> None:
+def test_rows_in_a_damaged_fragment_become_errors(tmp_path: Path) -> None:
     path = tmp_path / "a.lance"
     lance.write_dataset(pa.table({"sample_id": list("aab"), "id": list("012")}), path)
     (file,) = (path / "data").iterdir()
@@ -233,7 +233,7 @@ def test_reading_continues_after_a_record_with_duplicate_names(tmp_path: Path) -
     assert read(TarReader(str(path))) == [(0, "a.tar[0]: txt: got two files, want one"), (1, "1")]
 
 
-def test_rows_on_a_damaged_page_are_errors(tmp_path: Path) -> None:
+def test_rows_on_a_damaged_page_become_errors(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     raw = bytearray(path.read_bytes())
     at = raw.index(caption(12).encode())
@@ -248,7 +248,7 @@ def test_rows_on_a_damaged_page_are_errors(tmp_path: Path) -> None:
     assert read(ParquetReader(str(path)), 10, 4) == seen[10::4]
 
 
-def test_a_file_that_is_not_parquet_is_a_single_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_becomes_a_single_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 but not for long")
     ((index, message),) = read(ParquetReader(str(path)))
@@ -259,7 +259,7 @@ def test_a_file_that_is_not_parquet_is_a_single_error(tmp_path: Path) -> None:
     assert ParquetReader(str(path)).count() is None
 
 
-def test_invalid_unicode_is_an_error_only_for_its_row(tmp_path: Path) -> None:
+def test_invalid_unicode_causes_an_error_only_for_its_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     table = pa.table({"id": pa.array([b"0", b"\xff", b"2"]).view(pa.string())})
     pa.parquet.write_table(table, path)

@@ -85,7 +85,7 @@ def test_samples_can_be_in_a_store() -> None:
     assert documents(SampleReader(ParquetReader(url))) == WANTED
 
 
-def test_a_sample_with_scattered_rows_is_an_error(tmp_path: Path) -> None:
+def test_a_sample_with_scattered_rows_becomes_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     pq.write_table(pq.read_table(path).take([0, 3, 1, 2, 4, 5]), path)
@@ -93,7 +93,7 @@ def test_a_sample_with_scattered_rows_is_an_error(tmp_path: Path) -> None:
     assert documents(reader(path)) == [(0, reason), WANTED[1], (2, reason), (3, WANTED[2][1])]
 
 
-def test_an_unreadable_row_is_an_error_only_for_its_sample(tmp_path: Path) -> None:
+def test_an_unreadable_row_causes_an_error_only_for_its_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_samples(DOCUMENTS, path)
     rows = pq.read_table(path)
@@ -128,7 +128,7 @@ def test_a_sample_id_column_is_required(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("invalid", "message"),
     [
-        ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each once"),
+        ([DOCUMENTS[1], DOCUMENTS[1]], "documents: got the key '1' again, want each key once"),
         (
             [DOCUMENTS[0], Document("9", (Piece(Grid(2, 2)),))],
             "9: pieces[0]: got Grid, want text, the bytes of an image file or its path",

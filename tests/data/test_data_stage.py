@@ -102,7 +102,7 @@ def test_invalid_input_is_refused(call: Any, message: str) -> None:
     assert str(error.value) == message
 
 
-def test_invalid_utf8_is_an_error_only_for_its_record() -> None:
+def test_invalid_utf8_causes_an_error_only_for_its_record() -> None:
     table = pa.Table.from_pylist(RECORDS[:2])
     texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
     output = STAGE(table.set_column(1, "txt", texts))

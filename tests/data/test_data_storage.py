@@ -1,4 +1,4 @@
-"""Ready sequences in Parquet files: examples are read back unchanged, and other files are refused."""
+"""Preprocessed sequences in Parquet files: examples are read back unchanged, and other files are refused."""
 
 from __future__ import annotations
 
@@ -155,16 +155,16 @@ def test_invalid_examples_are_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"no parquet at all")
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want ready sequences"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
         SequenceShard(path).count()
     parquet.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(
-        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want ready sequences"
+        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want preprocessed sequences"
     ):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3: write them again"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3; write them again"):
         next(SequenceShard(path).examples())
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
         next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
@@ -195,7 +195,7 @@ def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: obj
         list(shard.examples())
 
 
-def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     shard = written(path, [example("a", [PHOTO])])
     content = bytearray(path.read_bytes())

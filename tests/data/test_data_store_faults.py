@@ -126,7 +126,7 @@ def test_a_failed_upload_leaves_the_existing_file_unchanged(
     assert path.read_bytes() == DATA
 
 
-def test_losing_part_of_an_upload_is_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
+def test_losing_part_of_an_upload_causes_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
     large = path.with_name("large.bin")
     faults.fail("lost", "PUT", "partNumber=2")
     with pytest.raises(OSError, match=re.escape(repr(str(large)))):

@@ -229,7 +229,8 @@ def test_errors_name_unknown_schemes_missing_packages_and_missing_conditional_wr
         InvalidInputError, match=r"got a URL with the scheme 'nope', want a scheme of pyarrow.fs or fsspec"
     ):
         store_path("x", "nope://bucket/a").open()
-    with pytest.raises(ImportError, match=r"^sftp URLs: paramiko is not installed, want pip install paramiko$"):
+    want = r"^sftp URLs: paramiko is not installed; install it with: pip install paramiko$"
+    with pytest.raises(ImportError, match=want):
         store_path("x", "sftp://host/a").open()
     with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
         store_path("x", "https://host/a").create(b"")

@@ -49,7 +49,7 @@ def dispatch(batches: list[Any], rank: int) -> Any:
 @pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
 def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batched: bool) -> None:
     arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: .*RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; .*RankLoader"):
         dispatch([arguments], 0)
 
 
@@ -120,7 +120,9 @@ def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
         return getattr(dataset, "generator", None)
 
     assert generator(0, 1) is None
-    with pytest.raises(UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .* want .*RankLoader"):
+    with pytest.raises(
+        UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .*; load it through .*RankLoader"
+    ):
         generator(1, 2)
 
 

@@ -246,7 +246,7 @@ def test_uniform_causal_attention_reveals_the_position_in_the_variance() -> None
 
 
 def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:
-    """If x is rotated before W_q and W_k, scores depend on the start of the sentence; if q and k are, they do not."""
+    """If x is rotated before W_q and W_k, scores depend on the sentence's start, unlike with rotated q and k."""
     x, encoding = embeddings(1, 5, dtype=torch.float64), Rope1DAdjacent(head_dim=48)
 
     def rotated_first(start: int) -> Tensor:
@@ -301,6 +301,6 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed, {want}\n"
+    want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed; {want}\n"
     assert set(encodings.__all__) <= set(dir(encodings)) | {"SelfAttention"}

@@ -32,7 +32,7 @@ WORDS = (
     "scales", "dense", "dense fixed", "e4m3", "e5m2", "few tokens", "fractional", "from ids", "fused", "head_dim 80",
     "of q", "one token", "other values", "own frequencies", "partial", "q too", "return k",
 )  # fmt: skip
-"""Words of the names of cases."""
+"""Words that occur in case names."""
 
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -118,7 +118,7 @@ async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: An
 
 
 async def messages(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken messages to every method, several at a time, and cancel some calls at once."""
+    """Send malformed messages to every method, several at a time, and cancel some calls immediately."""
     async with grpc.aio.insecure_channel(address) as channel:
         for _ in range(12):
             paths = [chance.choice([*UNARY, *UNARY, *OTHERS]) for _ in range(16)]
@@ -184,7 +184,7 @@ def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
 
 @in_thread
 def streams(address: str, chance: random.Random, tally: Tally) -> None:
-    """Open streams of broken items, some beginning with an invalid message, and reset some of the streams."""
+    """Open streams of malformed items, some beginning with an invalid message, and reset some of the streams."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
         path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
@@ -250,7 +250,7 @@ def frames(address: str, chance: random.Random, tally: Tally) -> None:
 
 
 def rapid_reset(connection: Connection, chance: random.Random) -> int:
-    """Begin calls and cancel each of them at once."""
+    """Begin calls and cancel each of them immediately."""
     for _ in range(500):
         stream = connection.call(PLACE)
         if chance.random() < 0.5:

@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path, name: str, days: int = 2) -> tuple[Path, Path]:
-    """Write a certificate for this machine and its key, NAME.pem and NAME.key; negative ``days`` make it expired."""
+    """Write a certificate for this machine and its key, NAME.pem and NAME.key, expired if ``days`` is negative."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC).replace(microsecond=0)

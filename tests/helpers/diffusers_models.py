@@ -373,7 +373,7 @@ class WanVace(Wan):
 
 
 class WanFromImages(Wan):
-    """Wan whose cross-attention also attends to images, which requires texts of 512 tokens."""
+    """Wan whose cross-attention also attends to images; texts must have 512 tokens."""
 
     config: ClassVar[dict[str, Any]] = {**Wan.config, "image_dim": 8, "added_kv_proj_dim": 48}
 

@@ -1,4 +1,4 @@
-"""Cos and sin of a document's pairs, computed by diffusers' own classes from the inputs that its pipeline passes."""
+"""Cos and sin of a document's pairs, computed by diffusers' own classes from the inputs that their pipelines pass."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from threading import Thread
 from typing import ClassVar, Literal
 
 Fault = Literal["slow", "busy", "cut", "denied", "lost", "unanswered"]
-"""Answer after a second; 503; half of the body; 403; store an empty body; store the body and answer 503."""
+"""Answer after a second; answer 503; send half of the body; answer 403; store an empty body; store the body and answer
+503.
+"""
 
 
 class FaultyStore:

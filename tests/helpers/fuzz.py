@@ -1,7 +1,7 @@
 """Attack a server run from this tree for a while, and judge it: ``make fuzz SECONDS=60 FUZZ=--help``.
 
-Attackers in separate processes send bytes, broken messages, HTTP/2 frames, image files and metadata, in rounds. A round
-depends only on the seed, the attack's name and the round's number, so that ``--only ATTACK:NUMBER`` repeats it.
+Attackers in separate processes send bytes, malformed messages, HTTP/2 frames, image files and metadata, in rounds. A
+round depends only on the seed, the attack's name and the round's number, so that ``--only ATTACK:NUMBER`` repeats it.
 Meanwhile, one client polls the health service, and another requests positions whose values are known. The run fails if
 a status is INTERNAL or UNKNOWN, the log contains a traceback, a known answer is wrong, or a health check is answered
 late. The server's memory, descriptors, threads and processes must return to the values that they had after a first
@@ -36,7 +36,9 @@ from mmpos.client import AsyncClient
 from mmpos.errors import MmposError
 
 WARM, REST, SLICE = 60.0, 15.0, 60.0
-"""Limits in seconds: attacks before the measured ones; rest after them; attacks between two progress lines."""
+"""Limits in seconds on the attacks before the measured ones, the rest after these, and the attacks per progress
+line.
+"""
 
 LAZY = 8
 """Threads that may start later: pools create theirs on demand."""
@@ -149,7 +151,7 @@ class Server(Program):
         return {**totals, "MiB": round(totals["MiB"], 1)}
 
     async def settled(self, seconds: float, exceeds: Callable[[dict[str, float]], object] = bool) -> dict[str, float]:
-        """Return the lowest value of each resource within this time, or earlier once ``exceeds`` finds nothing."""
+        """Return each resource's lowest value within this time; return early once ``exceeds`` finds nothing."""
         least, end = self.resources(), time.monotonic() + seconds
         while time.monotonic() < end and exceeds(least):
             await asyncio.sleep(0.5)

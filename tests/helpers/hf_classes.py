@@ -69,7 +69,7 @@ APART = ("hunyuan_vl_text",)
 """Model types whose rotation is only read with the settings of the whole model."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
-"""Model types that rotate without a module, by functions."""
+"""Model types that rotate with functions instead of a module."""
 
 
 @cache

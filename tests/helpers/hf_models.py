@@ -53,7 +53,7 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Build a model with random weights that are the same for the same name."""
+    """Build a model with random weights that depend only on the name."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=dtype).eval()
 

@@ -1,4 +1,4 @@
-"""An HTTP/2 client for traffic that gRPC clients never send: partial messages, closed windows and broken metadata."""
+"""An HTTP/2 client for traffic that gRPC clients never send: partial messages, closed windows, malformed metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 """Status names by their numbers on the wire."""
 
 CLOSED, OPEN, RESET = "closed", "open", "reset"
-"""Outcomes of calls without a status: the connection ended, the time was up, or the stream was reset."""
+"""Outcomes of calls without a status: the connection ended, the call timed out, or the stream was reset."""
 
 _GOAWAY = 7
 """Type number of GOAWAY frames."""
@@ -144,7 +144,7 @@ class Connection:
         data = self.socket.recv(65_536)
         if not data:
             return False
-        with suppress(H2Error):  # the server may answer broken frames with broken frames
+        with suppress(H2Error):  # the server may answer malformed frames with malformed frames
             for event in self.h2.receive_data(self._without_goaway(data)):
                 self._take(event)
         with suppress(ConnectionError):  # the next read reports that the connection has ended

@@ -1,7 +1,7 @@
 """Repeat calls of many forms three times, and print as JSON how the kernels launch; bound kernels serve the last calls.
 
-tests/rotary/test_rotary_launches.py runs it in a process without Triton's interpreter: Triton binds and specialises
-kernels for an absent GPU, but does not compile them.
+tests/rotary/test_rotary_launches.py runs this module in a process without Triton's interpreter: Triton binds and
+specialises kernels for an absent GPU, but does not compile them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Layout:
         videos: (frames, height, width) of every video before merging.
         merge: the model's spatial_merge_size.
         rate: tokens_per_second of Qwen2.5-VL.
-        seconds: one per video, or None.
+        seconds: seconds per grid, one number per video, or None.
         apart: whether every frame of a video is its own grid (Qwen3-VL).
     """
 

@@ -142,7 +142,7 @@ def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
 
 @st.composite
 def views(draw: st.DrawFn) -> positions_pb2.View:
-    """Draw a view from small numbers, many of which do not fit the documents."""
+    """Draw a view with small arguments, many of which do not fit the documents."""
     kind = draw(st.sampled_from(["take", "window", "decode", "shard", "pad"]))
     few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
     if kind == "take":

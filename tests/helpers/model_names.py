@@ -54,7 +54,7 @@ def names() -> dict[str, list[str]]:
 
 
 def _similarity(model: str, checkpoint: str) -> tuple[float, int]:
-    """Return the share of a model type that the checkpoint repeats in order, and minus the difference in length."""
+    """Return the share of a type's name that the checkpoint repeats in order, and minus the difference in length."""
     model, name = (re.sub(r"[\W_]", "", text.lower()) for text in (model, checkpoint.partition("/")[2]))
     blocks = SequenceMatcher(None, model, name, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / len(model), -abs(len(name) - len(model))

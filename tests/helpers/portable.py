@@ -19,7 +19,7 @@ import numpy as np
 from versions import parse_parts
 
 SUITES = {"test": ["-n", "3", "--dist", "worksteal"], "slow": ["-n", "4", "--dist", "loadgroup", "-m", "slow"]}
-"""Options of pytest for each suite, as in the Makefile."""
+"""pytest options for each suite, as in the Makefile."""
 
 EXTENSIONS: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
 """Vector extensions that numpy uses here but not on every machine."""
@@ -30,7 +30,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "torch-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "mkl-sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    # Like processors without AVX512 or without AVX: for torch, MKL, oneDNN, numpy and its OpenBLAS at once.
+    # Like processors without AVX512 or without AVX: these variables apply to torch, MKL, oneDNN, numpy and its
+    # OpenBLAS.
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -46,7 +47,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "OPENBLAS_CORETYPE": "Nehalem",
     },
     "one-thread": {"OMP_NUM_THREADS": "1"},
-    # Without MKL_DYNAMIC=FALSE, MKL starts no more threads than there are cores, and torch follows it.
+    # Without MKL_DYNAMIC=FALSE, MKL starts no more threads than there are cores, and torch follows MKL.
     "four-threads": {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"},
     "busy": {},
 }

@@ -19,7 +19,7 @@ from mmpos.integrations.hf import get_rope_index, install
 from mmpos.support.checks import counted
 
 CALLS, REFUSED = Counter[str](), Counter[str]()
-"""Number of calls by class of the function, and number of models that install refused, by message."""
+"""Number of calls, by the function's class, and number of models that ``install`` refused, by message."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

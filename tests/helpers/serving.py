@@ -27,7 +27,7 @@ PLACE, STREAM, READY = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace", f"{SERVICE}
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 LARGE = 2 * 2**20
-"""Bytes of a large answer, or a few more."""
+"""Size of a large answer in bytes, or slightly more."""
 
 
 class Fake:

@@ -138,7 +138,7 @@ def tiny_config(model: str) -> Any:
 
 
 def tiny_model(model: str) -> Any:
-    """Build a model with random weights that are the same for the same name."""
+    """Build a model with random weights that depend only on the name."""
     with quiet():
         config = tiny_config(model)
         auto = next(cls for cls in AUTOS if type(config) in cls._model_mapping)

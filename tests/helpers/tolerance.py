@@ -26,7 +26,7 @@ LIBRARY = 4
 """Errors of sin, cos and pow in units in the last place: at most 4 in numpy's vector code and 3.5 in torch's."""
 
 FREQUENCY = 2 * LIBRARY + 16 + 1
-"""Roundings of a library frequency θ^−x: in the power, in x (which counts x·ln θ < 16 times), in its reciprocal."""
+"""Roundings of a library frequency θ^−x: in the power, in x (which counts x·ln θ < 16 times), in the reciprocal."""
 
 EXACT = 2e-7
 """Error of cos and sin of exact angles, at every id, as docs/transformers.md promises."""
@@ -66,11 +66,11 @@ def rotations(x: Any, off: float = 0.0) -> Any:
     √2·max|x|.
 
     Args:
-        x: (…, head_dim), rotated.
+        x: the rotated heads, (…, head_dim).
         off: bound on the difference between the two sides' cos and sin; 0 if both sides use the same numbers.
 
     Returns:
-        (…, 1).
+        a bound for each head, (…, 1).
     """
     most = abs(x).max(-1, keepdims=True) if isinstance(x, np.ndarray) else x.detach().abs().amax(-1, keepdim=True)
     dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype  # dtype of the rotation

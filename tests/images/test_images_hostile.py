@@ -97,7 +97,9 @@ def test_a_single_scan_jpeg_may_be_followed_by_any_bytes() -> None:
     trailer = b"\xff\xda" * 1000
     np.testing.assert_array_equal(PROCESSOR.pixels(data + trailer), PROCESSOR.pixels(data))
     album = hostile.encoded(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    with pytest.raises(LimitExceededError, match=r"got a JPEG with 100\d scans"):  # the scans of all its images count
+    with pytest.raises(
+        LimitExceededError, match=r"got a JPEG with 100\d scans"
+    ):  # the scans of all images in the file count
         PROCESSOR.pixels(album + trailer)
 
 

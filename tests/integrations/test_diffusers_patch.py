@@ -1,4 +1,4 @@
-"""Patched diffusers transformers: in padded or packed batches of mixed sizes, images have the same outputs as alone."""
+"""Patched diffusers transformers: images have the same outputs in padded or packed batches of mixed sizes as alone."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def test_context_parallel_ranks_have_the_same_output_as_one_process(tmp_path: Pa
             "ulysses_degree only"
         )
         assert shares.pop("ltx") == (
-            "positions: got packed documents with context parallelism, want one document per row: diffusers splits "
-            "their texts"
+            "positions: got packed documents with context parallelism, want one document per row, because diffusers "
+            "splits the texts of packed documents"
         )
         assert len(shares) == 8
         assert max(shares.values()) <= 1, shares
@@ -361,7 +361,7 @@ def test_another_rotary_must_match_the_transformers_heads_axes_and_pairs() -> No
             patch(transformer, replace(own, **changed))
     with pytest.raises(InvalidInputError, match="rotary: got str, want a Rotary"):
         patch(transformer, "flux2")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="rotary: got a Rotary, want None: the two channels of a pair"):
+    with pytest.raises(InvalidInputError, match="rotary: got a Rotary, want None because the channels of a pair"):
         patch(MODELS["ErnieImageTransformer2DModel"]().transformer(), own)
     patch(transformer)
     with torch.no_grad():

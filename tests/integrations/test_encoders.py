@@ -1,4 +1,4 @@
-"""Vision encoders of Transformers: their positions, and how small encoders rotate q and k."""
+"""Transformers' vision encoders: their positions, and how small encoders rotate q and k."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_old_field_names_are_read_and_fields_that_the_model_ignores_are_not(
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hf_classes")  # imports every model of Transformers
+@pytest.mark.xdist_group("hf_classes")  # imports every Transformers model
 def test_every_vision_encoder_that_rotates_is_supported_or_refused_by_name() -> None:
     parts = {
         spec.model_type

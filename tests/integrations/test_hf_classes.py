@@ -28,7 +28,7 @@ from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every model of Transformers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every Transformers model
 
 ROTATING = sorted(
     model for model, row in class_defaults().items() if "rope_theta" in row and model not in OTHER_ROTATIONS
@@ -221,7 +221,7 @@ def rotating_function(module: object, config: object) -> Any:
 
 
 def rotated(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
-    """Rotate (1, heads, tokens, channels) q and k with a function of Transformers."""
+    """Rotate (1, heads, tokens, channels) q and k with a Transformers function."""
     names = list(inspect.signature(function).parameters)
     if names[0] == "x":
         return function(q, *tables), function(k, *tables)
@@ -246,8 +246,9 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
     """Bound the difference between the scores of two float32 implementations.
 
-    An angle is an id times a frequency, which takes about eight operations; cos, sin and products add about as many
-    roundings. This bounds the error of each rotated channel, and a score is a sum over channels of q and k.
+    Computing an angle, the product of an id and a frequency, takes about eight operations; cos, sin and the products
+    add about as many roundings. This bounds the error of each rotated channel, and a score is a sum over channels of q
+    and k.
     """
     channel = 2 * 8 * (1 + int(IDS.max())) * EPSILON * attention_factor**2
     return channel * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
@@ -362,7 +363,7 @@ def same_frequencies(rotary: Rotary, module: object, layer_type: str | None) -> 
 
 
 def difference(mapping: dict[str, Any], layer_type: str | None) -> str | None:
-    """Compare the rotations read from a config object and from its mapping with its module; describe any difference."""
+    """Compare a module's rotation with those read from a config object and its mapping; describe any difference."""
     model = mapping["model_type"]
     try:
         config = config_class(model)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
@@ -452,7 +453,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
 
 
 def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:
-    """Reduce a config to its parts, which are reduced in the same way, and their model types if ``typed``."""
+    """Reduce a config to its parts, reduced in the same way, and, if ``typed``, the model types of these parts."""
     parts = {name: bare(full[name], typed) for name in full if name.endswith("_config") and full[name]}
     return {"model_type": full["model_type"], **parts} if typed and "model_type" in full else parts
 

@@ -132,7 +132,7 @@ def test_an_option_unsupported_for_images_is_accepted_for_videos() -> None:
     with pytest.raises(InvalidInputError, match=r"^videos\[0\]: video: shape .* is invalid for input of size"):
         ours(text=video, do_resize=False, **options)
     settings: dict[str, Any] = {"video_processor": transformers.Qwen2VLVideoProcessor(merge_size=1)}
-    with pytest.raises(InvalidInputError, match=r"^video_processor\.merge_size: got 1, want 2 as for images$"):
+    with pytest.raises(InvalidInputError, match=r"^video_processor\.merge_size: got 1, want 2, as for images$"):
         MMPosProcessor.from_hf_config(config_of("qwen2_vl"), ours.tokenizer, images=ours.images, **settings)
 
 

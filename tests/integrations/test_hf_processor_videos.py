@@ -144,7 +144,7 @@ def test_invalid_videos_are_refused() -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         ("videos: got frames of shapes [(30, 80, 3), (60, 80, 3)]", {"videos": [frames[0], frames[1][:30]]}),
         ("videos[0].frames[0]: image: got ", {"videos": [[b"no"]]}),
-        ("videos: got the text 'https://a/b.mp4', a URL, which is never fetched", {"videos": "https://a/b.mp4"}),
+        ("videos: got the text 'https://a/b.mp4', want the path of a file, a list", {"videos": "https://a/b.mp4"}),
         ("videos.frames[0]: image: got int, want", {"videos": [3]}),
         ("videos[0]: got ndarray, want the path of a file, a list of frames", {"videos": [np.zeros((2, 2, 2, 2, 2))]}),
         ("videos: got 0 videos, want 1, the placeholders of text", {"videos": None}),
@@ -218,7 +218,7 @@ def test_invalid_video_settings_are_refused() -> None:
         "video_processor: got {": lambda: make(video_token=8, video_processor={"video_processor_type": "AutoModel"}),
         "video_token: got 'no', want a token with": lambda: make(video_token="no", video_processor=videos),
         "tokenizer: got None with a config, want a tokenizer, or": lambda: of_model(config_of("qwen2_vl")),
-        "video_processor: got one for 'glm4v', want None: its videos are not supported": lambda: of_model(
+        "video_processor: got one for 'glm4v', want None; its videos are unsupported": lambda: of_model(
             config_of_type("glm4v"), tokenizer, video_processor=videos
         ),
         "config: got 'llama', want a model whose config has temporal_patch_size": lambda: of_model(
@@ -238,7 +238,7 @@ def test_text_may_name_files_only_if_read_files_allows_it(tmp_path: Path) -> Non
     path.write_bytes(photo(1))
     closed = MMPosProcessor(ours.tokenizer, ours.images, ours.scheme, ours.markers, False, read_files=False)
     want = ours(path, QWENS[2])["pixel_values"]
-    message = r"content\[0\]: got the text .*: read_files=False forbids paths$"
+    message = r"content\[0\]: got the text .*; read_files=False forbids paths$"
     for text in (str(path), path.as_uri()):
         blocks = [{"type": "image", "image": text}, {"type": "image_url", "image_url": {"url": text}}]
         for block in blocks:

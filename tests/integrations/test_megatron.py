@@ -342,7 +342,7 @@ def test_empty_tables_have_empty_angles() -> None:
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch report the host as the current GPU, since Megatron's embeddings compute their frequencies there."""
+    """Make torch report the host as the current GPU, since Megatron's embeddings compute their frequencies on it."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 

@@ -424,7 +424,7 @@ CONFIGS_REFUSED: dict[str, Any] = {
     "mrope_section must equal xdrope_section, got [16, 16, 16, 16] and [24, 24, 8, 8]": hunyuan_with(
         mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]
     ),
-    "config.dit_config must have the rotation of config.vlm_config, whose keys it attends to": without(
+    "config.dit_config must have the same rotation as config.vlm_config, because it attends to": without(
         "pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}
     ),
 }

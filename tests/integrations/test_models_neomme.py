@@ -1,4 +1,4 @@
-"""NeoMME: ids equal those of its processor, and logits are the same with both."""
+"""NeoMME: ids equal those of its processor, and both give the same logits."""
 
 from __future__ import annotations
 

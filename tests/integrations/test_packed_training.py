@@ -23,7 +23,9 @@ from mmpos.errors import UnsupportedError
 from mmpos.integrations.models import MODEL_TYPES
 
 HALF = torch.finfo(torch.float32).eps ** 0.5
-"""Half of the digits: summing in another order changes the last digits, attending to another document the first."""
+"""Half of the digits: summing in another order changes the last digits; attending to another document changes the first
+ones.
+"""
 
 FULL = {"layer_types": ["full_attention"] * 2}
 """Layer types of Qwen3.5 that separate documents without GPU kernels."""

@@ -333,7 +333,8 @@ def test_unexpected_tokens_around_a_picture_are_refused_although_the_method_acce
         CANVAS(**arguments)
 
 
-# GLM-Image: a prompt with an image of 1×2 tokens that generates 1×2 and 2×1, and a left-padded prompt without images.
+# GLM-Image: a prompt with an image of 1×2 tokens that generates images of 1×2 and 2×1 tokens, and a left-padded prompt
+# without images.
 PROMPTS = tensors(
     input_ids=[[7, BEGIN, 7, 7, END, BEGIN], [0, 0, 0, 0, 7, BEGIN]],
     attention_mask=[[1] * 6, [0, 0, 0, 0, 1, 1]],

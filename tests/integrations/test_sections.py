@@ -139,7 +139,7 @@ def test_a_cache_is_shared_and_grows_exactly_with_its_dtype_and_attention_factor
         ("rotary_dim", 8, "EngineRotary.rotary_dim: got 8, want 16 as in sections"),
         ("is_neox_style", False, "EngineRotary.is_neox_style: got False, want True as in sections"),
         ("mrope_section", (4, 2, 2), "EngineRotary.mrope_section: got [4, 2, 2], want [0, 4, 4] as in sections"),
-        ("mrope_interleaved", True, "EngineRotary.mrope_interleaved: got True, want False: sections are blocks"),
+        ("mrope_interleaved", True, "EngineRotary.mrope_interleaved: got True, want False; sections are blocks"),
         ("cos_sin_cache", torch.zeros(9, 16), "max_position: got 64, want 9, the rows of cos_sin_cache"),
         ("mrope_section", None, "model: got no module with cos_sin_cache and mrope_section, want at least one"),
     ],

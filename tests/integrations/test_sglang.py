@@ -70,7 +70,7 @@ CUT = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
 TWICE = [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])]
 META = torch.ones(1, 3, device="meta")
 REFUSED: dict[str, Any] = {
-    "positions: got last ids [10, 10, 11], want a prompt that ends with text, at 13: SGLang resumes": (
+    "positions: got last ids [10, 10, 11], want a prompt that ends with text, with last id 13: SGLang resumes": (
         lambda: mrope_positions(CUT, SECTIONS)
     ),
     "positions: got no tokens, want a prompt that ends": lambda: mrope_positions(PLACED.slice(0, 0), SECTIONS),
@@ -97,7 +97,7 @@ def test_invalid_prompts_and_items_are_refused(message: str) -> None:
 
 
 def assert_rotated(got: Sequence[Tensor], q: Tensor, k: Tensor, rotary: Rotary, channels: Tensor) -> None:
-    """Check that these are, bit for bit, q and k as rotated by mmpos, with their channels in this order."""
+    """Check that the tensors equal, bit for bit, q and k rotated by mmpos, with channels in the given order."""
     for rotated, want in zip(got, apply_rotary(q, k, PLACED, rotary), strict=True):
         assert want is not None
         assert torch.equal(rotated.view(want.shape), want[..., channels])

@@ -166,7 +166,7 @@ def test_a_model_without_photos_can_only_guess() -> None:
     model = TinyVLM(processor())
     cost = train(model, processor(), photos(), 50, see=False)
     # Every step has sixteen different answers: one for each of the eight photos alone, and one for each photo followed
-    # by another. Without photos the model cannot distinguish them, so they cost at least log 16 nats.
+    # by another. Without photos the model cannot distinguish the answers, so they cost at least log 16 nats.
     assert cost > math.log(16)
     chats: list[Shown] = [(photo,) for photo in photos()]
     answers = ask_all(model.eval(), chats, see=False)

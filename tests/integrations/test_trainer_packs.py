@@ -77,7 +77,7 @@ def test_accelerate_leaves_a_rank_loader_as_it_is_and_batches_refuse_to_be_split
     batch = next(iter(loader))
     dispatcher = accelerator.prepare(plain)
     assert type(dispatcher).__name__ == "DataLoaderDispatcher"
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch: load through mmpos.data.RankLoader"):
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; load through mmpos.data.RankLoader"):
         next(iter(dispatcher))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
         accelerate.utils.find_batch_size(dict(batch))

@@ -74,7 +74,7 @@ def tie_requests(count: int) -> tuple[list[Tensor], list[int], mmpos.PositionTab
 
 
 def steps(lengths: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield computed and scheduled tokens of all requests: prefixes, chunks, decoding, and drafts after the prompt."""
+    """Yield computed and scheduled tokens of requests: prefixes, chunks, decoding steps, drafts after the prompt."""
     draw = random.Random(11)
     for _ in range(30):
         computed = [draw.choice([0, draw.randrange(n), n - 1, n, n + draw.randint(1, 9)]) for n in lengths]

@@ -177,7 +177,7 @@ def hidden_states(model: Any, tokens: list[int], rows: Tensor) -> Tensor:
         layer.self_attn.attn = Causal(4, 2)
     for module in model.language_model.modules():
         if isinstance(module, LinearBase):
-            module.cpu_linear = functional.linear  # vLLM's own requires a CPU build
+            module.cpu_linear = functional.linear  # vLLM's own function requires a CPU build
     with torch.no_grad():
         return model.language_model.model(torch.tensor(tokens), rows)
 

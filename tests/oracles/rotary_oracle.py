@@ -160,7 +160,7 @@ def assert_rotated(
     truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
     room = torch.from_numpy(slack * lengths(before, rotary))
     flat = torch.from_numpy(thd(got, layout))
-    # Rounding is monotone: a value within room of the truth rounds to a number between these two.
+    # Rounding is monotone: a value within ``room`` of the exact value rounds to a number between these two.
     low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
     wrong = ~((flat >= low) & (flat <= high))
     assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
@@ -172,14 +172,16 @@ SCHEMES = {
     "flatten": 1, "v2pe": 1, "rope-tie": 2, "rope-tie-v2": 2, "rope-tie-fractional": 2, "rows": 2,
     "mrope": 3, "mrope-qwen2.5": 3, "videorope": 3, "vrope": 4,
 }  # fmt: skip
-"""Schemes with text and images, and their axes; v2pe, v2 and fractional have fractions, videorope negative ids."""
+"""Schemes with text and images, and their axes; v2pe, v2 and fractional have fractional ids, and videorope has negative
+ids.
+"""
 
 BY_AXES = {1: "v2pe", 2: "rope-tie-fractional", 3: "videorope", 4: "vrope"}
 """The hardest scheme for each number of axes."""
 
 
 def packed(scheme: str, start: int = 0) -> PositionTable:
-    """Place documents of 9, 12 and 11 tokens: text and images, an image at the start and at the end, one column."""
+    """Place documents of 9, 12 and 11 tokens, with images at the start and at the end, and one image of one column."""
     documents: list[Document] = [
         [Text(3), Grid(2, 2), Text(2)],
         [Grid(3, 2), Text(1), Grid(1, 5)],
@@ -241,6 +243,6 @@ ROTARIES: Mapping[str, Rotary] = {
 def heads(
     tokens: int | tuple[int, ...], num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Tensor:
-    """Draw random q or k; heads are the second to last dimension."""
+    """Draw random q or k; the heads are the second-to-last dimension."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -134,7 +134,7 @@ def assert_holds(got: Held, want: Held, ulps: int = 0) -> None:
 
 
 def nearest(x: Any, dtype: torch.dtype) -> Tensor:
-    """Round float64 numbers to the nearest of all 8-bit numbers; ties go to the even one."""
+    """Round float64 numbers to the nearest 8-bit number, ties to even."""
     finite = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     finite = finite[finite.isfinite()]
     x = torch.as_tensor(x, dtype=torch.float64)

@@ -77,7 +77,7 @@ def test_text_steps_have_the_ids_of_sglang() -> None:
 
 
 def test_windows_can_cross_a_grid_and_the_end_of_the_prompt() -> None:
-    """Prefixes may end inside the image; tokens after the prompt are shifted by its delta."""
+    """Prefixes may end inside the image; tokens after the prompt are shifted by the prompt's delta."""
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), "mrope")
     whole, delta = positions.dense(), int(positions.deltas[0])
     for prefix in range(14):

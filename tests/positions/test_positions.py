@@ -348,11 +348,11 @@ def test_concatenation_keeps_views_and_joins_scheme_names() -> None:
         ([], "tables: got none, want at least one"),
         (
             [place(SegmentTable.from_documents([[Text(1)]])), 3],
-            r"tables\[1\]: got int, want PositionTables with the axes",
+            r"tables\[1\]: got int, want PositionTables with as many axes",
         ),
         (
             [place(SegmentTable.from_documents([[Text(1)]]), scheme) for scheme in ("rope-tie", "mrope")],
-            r"tables\[1\]: got 3 axes, want PositionTables with the axes of the first",
+            r"tables\[1\]: got 3 axes, want PositionTables with as many axes as the first",
         ),
     ],
 )

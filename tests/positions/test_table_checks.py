@@ -1,4 +1,4 @@
-"""PositionTable.from_arrays accepts every table that place returns, and checks all that expansion relies on."""
+"""PositionTable.from_arrays accepts every table that place returns, and checks everything that expansion relies on."""
 
 from typing import Any
 
@@ -116,13 +116,13 @@ def test_invalid_tables_are_refused(changes: dict[str, Any], message: str) -> No
         (changed(AXES + 3, 1, 2**62), "table[:, 1]: got numerators up to 9.22e+18, want at most 2**62"),
         (
             document(NEXT_POSITION, 1, 2**31 + 1),
-            "documents[1]: got next position 2147483649, want from -2**31 to 2**31",
+            "documents[1]: got next position 2147483649, want a value from -2**31 to 2**31",
         ),
         (
             document(NEXT_POSITION, 0, -(2**40)),
-            "documents[0]: got next position -1099511627776, want from -2**31 to 2**31",
+            "documents[0]: got next position -1099511627776, want a value from -2**31 to 2**31",
         ),
-        (document(DELTA, 1, 2**63 - 1), "documents.delta[1]: got 9223372036854775807, want within 2**62"),
+        (document(DELTA, 1, 2**63 - 1), "documents.delta[1]: got 9223372036854775807, want at most 2**62 in magnitude"),
     ],
 )
 def test_ids_beyond_int32_are_refused(changes: dict[str, Any], message: str | None) -> None:
@@ -208,4 +208,4 @@ def test_a_cursor_beyond_int32_is_refused_by_place() -> None:
     assert place(documents, start=[0, 2**31 - 6]).next_positions.tolist() == [1, 2**31]
     with pytest.raises(LimitExceededError) as caught:
         place(documents, start=[0, 2**31 - 5])
-    assert str(caught.value) == "documents[1]: got next position 2147483649, want from -2**31 to 2**31"
+    assert str(caught.value) == "documents[1]: got next position 2147483649, want a value from -2**31 to 2**31"

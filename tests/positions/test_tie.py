@@ -82,7 +82,7 @@ def test_t8_unit_strides_are_symmetric_only_for_squares() -> None:
 
 
 def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
-    """The strides satisfy (h+1)·s = (w+1)·t; rope-tie-lcm uses the smallest solution, and rope-tie the gcd-th."""
+    """The strides satisfy (h+1)·s = (w+1)·t; rope-tie uses gcd(h+1, w+1) times the smallest solution (rope-tie-lcm)."""
     for height, width in SIDES[2]:
         common = gcd(height + 1, width + 1)
         smallest = ((width + 1) // common, (height + 1) // common)

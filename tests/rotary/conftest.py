@@ -14,7 +14,7 @@ Tile = Callable[[int, int], None]
 
 @pytest.fixture
 def tile(monkeypatch: pytest.MonkeyPatch) -> Tile:
-    """Return a function that sets the tokens per program and the number of programs that share their heads."""
+    """Return a function that sets the tokens per program and the number of programs that share the heads."""
 
     def set_tiles(block: int, shares: int) -> None:
         from mmpos.rotary.kernel import tiling

@@ -32,7 +32,7 @@ def values_kernel(codes, x, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Return all bfloat16 numbers, and the midpoints between adjacent numbers of the dtype with their neighbours."""
+    """Return all bfloat16 and dtype numbers, the midpoints between dtype numbers, and the midpoints' neighbours."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     finite = torch.arange(128, dtype=torch.uint8).view(dtype).float()
     finite = finite[finite.isfinite()]

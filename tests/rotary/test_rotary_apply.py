@@ -412,7 +412,7 @@ def test_inference_tensors_are_rotated_in_place() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
-def test_a_negative_view_is_rotated_by_its_values(implementation: Any) -> None:
+def test_the_values_of_a_negative_view_are_rotated(implementation: Any) -> None:
     whole = heads(32, 2, 16)
     negative = torch.view_as_complex(torch.stack((whole, whole), -1)).conj().imag
     assert negative.is_neg()
@@ -436,7 +436,7 @@ def functions_run_by(call: Callable[[], object]) -> int:
 
 
 def test_a_warm_call_runs_few_functions() -> None:
-    """The bounds are a tenth above the counts measured."""
+    """The bounds are a tenth above the measured counts."""
     input_ids, q, k, rotary = np.array([1, 2, 9, 9, 9, 9, 3]), heads(7, 4, 16), heads(7, 2, 16), Rotary(16)
 
     def table() -> PositionTable:

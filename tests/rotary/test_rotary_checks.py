@@ -230,10 +230,10 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
     ],
-    "positions: got id -1, want >= 0: the rows of cos_sin begin at id 0": [
+    "positions: got id -1, want >= 0, because the rows of cos_sin begin at id 0": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)
     ],
-    "positions: got fractional ids, want integers: cos_sin has rows for whole ids only": [
+    "positions: got fractional ids, want integers, the only ids with rows in cos_sin": [
         by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())
     ],
     f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],
@@ -248,7 +248,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
-    "k: got None, want a tensor: use apply_rotary to rotate q alone": [stores(k=None)],
+    "k: got None, want a tensor; use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
     f"v: got torch.float16 on cpu with 3 dimensions, {WANT_V}": [stores(v=heads(13, 2, 12, torch.float16))],
@@ -326,8 +326,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "cache_layout: got 'NDH', want one of 'NHD', 'HND'": [moves(cache_layout="NDH")],
     "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
     (
-        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2: "
-        "reinterpret bytes of 8-bit floats by view(torch.float8_e4m3fn)"
+        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; "
+        "reinterpret bytes of 8-bit floats with view(torch.float8_e4m3fn)"
     ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
     "k_cache: got a tensor whose elements share memory, want separate elements": [
@@ -467,8 +467,8 @@ for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"
     try:
         getattr(mmpos.rotary, name)
     except ImportError as error:
-        want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-        assert str(error) == f"rotations: torch is not installed, {want}", error
+        want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+        assert str(error) == f"rotations: torch is not installed; {want}", error
     else:
         raise AssertionError(name)
 """
@@ -485,8 +485,8 @@ apply_rotary(q, None, ids, Rotary(head_dim=8))
 try:
     apply_rotary(q, None, ids, Rotary(head_dim=8), implementation="triton")
 except ImportError as error:
-    want = 'want pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert str(error) == f'implementation "triton": triton is not installed, {want}', error
+    want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
+    assert str(error) == f'implementation "triton": triton is not installed; {want}', error
 else:
     raise AssertionError
 """

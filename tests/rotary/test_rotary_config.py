@@ -640,9 +640,9 @@ def test_anything_but_a_config_or_a_model_folder_is_refused(config: object, got:
         with pytest.raises(InvalidInputError) as caught:
             read(config)
         assert str(caught.value) == (
-            f"config: got {got}, want a config object, the path of a config.json or of its folder, or its mapping. "
-            "Nothing is downloaded: for a model on the Hub, download its config.json, or look its model_type up in "
-            "docs/models-names.md"
+            f"config: got {got}, want a config object, the path of a config.json or of its folder, or the file's "
+            "contents as a mapping. Nothing is downloaded: for a model on the Hub, download its config.json, or look "
+            "its model_type up in docs/models-names.md"
         )
 
 
@@ -742,13 +742,13 @@ def test_a_layer_type_must_occur_in_the_config() -> None:
         ),
         (
             text_of("gemma3_text", rope_scaling={"type": "linear", "factor": 2.0}),
-            "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type: its type is ignored",
+            "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type; 'type' is ignored",
         ),
         (
             text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2.0, "truncate": False}),
             "truncate: got False for a layer type, where Transformers ignores it, want none",
         ),
-        (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got one for 'cohere2_moe'"),
+        (text_of("cohere2_moe", rope_scaling={"type": "default"}), "rope_scaling: got a value for 'cohere2_moe'"),
         (text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "rope_theta: got none in the config"),
         (text_of("llama", rope_parameters=[1]), "rope_parameters: got [1], want a mapping"),
         (text_of("llama", rope_theta=[1e4, 1e6]), "rope_theta: got [10000.0, 1000000.0], want a finite number >= 1"),

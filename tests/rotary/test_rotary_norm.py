@@ -334,7 +334,7 @@ def test_norm_and_rotation_agree_with_model_norms_up_to_rounding(dtype: Any, nam
         want, _ = apply_rotary(modeling(q), None, table, rotary)
         norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
         got, _ = apply_rotary(q, None, table, rotary, norm=norm)
-    # Ours rounds once; theirs rounds up to three times: norm, product with the weight, and rotation.
+    # mmpos rounds once; the models may round after the norm, the product with the weight, and the rotation.
     lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
     assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)
     if dtype == torch.bfloat16:

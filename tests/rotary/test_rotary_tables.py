@@ -204,5 +204,5 @@ def test_angles_with_hf_precision_are_not_supported() -> None:
     with pytest.raises(UnsupportedError) as caught:
         mmpos.rotary.angles(Rotary(head_dim=16, precision="hf"), PACKED)
     assert str(caught.value) == (
-        "angles: got precision 'hf', want 'exact': wrapped angles would differ from those of Transformers"
+        "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers"
     )

@@ -65,7 +65,9 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_valid_and_broken_messages_are_parsed_as_by_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
+    message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert parse_beside(kind, raw) == message
@@ -92,7 +94,7 @@ def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
         assert bytes(Beside(raw).data(message.q)) == q.data
 
 
-def test_an_endless_number_is_refused_at_once() -> None:
+def test_an_endless_number_is_refused_immediately() -> None:
     with pytest.raises(DecodeError):
         parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 

@@ -108,7 +108,7 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls by a sync client, an async client and a client with all tensors in shared memory, with equal outcomes."""
+    """Calls made by a sync client, an async client and a client that shares memory; their outcomes must be equal."""
 
     sync: Client
     others: tuple[Any, ...]

@@ -121,7 +121,7 @@ def test_bytes_refused_by_parsers_are_refused(way: str, kind: type[Message], raw
 
 
 def test_counting_stops_at_the_limit(way: str) -> None:
-    """Check that bytes after the limit, which are broken here, are not read."""
+    """Check that bytes after the limit, which are malformed here, are not read."""
     raw = nested(1, content=b"\x0a\0" * 10) + b"\x0e"
     assert count_elements(BUILD, raw, 10) == 11
     with pytest.raises(DecodeError):
@@ -251,8 +251,8 @@ def test_too_many_fields_are_declined() -> None:
     assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 16)) is None
 
 
-def test_broken_bytes_are_read_or_declined() -> None:
-    """Read broken bytes, in which sanitizers must find no errors."""
+def test_malformed_bytes_are_read_or_declined() -> None:
+    """Read malformed bytes; sanitizers must find no errors in the reader."""
     valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):

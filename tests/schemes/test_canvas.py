@@ -21,7 +21,7 @@ def ids(positions: PositionTable) -> list[tuple[int, ...]]:
 
 @pytest.mark.usefixtures("way")
 def test_a_thumbnail_is_stretched_over_the_tiles_of_a_row() -> None:
-    # The canvas is 2×4 and begins at 2; columns 0 and 1 of the thumbnail are its columns 0 and 3.
+    # The canvas is 2×4 and begins at 2; columns 0 and 1 of the thumbnail are columns 0 and 3 of the canvas.
     positions = placed(Text(2), Thumbnail(2, 2), Tile(2, 2), Tile(2, 2, tokens_after=1), Text(1))
     assert ids(positions) == [
         *[(0, 0, 0), (1, 1, 1)],

@@ -45,7 +45,7 @@ class Custom(Scheme):
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (Custom({"denominator": 2}), "scheme 'custom': got a denominator, want fractional = True with it"),
+        (Custom({"denominator": 2}), "scheme 'custom': got a denominator, want none unless fractional = True"),
         (Custom({"denominator": 0}, fractional=True), "scheme 'custom': got denominator 0, want >= 1"),
         (Custom({"step_row": [1.5, 0]}), "scheme 'custom': got step_row 1.5, want integers"),
         (Custom({"step_col": [np.ones(1), 0]}), "scheme 'custom': got step_col float64, want integers"),
@@ -61,7 +61,7 @@ def test_an_invalid_placement_is_refused(scheme: Scheme, message: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", Grid2D(order="merged")])
 def test_grids_with_too_many_pieces_are_refused_before_memory_is_allocated(scheme: Any) -> None:
-    with pytest.raises(LimitExceededError, match="got grids of 1048577 pieces, want at most 1048576"):
+    with pytest.raises(LimitExceededError, match="got grids cut into 1048577 pieces, want at most 1048576"):
         place(SegmentTable.from_documents([[Grid(1, 1, frames=2**20 + 1)]]), scheme)
 
 

@@ -234,7 +234,7 @@ def test_valid_input_on_which_transformers_raises_is_placed(name: str) -> None:
 
 
 class Illegal(NamedTuple):
-    """Input that mmpos refuses with this name, and Transformers' ids on the first axis or the type of its error."""
+    """Input for which mmpos raises an error with this name, and Transformers' first-axis ids or error type."""
 
     name: str
     theirs: list[int] | type[Exception]

@@ -235,12 +235,12 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         (
             lambda: placed([Clip(1, 1, frames=2**20 + 1, audio=1)], "tmrope"),
             LimitExceededError,
-            "scheme 'tmrope': got grids of 1048577 pieces, want at most 1048576",
+            "scheme 'tmrope': got grids cut into 1048577 pieces, want at most 1048576",
         ),
         (
             lambda: placed([Grid(1, 1, frames=2, seconds_per_frame=F(1, p)) for p in (65537, 65539)], "tmrope-qwen3"),
             LimitExceededError,
-            "documents[0]: got times without a common denominator below 2**31, want one",
+            "documents[0]: got times without a common denominator below 2**31, want times with one",
         ),
         (
             lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),

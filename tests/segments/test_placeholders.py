@@ -328,7 +328,7 @@ def test_other_invalid_input_is_refused(input_ids: Any, options: dict[str, Any],
 def test_the_error_for_a_grid_beyond_the_limit_names_its_argument() -> None:
     with pytest.raises(LimitExceededError) as error:
         SegmentTable.from_input_ids([IMAGE], Placeholders(image=IMAGE), [[2**10, 2**11, 2**10]])
-    assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want below 2**31 tokens"
+    assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want fewer than 2**31 tokens"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_the_error_for_a_grid_beyond_the_limit_names_its_argument() -> None:
         ({"image": 8, "video": 8}, "video must differ from image, got 8"),
         ({"video": 8, "audio": 8}, "audio must differ from video, got 8"),
         ({"rows": 5}, "rows: got 5, want a sequence of numbers"),
-        ({"rows": (5,)}, "rows: got (5,), want the ids after a row and after the last"),
+        ({"rows": (5,)}, "rows: got (5,), want the ids after a row and after the last row"),
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
         (
             {"image": 8, "rows": (5, 8)},
@@ -393,7 +393,7 @@ def test_rows_may_end_with_an_extra_placeholder_and_images_may_be_framed_by_two(
         (
             [[1, 1, 3], [1, 1, 1]],
             "image_grid_thw[1]: got a run of 3 placeholders at document 0, token 6, want 2 or 4 for 1x1x1 after "
-            "merging, whose rows end in one more",
+            "merging, whose rows end in an extra placeholder",
         ),
         ([[1, 1, 3]], "image_grid_thw: got 1 grid, want 2, one for each run of placeholders"),
         (

@@ -148,9 +148,15 @@ def test_padding_has_id_zero_and_does_not_shift_other_ids() -> None:
         ([5], [-1], [[1, 1, 1]], None, "offsets[0]: got -1, want >= 0"),
         ([5, 0], [0], [[1, 1, 1]], [0], "lengths[1]: got 0, want >= 1"),
         (5, [], [], None, "lengths: got shape (), want (n,)"),
-        ([5, 5], [0], [[1, 1, 1]], None, "documents: got None, want the document of each span for 2 lengths"),
+        (
+            [5, 5],
+            [0],
+            [[1, 1, 1]],
+            None,
+            "documents: got None, want the document of each span, since there are 2 lengths",
+        ),
         ([5, 5], [0], [[1, 1, 1]], [2], "documents[0]: got 2, want <= 1"),
-        ([5, 5], [0, 0], [[1, 1, 1]] * 2, [1, 0], "documents[1]: got 0 after 1, want ascending"),
+        ([5, 5], [0, 0], [[1, 1, 1]] * 2, [1, 0], "documents[1]: got 0 after 1, want ascending indices"),
         (
             [9],
             [0, 3],

@@ -280,7 +280,7 @@ def test_zero_threads_are_refused() -> None:
         (["a", 3], r"parts\[1\]: image: got int"),
         (
             [pixels(16, 16), ImageSize(16, 16)],
-            "parts: got images with and without pixels, want all with or all without",
+            "parts: got images with and without pixels, want all with pixels or all without",
         ),
     ],
 )

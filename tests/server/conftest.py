@@ -19,7 +19,7 @@ from mmpos_server.testing import running
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Yield a function that starts servers as ``serving`` does, and stop them after the test."""
+    """Yield a function that starts servers as ``serving`` does, and stop these servers after the test."""
     with ExitStack() as stack:
 
         def start(**options: Any) -> Serving:

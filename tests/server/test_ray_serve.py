@@ -33,7 +33,9 @@ ray = pytest.importorskip("ray")
 # Ray warns about its own defaults.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),  # if two Rays start at once on two cores, they exceed their timeouts
+    pytest.mark.xdist_group(
+        "ray"
+    ),  # if two Ray clusters start at the same time on two cores, they exceed their timeouts
     pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\."),
 ]
 
@@ -249,8 +251,8 @@ def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError) as raised:
         application()
-    want = 'want pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
-    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed, {want}"
+    want = 'install it with: pip install "multimodal-positions[serve]" (in a clone: pip install ".[serve]")'
+    assert str(raised.value) == f"mmpos_server.ray_serve: ray is not installed; {want}"
 
 
 def test_the_deployment_file_in_the_documentation_is_valid() -> None:

@@ -109,7 +109,7 @@ def test_a_token_file_is_reread_when_its_link_changes(tmp_path: Path) -> None:
     for version, token in (("one", "1" * 16), ("two", "2" * 16)):
         (tmp_path / version).mkdir()
         (tmp_path / version / "tokens").write_text(f"alice {token}\n")
-        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # the same time for files of equal size
+        os.utime(tmp_path / version / "tokens", ns=(5, 5))  # both files have the same time and size
     (tmp_path / "data").symlink_to("one")
     (tmp_path / "tokens").symlink_to("data/tokens")
     tokens = TokenFile(tmp_path / "tokens", Logs("error"))
@@ -291,7 +291,7 @@ def test_tokens_require_tls_or_a_loopback_host(file: Path, tmp_path: Path) -> No
         with pytest.raises(InvalidInputError) as raised:
             Listen(host, token_file=file)
         assert str(raised.value) == (
-            f"token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on {host}"
+            f"token-file requires --tls-cert and --tls-key, or a loopback host; others could read the tokens on {host}"
         )
 
 

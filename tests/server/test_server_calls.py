@@ -241,7 +241,7 @@ def test_stream_items_wait_for_the_rate_limit_and_count_towards_it() -> None:
 @pytest.mark.parametrize("pool", ["", "image"])
 def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool: str) -> None:
     server = serve()
-    for seconds in (0.3, 3, 30):  # a longer deadline each time, until the work begins before it passes
+    for seconds in (0.3, 3, 30):  # a longer deadline each time, until the work begins before the deadline
         assert refusal(partial(server.place, query(f"wait {pool}"), timeout=seconds))[0] == "DEADLINE_EXCEEDED"
         if server.fake.begun.is_set():
             break
@@ -340,7 +340,7 @@ def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     server = serve()
     call = server.stream(some())
     next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s, want a new stream")
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
     more.set()
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 

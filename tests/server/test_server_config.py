@@ -194,5 +194,5 @@ def test_missing_tokenizers_are_reported_with_the_pip_command(file: Path, monkey
     file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
     with pytest.raises(ImportError) as raised:
         Profiles.from_config(load(file))
-    want = 'want pip install "multimodal-positions[tokenizers]" (in a clone: pip install ".[tokenizers]")'
-    assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed, {want}"
+    want = 'install it with: pip install "multimodal-positions[tokenizers]" (in a clone: pip install ".[tokenizers]")'
+    assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed; {want}"

@@ -46,7 +46,7 @@ def build(*parts: dict[str, object], documents: int = 1) -> bytes:
 
 
 SMALL_LIMITS = Limits(documents=5, segments=7)
-"""These allow 10 · (5 + 7) + 65,536 fields and numbers."""
+"""These limits allow 10 · (5 + 7) + 65,536 fields and numbers."""
 
 
 def test_a_message_with_too_many_fields_is_refused(way: str) -> None:

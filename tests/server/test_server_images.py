@@ -1,4 +1,4 @@
-"""Test large images: few are decoded at once, other calls do not wait for them, and hostile images are refused."""
+"""Test large images: few are decoded concurrently, other calls do not wait, and hostile images are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the server program: how it starts, its ports, its workers and how it ends."""
+"""Test the server program: its start, its ports, its workers and its exit."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypat
         ),
         (
             ["--host", "0.0.0.0", "--token-file", "t"],
-            "token-file requires --tls-cert and --tls-key, or a loopback host: others could read the tokens on 0.0.0.0",
+            "token-file requires --tls-cert and --tls-key, or a loopback host; others could read the tokens on 0.0.0.0",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test small requests that claim huge sizes: each is refused by name before any work."""
+"""Test small requests that claim huge sizes: before any work, each is refused with an error that names the field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ SECONDS, MEMORY = 0.2, 64.0
 """Limits on the CPU seconds and MiB of a refusal."""
 
 DECODE_SECONDS, DECODE_MEMORY = 0.1, 48.0
-"""The same per MiB of the request: a number of one byte takes eight once parsed, and lists grow by doubling."""
+"""The same limits per MiB of the request: a one-byte number takes eight bytes once parsed, and lists grow by
+doubling.
+"""
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 BAD, LIMIT = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"

@@ -265,7 +265,10 @@ def test_an_output_is_refused_after_the_work_if_its_required_size_is_known_only_
 
 REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "data and shared memory": ({"data": b"x"}, "q.shared cannot be combined with data"),
-    "too few bytes": ({"byte_size": 380}, "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) of 4"),
+    "too few bytes": (
+        {"byte_size": 380},
+        "q.shared.byte_size: got 380 bytes, want 384 for shape (4, 3, 8) with 4-byte numbers",
+    ),
     "too many bytes": ({"byte_size": 2**60}, "shared_bytes: got 1152921504606846976, want at most 1073741824"),
     "an unknown object": ({"key": f"/{PREFIX}no"}, f"q.shared.key: got '/{PREFIX}no' (No such file or directory)"),
 }

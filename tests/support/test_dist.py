@@ -172,7 +172,7 @@ def test_the_wheel_runs_and_names_the_pip_command_for_a_missing_package(release:
     info = bare.info()
     assert (info["mmpos"], info["extension"], info["torch"]) == (mmpos.__version__, "built", "not installed")
     hint = bare.mmpos("demo", code=1)
-    assert hint == f"mmpos: error: the command line: typer is not installed, want {pip_install('cli')}\n"
+    assert hint == f"mmpos: error: the command line: typer is not installed; install it with: {pip_install('cli')}\n"
     pip, install, *wanted = shlex.split(pip_install("cli").partition(" (")[0])
     assert (pip, install) == ("pip", "install")
     bare.run(*bare.install, *wanted)  # keeps the packages already installed

@@ -28,7 +28,7 @@ CLI_ONLY = [
     *("README.md", "docs/index.md", "docs/start.md", "docs/models.md", "docs/positions.md", "docs/schemes.md"),
     *("docs/sequences.md", "docs/tutorials/check.md", "docs/tutorials/scheme.md"),
 ]
-"""Pages whose examples run after `make demo`, which installs the extra cli and no other."""
+"""Pages whose examples run after `make demo`, which installs only the extra cli."""
 NAMES_NO_EXTRA = [
     name
     for page in DOCUMENTS
@@ -74,7 +74,7 @@ def test_a_python_block_prints_the_text_block_after_it(
     code: str, output: str | None, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     printed = io.StringIO()
-    # Examples that use files from the tree must run in its root.
+    # Examples that use files from the tree must run in the root of the tree.
     monkeypatch.chdir(ROOT if re.search("examples/|mmpos/photos/", code) else tmp_path)
     code = _served(code, request)
     with contextlib.redirect_stdout(printed):
@@ -140,7 +140,7 @@ def test_links_lead_to_existing_files_and_headings(path: Path) -> None:
         target, _, heading = link.partition("#")
         page = path.parent / target if target else path
         assert page.exists(), link
-        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the site build checks its anchors
+        generated = page.resolve().parent == ROOT / "docs/reference/api"  # the site build checks these anchors
         assert not heading or generated or heading in headings(page), link
 
 

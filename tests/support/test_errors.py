@@ -181,14 +181,14 @@ ARRAYS: list[Refusal] = [
 
 direct: Callable[..., SegmentTable] = SegmentTable
 DIRECT: list[Refusal] = [
-    (lambda: direct([1], ONE, OFFSETS), "kind: got list, want an array of uint8; from_arrays converts"),
+    (lambda: direct([1], ONE, OFFSETS), "kind: got list, want an array of uint8; from_arrays converts other arrays"),
     (
         lambda: direct(KIND, ONE.astype(np.int8), OFFSETS),
-        "extents: got int8, want an array of int64; from_arrays converts",
+        "extents: got int8, want an array of int64; from_arrays converts other arrays",
     ),
     (
         lambda: direct(KIND, ONE, OFFSETS, None, KIND),
-        "row_separator: got uint8, want an array of bool; from_arrays converts",
+        "row_separator: got uint8, want an array of bool; from_arrays converts other arrays",
     ),
 ]
 
@@ -411,7 +411,7 @@ def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
 
 NO_END = (
     "{}: got document {} of {}, whose end is not one whole id, "
-    "want a whole id: place it together with the tokens to come"
+    "want a whole id; place it together with the tokens to come"
 )
 UNSUPPORTED: list[Refusal] = [
     (
@@ -477,7 +477,7 @@ TIES = ["rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]
 def test_adjacent_grids_are_refused_in_the_tie_family(name: str) -> None:
     message = (
         f"documents[1][3]: got a grid right after a grid, want text between them in {name} "
-        "(markers such as [IMG] and [/IMG] do), or strict=False"
+        "(such as the markers [IMG] and [/IMG]), or strict=False"
     )
     assert refused(InvalidInputError, lambda: place(ADJACENT, name)) == message
     assert place(ADJACENT, name, strict=False).num_tokens == 8

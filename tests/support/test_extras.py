@@ -1,4 +1,4 @@
-"""The distribution name of mmpos in pip commands, errors and pages, and next to others with the same import name."""
+"""The distribution name of mmpos in pip commands, errors and pages, and beside others with the same import name."""
 
 import re
 import runpy
@@ -26,7 +26,7 @@ def test_a_missing_package_raises_an_error_with_its_name_and_the_pip_command() -
     with pytest.raises(ImportError) as raised, needed_for("ducks", extra="pond"):
         import_module("no_such_package")
     commands = 'pip install "multimodal-positions[pond]" (in a clone: pip install ".[pond]")'
-    assert str(raised.value) == f"ducks: no_such_package is not installed, want {commands}"
+    assert str(raised.value) == f"ducks: no_such_package is not installed; install it with: {commands}"
     assert raised.value.name == "no_such_package"
     assert type(raised.value) is ImportError
 
@@ -75,10 +75,11 @@ def test_a_lazy_name_becomes_an_attribute_of_its_package_on_first_use(monkeypatc
 def test_examples_name_a_missing_package_in_one_line(
     monkeypatch: pytest.MonkeyPatch, example: str, module: str, packages: str
 ) -> None:
-    # Importing torch takes seconds, and it is not used here.
+    # torch is not used here, and importing it takes seconds.
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SystemExit, match=rf"^{example}: {module} is not installed, want pip install {packages}, in"):
+    want = f"^{example}: {module} is not installed; install it with: pip install {packages}, in"
+    with pytest.raises(SystemExit, match=want):
         runpy.run_path(str(ROOT / f"examples/{example}.py"))
 
 

@@ -52,7 +52,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
-"""Documented names of Python that begin with an underscore."""
+"""Documented Python names that begin with an underscore."""
 
 ALLOWED = {
     "mmpos.integrations.hf.patching": {"anatomy.base._forward_pre_hooks"},  # a hook is not added twice

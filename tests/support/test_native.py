@@ -361,7 +361,7 @@ def test_the_sanitizers_find_no_errors(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
-    """Run a program under the sanitizer that writes like the extension, but past the end."""
+    """Run, under the sanitizer, a program that writes like the extension, but past the end."""
     source, built = tmp_path / "past.c", tmp_path / "past"
     source.write_text(
         '#include "native.h"\n#include <stdlib.h>\n'
@@ -409,7 +409,7 @@ def test_the_wheel_has_the_stable_abi_if_python_has_the_gil(disabled: int, tag: 
 def test_the_library_passes_its_tests_without_the_extension() -> None:
     rooms = ("positions", "segments", "placeholders", "golden", "schemes", "custom_schemes", "errors")
     more = ("table_checks", "sequence", "rotary_apply", "differences")
-    counting = ["-k", "not few_functions and not few_hops"]  # these tests count calls, of which numpy needs more
+    counting = ["-k", "not few_functions and not few_hops"]  # these tests count calls, and numpy needs more calls
     output = run_tests(
         "", *counting, *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in (*rooms, *more))
     )

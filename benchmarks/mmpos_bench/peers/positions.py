@@ -41,7 +41,7 @@ def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:
 
 
 def load_rope_index() -> RopeIndexes:
-    """Load the rope index method of Transformers' Qwen2-VL, without weights and with merge size 2, and our own."""
+    """Load two rope index functions with merge size 2: that of Transformers' Qwen2-VL, without weights, and our own."""
     import torch
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 

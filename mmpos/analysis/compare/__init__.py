@@ -1,4 +1,4 @@
-"""Measure the properties of schemes and encodings, with the smallest counterexample for each that fails."""
+"""Measure properties of schemes and encodings, with the smallest counterexample to each property that does not hold."""
 
 from mmpos.analysis.compare.encodings import ENCODING_PROPERTIES, measure_encodings
 from mmpos.analysis.compare.matrix import Matrix, Property, PropertyValue

@@ -77,7 +77,7 @@ def unique(encoding: Known) -> PropertyValue:
 
 
 def separation(encoding: Known) -> PropertyValue:
-    """Compute the smallest distance between two of these vectors, as a fraction of the largest."""
+    """Compute the smallest distance between two of these vectors, as a fraction of the largest distance."""
     return PropertyValue(_nearest(encoding)[0])
 
 

@@ -18,7 +18,7 @@ class PropertyValue:
 
     Args:
         value: True or False, a number, or None where the property does not apply.
-        why: the smallest counterexample if the value is False, the reason if it is None; else empty.
+        why: the smallest counterexample if the value is False; the reason if the value is None; otherwise empty.
     """
 
     value: bool | int | float | None
@@ -147,7 +147,7 @@ def measured(subject: str, named: Iterable[tuple[str, Any]], properties: Sequenc
     """Measure the properties of named schemes or encodings.
 
     Raises:
-        InvalidInputError: there is nothing to measure, or two have the same name.
+        InvalidInputError: there are no schemes or encodings to measure, or two of them have the same name.
     """
     rows: dict[str, dict[str, PropertyValue]] = {}
     for name, scheme_or_encoding in named:

@@ -100,7 +100,7 @@ def symmetric(scheme: Scheme) -> Failures:
 
 @of_grids
 def unique(scheme: Scheme) -> Failures:
-    """Check that no two tokens of a document have the same position, with one grid or two equal grids."""
+    """Check that no two tokens of a document with one grid, or with two equal grids, have the same position."""
     between: Document = [Text(1)] if scheme.text else []
     for repeats in (1, 2):
         documents = [[*between, *[part for _ in range(repeats) for part in (grid, *between)]] for grid in grids(scheme)]

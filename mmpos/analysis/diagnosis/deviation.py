@@ -114,7 +114,7 @@ class Deviation:
 
     @cached_property
     def offset(self) -> float | None:
-        """By how much the ids of the first token that differs are too large, if the same on all axes."""
+        """By how much the ids of the first token that differs are too large, if by the same amount on all axes."""
         offsets = self.got[:, self.first] - self.want[:, self.first]
         return float(offsets[0]) if np.isfinite(offsets[0]) and (offsets == offsets[0]).all() else None
 
@@ -132,7 +132,7 @@ class Deviation:
         return ids.astype(np.float64)
 
     def near(self, ids: Ids, got: Ids) -> Flags:
-        """Return whether the ids of each token agree with ``got`` on every axis, (tokens,)."""
+        """Return (tokens,) flags: whether the ids of each token agree with ``got`` on every axis."""
         with np.errstate(invalid="ignore"):  # inf - inf is invalid
             return ((ids == got) | (np.abs(ids - got) <= self.tolerance)).all(axis=0)
 

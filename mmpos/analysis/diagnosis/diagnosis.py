@@ -191,7 +191,7 @@ def diagnose(
             length), the first is the text row, from which Transformers reads the documents of a pack.
         documents: the documents of the ids; placement mistakes are found only for a SegmentTable.
         scheme: with a SegmentTable, a name or a scheme object; None means "rope-tie".
-        start: with a SegmentTable, the id of each document's first token: one for all, or (documents,).
+        start: with a SegmentTable, the id of each document's first token: one for all documents, or (documents,).
         attention_mask: (batch, length) of 0s and 1s; without it, padding is taken from the table, or else from side.
         side: "left" or "right".
         tolerance: how far an id may be from the exact one; 0 compares float64 values for equality.
@@ -332,5 +332,5 @@ def find_cause(case: Deviation) -> dict[str, Any]:
 
 
 def _agrees(case: Deviation, ids: Array, tokens: slice | IntArray) -> Flags:
-    """Return whether each token has the ids that a mistake produces, (tokens,)."""
+    """Return (tokens,) flags: whether each token has the ids that a mistake produces."""
     return case.near(case.rounded(ids[..., tokens]), case.got[:, tokens])

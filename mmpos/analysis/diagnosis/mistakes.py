@@ -39,7 +39,7 @@ class Guess:
     Args:
         cause: the mistake in words that follow "Cause: ".
         ids: (axes, tokens), or (tokens,) if the same on all axes; None if the documents cannot be placed that way.
-        evidence: number of differing tokens that the guess was fitted to: at least the first.
+        evidence: number of differing tokens that the guess was fitted to, including at least the first.
     """
 
     cause: str

@@ -1,4 +1,4 @@
-"""Reading of token ids in the shapes that pipelines use: packed or padded, with or without axes."""
+"""Read position ids in any of the shapes that pipelines use: packed or padded, with or without axes."""
 
 from __future__ import annotations
 

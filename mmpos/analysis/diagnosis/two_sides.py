@@ -39,8 +39,8 @@ def same_positions(a: Positions, b: Positions) -> Diagnosis:
     """Compare the positions of two sides, find the first difference, and name the mistake behind it.
 
     Positions are equal if their fingerprints are (``mmpos.fingerprint``). Otherwise the diagnosis contains document,
-    token, axis, the ids of a as got, the ids of b as want, and the cause: documents in a different order, documents of
-    different lengths, or a mistake that ``mmpos.diagnose`` finds without a scheme.
+    token, axis, the ids of ``a`` as got, the ids of ``b`` as want, and the cause: documents in a different order,
+    documents of different lengths, or a mistake that ``mmpos.diagnose`` finds without a scheme.
 
     >>> a = {"position_ids": [[0, 0, 1, 2]], "attention_mask": [[0, 1, 1, 1]]}
     >>> same_positions(a, [0, 1, 2]).equal

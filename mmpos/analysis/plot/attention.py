@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 2**16
-"""Largest number of tokens of a document with a kernel."""
+"""Maximum number of tokens in a document for which a kernel can be computed."""
 
 Cosines = npt.NDArray[np.float64]
 
@@ -141,7 +141,7 @@ _MAX_KERNELS = 6
 def plot_attention(kernels: Sequence[Kernel], path: str | PathLike[str] | None = None) -> Picture:
     """Draw kernels of the same document: maps side by side with one colour scale, and all curves below them.
 
-    Path, result and errors are as for ``plot_positions``.
+    The path, the result and the errors are as for ``plot_positions``.
 
     Args:
         kernels: 1 to 6 results of ``attention_kernel``.

@@ -20,7 +20,7 @@ def plot_balance(
 ) -> Picture:
     """Draw each step's slowest and fastest rank relative to its mean, and its labels relative to the mean of all steps.
 
-    Path, result and errors are as for ``plot_positions``.
+    The path, the result and the errors are as for ``plot_positions``.
 
     Args:
         rank_costs: (steps, ranks) cost of each rank in each step, such as ``TrainingPlan.rank_costs``.

@@ -28,7 +28,7 @@ DECADES = np.append(np.rint(10 ** (np.arange(94) / 10)).astype(np.int64), INT32_
 """Ten ids per decade, and the largest id."""
 
 WINDOW = 512
-"""Number of ids up to each point that are measured, where errors are largest; other ids are not measured."""
+"""Number of ids measured up to and including each point, where errors are largest; other ids are not measured."""
 
 _MASK = 2**32 - 1
 _TURN = 2 * np.pi
@@ -45,7 +45,7 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
     Returns:
         (points,) largest errors in rad over all pairs, modulo whole turns, for three ways to compute phases: "hf", as
         in Transformers, multiplies float32 ids by frequencies computed in float32; "float32" uses frequencies that are
-        right to the last bit of float32; "exact" uses the 32-bit turns of mmpos, from 64-bit frequencies.
+        correct to the last bit of float32; "exact" uses the 32-bit turns of mmpos, from 64-bit frequencies.
 
     Raises:
         InvalidInputError: there are no ids, or they are outside the bounds or not ascending.
@@ -78,7 +78,7 @@ def phase_errors(rotary: Rotary, ids: npt.ArrayLike = DECADES, window: int = WIN
 def plot_phase_error(rotary: Rotary, path: str | PathLike[str] | None = None) -> Picture:
     """Draw ``phase_errors`` against id.
 
-    Path, result and errors are as for ``plot_positions``.
+    The path, the result and the errors are as for ``plot_positions``.
 
     Args:
         rotary: the frequencies.
@@ -114,7 +114,7 @@ SIDES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128)
 
 
 def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLike = SIDES) -> dict[str, IntArray]:
-    """Count the ids that one image consumes in each scheme: by how much the ids of the text after it advance.
+    """Count the ids that one image consumes in each scheme: how far the image advances the ids of the text after it.
 
     >>> id_growth(["rope-tie", "mrope"], [2, 24])["rope-tie"].tolist()
     [[8, 624], [9, 1153]]
@@ -142,7 +142,7 @@ def id_growth(schemes: Sequence[str | Scheme] | None = None, sides: npt.ArrayLik
 def plot_growth(schemes: Sequence[str | Scheme] | None = None, path: str | PathLike[str] | None = None) -> Picture:
     """Draw ``id_growth`` against the number of patches, for squares and strips; schemes with equal ids share a curve.
 
-    Path, result and errors are as for ``plot_positions``.
+    The path, the result and the errors are as for ``plot_positions``.
 
     Args:
         schemes: as for ``id_growth``.

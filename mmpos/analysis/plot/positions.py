@@ -213,7 +213,7 @@ class Image:
 
     @property
     def spacing(self) -> Points:
-        """(2,) smallest distance between distinct x and between distinct y; an axis with one value uses the other's."""
+        """(2,) smallest distance between distinct x and between distinct y; if one is constant, that of the other."""
         steps = np.array([np.diff(np.unique(values)).min(initial=np.inf) for values in self.points])
         return np.where(np.isfinite(steps), steps, steps.min() if np.isfinite(steps).any() else 1.0)
 

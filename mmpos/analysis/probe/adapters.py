@@ -1,4 +1,4 @@
-"""Recorders of a loaded model's rotated keys, which give every token the same hidden state."""
+"""Recorders that give every token in a loaded model the same hidden state, and record the rotated keys."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
         model: a PreTrainedModel, with or without a head, with or without ``mmpos.integrations.hf.patch``.
         calls: the arguments of each call to forward, as returned by a processor; several calls are chunks of the same
             rows, and each uses the cache of the previous one. A cache in the first call, such as a StaticCache, is used
-            for all.
+            for all calls.
         generate: number of tokens to generate after the single call, with ``model.generate``; their keys follow those
-            of the prompt, except the last one, which never passes through forward.
+            of the prompt, except that of the last token, which never passes through forward.
 
     Returns:
         Layers with keys, in order; layers without their own keys (linear attention, convolutions, shared keys) are

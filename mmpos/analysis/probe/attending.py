@@ -1,4 +1,4 @@
-"""Recorder of a diffusers transformer's rotated keys, which gives all tokens one key before the rotation.
+"""Recorder that gives all tokens in a diffusers transformer one key before the rotation, and records the rotated keys.
 
 This file imports torch for the base class of Attending; the adapters import torch only when they are called.
 """

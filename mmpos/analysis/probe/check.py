@@ -21,7 +21,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, host_array, instance, int_array
 
 NEAR = 1e-9
-"""Largest distance of ids that count as equal, since fractions are floats here."""
+"""Largest distance between ids that count as equal, since fractions are floats here."""
 
 OVERWRITTEN = (
     "check how these tokens enter the cache: their keys may be unwritten, overwritten, without the attention factor, "

@@ -77,7 +77,7 @@ class Family:
     """Special tokens of related model types.
 
     Args:
-        types: a pattern that matches the beginning of their names.
+        types: a pattern that matches the beginning of the types' names.
         image: the text that stands for an image in a prompt.
         video: the text that stands for a video in a prompt; empty if videos are not supported.
         tokens: the text of each token, by tokenizer attribute. The config stores the token's id in the field with the
@@ -275,7 +275,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path 
         try:
             values, source = json.loads(path.read_bytes()), path.parent
         except OSError as error:
-            raise InvalidInputError(f"config: got {path}: {error.strerror}, want a config.json") from None
+            raise InvalidInputError(f"config: got {path} ({error.strerror}), want a config.json") from None
         except ValueError as error:
             raise InvalidInputError(f"config: got {path}, which is not valid JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
@@ -330,7 +330,7 @@ def _small_model(values: Mapping[str, Any]) -> Any:
         try:
             model = auto.from_config(config, dtype=dtype).eval()
         except ValueError as error:
-            raise UnsupportedError(f"config.model_type: got {model_type!r}, want a language model: {error}") from None
+            raise UnsupportedError(f"config.model_type: got {model_type!r}, want a language model ({error})") from None
         if all(getattr(module, "head_dim", head_dim) == head_dim for module in model.get_decoder().modules()):
             break
     return model

@@ -48,7 +48,7 @@ class Reading:
         denominators: (tokens,) int64 denominators of the ids; 1 for integers.
         residual: (tokens,) float64 root mean square, over the pairs, of the angles in rad that the id leaves
             unexplained; NaN if the token is unlike the reference.
-        confidence: (axes, tokens) float64 lower bound of the probability that no other id within ±262,144 explains the
+        confidence: (axes, tokens) float64 lower bound on the probability that no other id within ±262,144 explains the
             keys.
         alike: (tokens,) whether the token's pairs are as long as the reference's, as they are if all tokens have one
             hidden state.

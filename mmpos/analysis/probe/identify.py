@@ -85,8 +85,8 @@ def identify(
     """Find the rotation that was applied to keys, and say how it differs from the intended one.
 
     If ids are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or direction
-    is found, and so are angles with few bits. Without them, a candidate is judged by whether any ids explain the keys.
-    Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
+    is found, and so are angles with few bits. Without known ids, a candidate is judged by whether any ids explain the
+    keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
 
     Args:
         keys: keys of tokens that share one hidden state, as for ``read``.
@@ -159,7 +159,7 @@ class _Sample:
     _turned: dict[tuple[str, int], _Turned] = field(default_factory=dict)
 
     def turned(self, rotary: Rotary) -> _Turned:
-        """Measure the rotation of the pairs of a rotary; the result is cached by pairing and number of pairs."""
+        """Measure the rotation of a rotary's pairs; the result is cached by pairing and number of pairs."""
         layout = rotary.pairing, rotary.num_pairs
         if layout not in self._turned:
             keys = replace(self.keys, rotary=rotary)

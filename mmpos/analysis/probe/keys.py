@@ -36,7 +36,7 @@ class Keys:
 
     Args:
         rows: (batch, tokens, kv_heads, head_dim) keys with padding: numpy, or torch on any device.
-        lengths: (batch,) number of tokens in each row; padding follows them.
+        lengths: (batch,) number of tokens in each row; padding follows the tokens.
         rotary: the intended rotation.
         reference: (kv_heads, head_dim) float32.
         token: the reference token; None if the reference is an unrotated key.

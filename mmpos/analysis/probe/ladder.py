@@ -42,10 +42,12 @@ FUTILE = 256
 """Number of searches after which searching stops, if nine of ten had no result."""
 
 ROUNDED = 2.0**-22
-"""Largest relative error of angles in float32: of the frequency, of the product, and a margin for the power."""
+"""Largest relative error of angles in float32: the errors of the frequency and of the product, and a margin for the
+power.
+"""
 
 ROUNDS = 1e-4
-"""Squares in rad² above which a mean cosine in float32 measures them."""
+"""Squared residual in rad² above which it is measured by a mean cosine in float32."""
 
 TRUSTED = 0.15
 """Largest noise in rad at which an id needs no search: with fast pairs, an error of one id has this residual."""
@@ -222,7 +224,7 @@ class Ladder:
 
         An id at distance k, with phasors d(k) away, does so if the noise in its direction, n(k), exceeds half of d(k).
         With normal noise, the union bound over all k is Σ_k exp(−(d(k)/2 − misfit)² / (2·n(k)²)). Phase errors with
-        other causes than the noise of single pairs, the misfit, count fully in every direction.
+        causes other than the noise of single pairs (the misfit) count fully in every direction.
 
         Args:
             noise: (tokens,) noise along phasors, independent in every pair.
@@ -364,7 +366,7 @@ class Follower:
         return readings
 
     def _doubted(self, readings: Float64Array, lengths: Float32Array) -> Flags:
-        """Return whether the residual of each id exceeds the noise, (tokens,)."""
+        """Return (tokens,) flags: whether the residual of each id exceeds the noise."""
         return np.asarray(readings[1] > np.maximum(self.trusted, 3 * np.sqrt(lengths[1])), np.bool_)
 
     def _steps(self, phasors: Phasors) -> Float64Array:

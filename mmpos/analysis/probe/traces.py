@@ -1,4 +1,4 @@
-"""The id that best explains every token's key, whether or not it is certain, and its residual."""
+"""For every token, the id that best explains its key, whether or not the id is certain, and the id's residual."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Traces:
         return np.asarray((np.abs(self.length - 1) <= FACTOR).all(axis=0))
 
     def unexplained(self, rounding: float, certain: Flags | None = None) -> Flags:
-        """Return whether a key is not the reference rotated by its ids, given the noise of other tokens, (tokens,).
+        """Return (tokens,) flags: whether a key is not the reference rotated by its ids, given other tokens' noise.
 
         Args:
             rounding: ``Keys.rounding``.
@@ -124,7 +124,7 @@ class Traces:
         return broken | (self._other_factor(driven, rounding) if driven and self.alike.any() else False)
 
     def _other_factor(self, driven: list[int], rounding: float) -> Flags:
-        """Return whether the pairs of a token are all longer or shorter than usual, or than intended, (tokens,)."""
+        """Return (tokens,) flags: whether a token's pairs are all longer or shorter than usual, or than intended."""
         weights = [self.axes[axis].ladder.weights for axis in driven]
         shares = np.concatenate(weights) / np.concatenate(weights).sum()
         length = np.average(self.length[driven], axis=0, weights=[pairs.sum() for pairs in weights])
@@ -211,7 +211,7 @@ def _scale(axes: list[Axis], phasors: list[Phasors], factor: float | None) -> fl
 
 
 def _unturned_alike(block: npt.NDArray[np.float32], plain: npt.NDArray[np.float32]) -> Flags:
-    """Return whether a token's channels that are not rotated equal those of the reference, (tokens,)."""
+    """Return (tokens,) flags: whether a token's channels that are not rotated equal those of the reference."""
     if not plain.size:
         return np.ones(len(block), np.bool_)
     with np.errstate(invalid="ignore", over="ignore"):

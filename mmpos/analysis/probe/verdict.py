@@ -32,7 +32,7 @@ OTHER = "The keys do not belong to reference.npz: weights, heads or the order of
 UNWRITTEN = "the keys were never written"
 
 ONE = 1e-5
-"""Largest relative difference of keys that count as one: less than the slowest pairs of M-RoPE rotate by one id."""
+"""Largest relative difference between keys that count as equal; one id rotates even M-RoPE's slowest pairs by more."""
 
 
 @dataclass(frozen=True, eq=False)

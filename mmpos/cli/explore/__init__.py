@@ -1,4 +1,4 @@
-"""The explorer: a browser page for studying schemes, which shows the ids of a document as the document changes."""
+"""The explorer: a browser page for studying schemes; it shows the ids of a document while you change the document."""
 
 from mmpos.cli.explore import command  # adds its command to the app
 

@@ -97,7 +97,9 @@ def _page(explorer: Explorer, begin: dict[str, Any], answer: dict[str, object] |
     """Insert the first request, the names of schemes and, for a self-contained file, the answer into the page."""
     names = [*dict.fromkeys([*explorer.own, *SCHEMES])]
     state = json.dumps({"request": begin, "schemes": names, "answer": answer})
-    return _asset("explorer.html").replace("{{state}}", state.replace("<", "\\u003c"))  # no text may end the script
+    return _asset("explorer.html").replace(
+        "{{state}}", state.replace("<", "\\u003c")
+    )  # text must not be able to end the script
 
 
 def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:

@@ -21,7 +21,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import integer
 
 MAX_TOKENS = 4096
-"""Largest number of tokens of a document on the page."""
+"""Maximum number of tokens in a document on the page."""
 
 HEAD_DIM = 128
 """Number of channels of the head whose phases are drawn."""
@@ -66,8 +66,8 @@ def view(
         sentences: tokens to explain; None explains the selected one.
 
     Returns:
-        An object for JSON: the segments, and for each scheme ids, sentences, phases, scores and the Python code that
-        computes the ids.
+        A JSON-serializable object: the segments, and for each scheme ids, sentences, phases, scores and the Python code
+        that computes the ids.
 
     Raises:
         InvalidInputError: the token or pair does not exist, or the number of schemes is not 1 to 3.

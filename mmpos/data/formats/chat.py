@@ -23,7 +23,7 @@ class _Conversation(RecordFormat):
     """Base class of conversation formats.
 
     Args:
-        template: text around the turns; None means plain text, or the chat template of the tokenizer in a Preprocess.
+        template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
         images: sources of the images.
     """
 
@@ -67,7 +67,7 @@ class Chat(_Conversation):
     ``{"type": "image", "image": …}`` from Transformers, or with ``url``, ``path`` or ``base64`` instead of ``image``;
     ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
     ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
-    tool calls are refused, since a model would be trained as if they were missing.
+    tool calls are refused, since otherwise a model would be trained as if they were missing.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the Transformers
     documentation, "Multimodal chat templates".
@@ -78,7 +78,7 @@ class Chat(_Conversation):
     [('User:\nHi\n\nAssistant:\n', False), ('Hello\n\n', True)]
 
     Args:
-        template: text around the turns; None means plain text, or the chat template of the tokenizer in a Preprocess.
+        template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
         images: sources of images, including video frames; ``data:`` URLs need none.
         media: called with a video or audio part, the mapping in the record; returns a Video, a Grid of several frames,
             a Clip or an Audio, since each model has its own rules for sampling frames and for the number of audio
@@ -171,9 +171,9 @@ class LLaVA(_Conversation):
     r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
     A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` is a path, another reference, or a list
-    of references. They replace the ``<image>`` placeholders in the values, in order; there must be as many references
-    as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained on,
-    including the text that ends them.
+    of references. The references replace the ``<image>`` placeholders in the values, in order; there must be as many
+    references as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained
+    on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 

@@ -23,9 +23,9 @@ class Curator(RecordFormat):
     A row has a ``modality``, "text", "image" or "metadata", and a ``position``. Pieces are sorted by position, from 0;
     gaps are allowed, since Curator may drop rows. Metadata rows, at position -1, are not used. Text is in
     ``text_content``. An image is in ``binary_content``, or in the place that ``source_ref`` names as JSON: the whole
-    file ``path``, or ``byte_size`` bytes of it at ``byte_offset``. A row with a ``materialize_error`` is a broken
-    image. A row with a false ``train``, a column that ``write_samples`` adds, is not trained on. Other columns are
-    ignored; other modalities are refused. An invalid row makes the whole sample invalid.
+    file ``path``, or ``byte_size`` bytes of it at ``byte_offset``. A row with a ``materialize_error`` counts as a
+    broken image. A row with a false ``train``, a column that ``write_samples`` adds, is not trained on. Other columns
+    are ignored; other modalities are refused. An invalid row makes the whole sample invalid.
 
     Source: INTERLEAVED_SCHEMA in nemo_curator.tasks.interleaved, NeMo Curator 1.4.
 

@@ -116,7 +116,7 @@ class Images:
             raise RecordError(f"{name}: got the URL {describe(url)}, want http or https, or a resolver that knows it")
         if self.fetcher is None:
             raise RecordError(
-                f"{name}: got the URL {describe(url)}, want Images(fetcher=…) or Images(resolver=…): "
+                f"{name}: got the URL {describe(url)}, want Images(fetcher=…) or Images(resolver=…); "
                 "URLs are not fetched by default"
             )
         data = _call(name, "fetcher", self.fetcher, url)
@@ -127,7 +127,7 @@ class Images:
     def _file(self, name: str, text: str) -> Path:
         got = f"{name}: got the path {describe(text)}"
         if self.base is None:
-            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…): paths are not read by default")
+            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…); paths are not read by default")
         try:
             path = Path(self.base, text).resolve()
             inside, readable = path.is_relative_to(self.base), path.is_file()
@@ -171,7 +171,7 @@ def _image(name: str, value: object) -> object:
 
 
 def _levels(name: str, tensor: Any) -> object:
-    """Convert floats from 0 to 1 to uint8: exactly the levels that a decoder divided by 255."""
+    """Convert floats from 0 to 1 to uint8, to exactly the levels that a decoder divided by 255."""
     if tensor.ndim < 2 or tensor.numel() == 0:
         raise RecordError(f"{name}: got a tensor of shape {tuple(tensor.shape)}, want an image")
     if not tensor.is_floating_point():

@@ -222,7 +222,7 @@ def template_of(tokenizer: object) -> Template:
 
 
 def _content(parts: Sequence[object]) -> str | list[dict[str, object]]:
-    """Return the content of a message: a string if all is text, for templates of text-only models, else blocks."""
+    """Return a message's content: a string if all parts are text, for templates of text-only models, else blocks."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]

@@ -39,9 +39,9 @@ class Calibration:
         overhead: seconds that every step takes regardless of its content.
         residual: largest relative error of the fit.
         tokens: (sizes,) tokens of each document.
-        patches: (sizes,) patches of its image; 0 without an image.
+        patches: (sizes,) patches of the document's image; 0 without an image.
         seconds: (sizes,) median time of the document.
-        spread: (sizes,) interquartile range of the times of the document, divided by the median.
+        spread: (sizes,) interquartile range of the document's times, divided by their median.
     """
 
     cost: Cost
@@ -173,7 +173,9 @@ class ModelStep:
         merged = settings.spatial_merge_size
         cells, rest = divmod(patches, merged**2)
         if rest:
-            raise InvalidInputError(f"patches: got {patches}, want a multiple of {merged**2}, the patches of a token")
+            raise InvalidInputError(
+                f"patches: got {patches}, want a multiple of {merged**2}, the number of patches per token"
+            )
         height = max(side for side in range(1, int(cells**0.5) + 1) if cells % side == 0)
         side = merged * settings.patch_size
         images: ImageProcessor = settings.image_processor(

@@ -128,7 +128,7 @@ class Cost:
             value = finite(f"Cost.{term.name}", getattr(self, term.name), minimum=0)
             object.__setattr__(self, term.name, value)
         if not self.language_linear:
-            raise InvalidInputError("Cost.language_linear: got 0.0, want > 0: every token costs something")
+            raise InvalidInputError("Cost.language_linear: got 0.0, want > 0; every token costs something")
 
     @classmethod
     def from_hf_config(cls, config: object) -> Cost:

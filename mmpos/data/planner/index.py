@@ -46,7 +46,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
     """Read the sizes of ready examples without reading their pixels.
 
     Args:
-        shards: files of ready sequences.
+        shards: files of preprocessed sequences.
         patches_per_token: number of patches merged into one token, the square of spatial_merge_size.
 
     Returns:
@@ -62,7 +62,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         lists = columns["labels"].combine_chunks()
         trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
-        trained[ends[:-1]] = 0  # no token predicts the first one of a document
+        trained[ends[:-1]] = 0  # no token predicts the first token of a document
         before = np.append(0, trained.cumsum())
         labels.append(np.diff(before[ends]))
         grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
@@ -171,7 +171,7 @@ class PlannedPacks:
     Raises:
         InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
             iteration.
-        OSError: a file cannot be opened; the error names it.
+        OSError: a file cannot be opened; the error names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, *, groups: int = 64) -> None:
@@ -238,23 +238,23 @@ class PlannedPacks:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
         if not mine:
             got = f"no examples in microbatch {microbatch} of step {self._step} and rank {self.rank}"
-            raise InvalidInputError(f"{self._path}: got {got}, want one or more: the index has changed")
+            raise InvalidInputError(f"{self._path}: got {got}, want one or more; the index has changed")
         examples: list[Example] = []
         for row in mine:
             before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
                 got = f"offset {row['offset']} in step {self._step} and rank {self.rank}"
-                raise InvalidInputError(f"{self._path}: got {got}, want {before}: the index has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
             name = row["shard"]
             if name not in shards:
                 shards[name] = SequenceShard(name).rows(self._groups)
             if not 0 <= row["row"] < len(shards[name]):
                 got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
-                raise InvalidInputError(f"{self._path}: got {got}, want {want}: the shard has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {want}; the shard has changed")
             example = shards[name][row["row"]]
             if example.num_tokens != row["tokens"]:
                 got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
-                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}: the shard has changed")
+                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}; the shard has changed")
             examples.append(example)
         return PlannedPack(Pack(tuple(examples), self.max_tokens), mine[0]["weight"], mine[0]["needs_image"])
 

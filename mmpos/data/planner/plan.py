@@ -197,7 +197,7 @@ def _costs(cost: Cost, headers: Headers) -> FloatArray:
         costs = instance("cost", cost, Cost, "Cost.read").of(headers)
         total = costs.sum()
     if not np.isfinite(total):
-        raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one: use smaller units")
+        raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one; use smaller units")
     return costs
 
 

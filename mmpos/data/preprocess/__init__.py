@@ -1,1 +1,1 @@
-"""Preprocess corpora into Parquet files of ready sequences, with local processes or with Ray."""
+"""Preprocess corpora into Parquet files of sequences, with local processes or with Ray."""

@@ -98,7 +98,7 @@ def claimed(folder: StorePath) -> Iterator[Claim]:
     Raises:
         InvalidInputError: another run holds the folder, in this process or any other.
         UnsupportedError: the store cannot create files exclusively.
-        OSError: the claim file cannot be created; the error names it.
+        OSError: the claim file cannot be created; the error names the file.
     """
     dead = _dead_claims(folder)
     number = max((_number(path) for path in dead), default=0) + 1

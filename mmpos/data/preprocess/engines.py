@@ -79,7 +79,7 @@ def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generat
             for future in done:
                 _raise(future.result())
     except BrokenProcessPool as error:
-        raise ChildProcessError("a worker process was killed, possibly out of memory: use fewer workers") from error
+        raise ChildProcessError("a worker process was killed, possibly out of memory; use fewer workers") from error
     finally:
         for process in started if running else ():
             process.kill()
@@ -101,7 +101,7 @@ def _begin_worker(steps: SimpleQueue[Step]) -> None:
 
 
 def _work(job: bytes, task: bytes) -> bytes:
-    """Run a task in a worker process; send each finished file, and the progress at intervals, to the parent."""
+    """Run a task in a worker process; send each finished file and, at regular intervals, the progress to the parent."""
     reported_at = time.monotonic()
     try:
         with closing(_loads(job).run(pickle.loads(task))) as steps:
@@ -126,7 +126,7 @@ _loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts 
 
 
 def _portable(error: Exception) -> Exception:
-    """Return a picklable error with its traceback as a note: the error itself, or else a RuntimeError."""
+    """Return a picklable error with its traceback as a note: the error itself if possible, else a RuntimeError."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -148,7 +148,8 @@ def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Ste
     """Run the tasks as a Ray Data pipeline.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
-    this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts one.
+    this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts a new
+    one.
 
     Ray tasks read the shards into rows, one per part with its raw records, and a pool of actors writes each row to a
     file. Ray balances the actors, throttles readers while rows are queued, and repeats the work of a machine that dies.

@@ -1,4 +1,4 @@
-"""``write_sequences``: preprocess shards into a folder of ready sequences; a later run completes an earlier one."""
+"""``write_sequences``: preprocess shards into a folder of sequences; a later run completes an earlier one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Output:
-    """Finished file of ready sequences.
+    """Finished file of preprocessed sequences.
 
     Args:
         source: path or name of its input.
@@ -142,12 +142,12 @@ def write_sequences(
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
 ) -> Summary:
-    """Preprocess shards into Parquet files of ready sequences: one file for each 64 MiB part of a shard.
+    """Preprocess shards into Parquet files of sequences: one file for each 64 MiB part of a shard.
 
     Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
     if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
     files, only the name and number of records are compared. The engine, number of workers and interruptions do not
-    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file keeps other runs out of it.
+    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file locks out other runs.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.
@@ -161,7 +161,7 @@ def write_sequences(
         max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until a worker
             has read that many, the fraction is also checked at the end of each part. Ten records may always be skipped.
         patches: whether to store pixels.
-        overwrite: whether to replace outputs made from other inputs or with other settings, or to raise an error.
+        overwrite: whether to replace outputs made from other inputs or with other settings, instead of failing.
         max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
 
@@ -226,7 +226,7 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
 
 
 def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
-    """Return the shards of a manifest that are the file of a task, but split into a different number of slices."""
+    """Return the manifest's shards whose file is that of a task, but was split into a different number of slices."""
     others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
     files = {_unsliced(name)[0] for name in others}
     sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices

@@ -1,4 +1,4 @@
-"""Manifest of a folder of ready sequences: files, rows and settings, written by each run and checked by loaders."""
+"""Manifest of a folder of sequences: its files, rows and settings; runs write it and loaders check it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Manifest:
                 f"{path}: got an invalid manifest ({error!r}), want the manifest of a run"
             ) from error
         if got != _VERSION:
-            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}: write the folder again")
+            raise InvalidInputError(f"{path}: version: got {got}, want {_VERSION}; write the folder again")
         return manifest
 
     def save(self) -> None:
@@ -134,7 +134,7 @@ class Manifest:
         return [path for path in self.folder.glob("*.parquet") if self._part_of(path.stem)[0] in names] if names else []
 
     def remove_strays(self) -> None:
-        """Remove outputs of these shards that are not listed: earlier runs made them from other inputs."""
+        """Remove outputs of these shards that the manifest does not list: earlier runs made them from other inputs."""
         listed = {file.name for shard in self.shards.values() for file in shard.files.values()}
         for path in self.folder.glob("*.parquet"):
             if path.name not in listed and self.owns(path.name):
@@ -227,7 +227,7 @@ def _versions() -> dict[str, str]:
 def sequence_shards(
     folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
 ) -> list[SequenceShard]:
-    """Open a folder of ready sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
+    """Open a folder of sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
 
     The folder is listed once; rows and settings of a file are checked when the file is read.
 
@@ -255,7 +255,7 @@ def sequence_shards(
     for name, shard in sorted(manifest.shards.items()):
         if not shard.complete:
             got = f"{len(shard.files)} of {'an unknown number of' if shard.parts is None else shard.parts} parts"
-            raise InvalidInputError(f"{path}: {name}: got {got}, want all: run mmpos preprocess again to finish them")
+            raise InvalidInputError(f"{path}: {name}: got {got}, want all; run mmpos preprocess again to finish them")
         for part in range(len(shard.files)):
             file = shard.files[part]
             if file.name not in names:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PART_BYTES = 64 * 2**20
-"""Bytes of texts and undecoded images after which a part ends; the record that reaches this size is its last."""
+"""Bytes of texts and undecoded images after which a part ends; the record that reaches this size is the part's last."""
 
 
 @dataclass(frozen=True)

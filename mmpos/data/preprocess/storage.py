@@ -1,4 +1,4 @@
-"""Write examples to Parquet files of ready sequences, and read them back unchanged."""
+"""Write examples to Parquet files of preprocessed sequences, and read them back unchanged."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class SequenceWriter:
         facts: JSON-compatible values for the footer; SequenceShard.facts returns them.
 
     Raises:
-        OSError: the file cannot be written, now or in a later call; the error names it.
+        OSError: the file cannot be written, now or in a later call; the error names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -221,7 +221,7 @@ class _HashedFile:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """Entry of a file in a manifest.
+    """A file's entry in a manifest.
 
     Args:
         manifest: path of the manifest.
@@ -252,7 +252,7 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Parquet file of ready sequences.
+    """Parquet file of preprocessed sequences.
 
     Args:
         path: path or URL of the file.
@@ -266,7 +266,7 @@ class SequenceShard:
 
     @property
     def facts(self) -> Facts:
-        """Facts that its writer stored."""
+        """Facts that the file's writer stored."""
         with self._open() as file:
             return self._footer(file)["facts"]
 
@@ -300,8 +300,8 @@ class SequenceShard:
             start: index of the first example; row groups before it are not read.
 
         Raises:
-            InvalidInputError: the file does not contain ready sequences, has another version or other axes, or is
-                damaged.
+            InvalidInputError: the file does not contain preprocessed sequences, has another version or other axes, or
+                is damaged.
         """
         for _, example in self._rows(start, 1):
             if isinstance(example, RecordError):
@@ -352,17 +352,20 @@ class SequenceShard:
         try:
             return open_parquet(store_path("path", self.path), page_checksum_verification=True)
         except pa.ArrowException as error:
-            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), want ready sequences") from error
+            want = "want preprocessed sequences"
+            raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), {want}") from error
 
     def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         if stored is None:
-            raise InvalidInputError(f"{self.path}: got a Parquet file without mmpos metadata, want ready sequences")
+            raise InvalidInputError(
+                f"{self.path}: got a Parquet file without mmpos metadata, want preprocessed sequences"
+            )
         footer: _Footer = json.loads(stored)
         if footer["version"] != FORMAT_VERSION:
             got = footer["version"]
             raise InvalidInputError(
-                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}: write them again"
+                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}; write them again"
             )
         if self.axes is not None and footer["axes"] not in (None, self.axes):
             raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")

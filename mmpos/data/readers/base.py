@@ -86,7 +86,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read the records start, start + step, …, beginning at a mark at or before the first of them."""
+        """Read the records start, start + step, …, beginning at a mark at or before the first of these records."""
 
     def marks(self, size: int) -> Iterator[Mark]:
         """Yield a mark for the first record after every ``size`` bytes, if it can be found without parsing records."""

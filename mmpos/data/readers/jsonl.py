@@ -16,7 +16,7 @@ from mmpos.support.extras import needed_for
 __all__ = ["JsonlReader"]
 
 _COMPRESSED = (".gz", ".zst")
-_BLOCK = 2**20  # bytes read at once to count lines
+_BLOCK = 2**20  # bytes read at a time to count lines
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def split_shards(readers: Iterable[Reader], slice_bytes: int) -> list[Reader]:
 
     Args:
         readers: readers of whole shards.
-        slice_bytes: size of a slice, which ends after the record that reaches it; smaller files are not split.
+        slice_bytes: size of a slice, which ends after the record that reaches this size; smaller files are not split.
     """
     slice_bytes = integer("slice_bytes", slice_bytes, minimum=1)
     return [part for reader in readers for part in _slices(reader, slice_bytes)]

@@ -32,7 +32,7 @@ class ParquetReader(FileReader):
     """Reader of a Parquet file; a record is a row converted to Python objects.
 
     Row groups before the start are not read. Only a few rows of a row group, and the pages that contain them, are in
-    memory at a time. If a page is damaged, each row from there to the end of the row group becomes an error.
+    memory at a time. If a page is damaged, each row from that page to the end of the row group becomes an error.
 
     Args:
         path: path or URL of the file.
@@ -215,7 +215,7 @@ class DatasetReader:
     """Reader of a Dataset or an IterableDataset as one shard; images stay structs of bytes and path.
 
     Args:
-        dataset: the dataset; errors of its own code, such as a map function or a download, are raised unchanged.
+        dataset: the dataset; errors raised by its own code, such as a map function or a download, are raised unchanged.
         source: name of the dataset in error messages.
     """
 
@@ -227,7 +227,7 @@ class DatasetReader:
             raise InvalidInputError(f"dataset: got {type(self.dataset).__name__}, want a Dataset or an IterableDataset")
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; unlike a Dataset, an IterableDataset also reads the rows before and between them."""
+        """Read records; unlike a Dataset, an IterableDataset also reads the rows before and between these records."""
         start, step = stride(start, step)
         arrow = self.dataset.with_format("arrow")  # images stay undecoded
         if hasattr(arrow, "__len__"):

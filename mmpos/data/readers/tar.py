@@ -37,7 +37,8 @@ class TarReader(FileReader):
     A truncated or damaged archive is detected: an archive must end in two blocks of zeros followed only by zeros, and a
     compressed archive must also end in a valid checksum. Otherwise the current record, or the one after the last,
     becomes an error that names the byte in the unpacked archive, and the shard ends there. Two concatenated archives
-    also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter one.
+    also cause such an error. An archive whose bytes are all zeros from some record to the end looks like a shorter
+    archive.
 
     Members of skipped records are not read, unless the archive is compressed.
 

@@ -1,4 +1,4 @@
-"""Anatomy of the transformers that ``patch`` supports: where they rotate q and k, and what positions replace."""
+"""Anatomy of the transformers that ``patch`` supports: where they rotate q and k, and what the positions replace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Config readers for diffusers transformers: the scheme and the rotation of each class.
 
 ``test_diffusers_settings`` compares cos and sin with those of every class. Fields missing from a config.json have the
-defaults of the class.
+class's default values.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _axes_in_blocks(channels: tuple[int, ...], theta: float = 10000.0, pairing: 
 
 
 def _thirds(head_dim: int) -> tuple[int, int, int]:
-    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, and frames have the rest."""
+    """Split a head as Wan does: rows and columns have 2·⌊d/6⌋ channels each, and frames have the others."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
@@ -194,7 +194,7 @@ def _bria_fibo_2(config: TransformerConfig) -> Settings:
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:
-    """Read the config of ERNIE-Image; it repeats each angle, so paired channels j and j + d/2 have different angles."""
+    """Read the config of ERNIE-Image; angles are repeated, so channels j and j + d/2 of a pair differ in angle."""
     dims = config.integers("rope_axes_dim", (32, 48, 48))
     theta = config.number("rope_theta", 256.0)
     unrepeated = _axes_in_blocks(dims, theta)
@@ -482,7 +482,7 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "ZImageTransformer2DModel": _z_image,
     }
 )
-"""Supported classes, with the reader of their config."""
+"""Supported classes, each with its config reader."""
 
 _AUDIO = "it is an audio model with one id per frame from 0, which needs no scheme"
 _ABSOLUTE = "it adds sinusoidal or learned positions to its tokens and has no rotation"

@@ -21,17 +21,17 @@ def pack_latents(latents: Sequence[Tensor], patch_size: PatchSize, *, batch: boo
     """Arrange latents of mixed sizes as strips of patches in raster order, for a transformer that cuts patches itself.
 
     A transformer that cuts latents into patches and flattens them (Wan, HunyuanVideo, Lumina 2) produces the same
-    tokens from a strip, in the same order; positions supply their rows and columns.
+    tokens from a strip, in the same order; the positions supply each token's row and column.
 
     Args:
-        latents: (channels, height, width) or (channels, frames, height, width) each.
+        latents: tensors of shape (channels, height, width) or (channels, frames, height, width).
         patch_size: side of a patch, or its frames, height and width.
         batch: whether each strip is a row of the batch, padded with zeros on the right; by default, strips are
             concatenated into one row.
 
     Returns:
-        (1 or batch, channels, patch height, tokens · patch width), with the frames of a patch before its height if
-        latents have frames; a new tensor.
+        A new tensor of shape (1 or batch, channels, patch height, tokens · patch width); if latents have frames, the
+        patch's frames come before its height.
 
     Raises:
         InvalidInputError: there are no latents, their dimensions or channels differ, or a size is not a multiple of

@@ -1,7 +1,7 @@
 """patch and unpatch: a diffusers transformer that accepts a PositionTable for images of mixed sizes, padded or packed.
 
 All attention processors rotate q and k directly before attention. ``patch`` therefore replaces each processor's
-function by a copy whose globals contain an attention function that rotates by positions. Blocks receive the rows of a
+function with a copy whose globals contain an attention function that rotates by positions. Blocks receive the rows of a
 call as arguments, even with gradient checkpointing, and no module keeps state between calls.
 """
 
@@ -71,10 +71,10 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
     - one document per row, with its text and its images padded on the right to the longest text and images;
     - all documents packed into one row, first all texts, then all images; documents do not attend to each other.
 
-    If texts are used in cross-attention (Wan, LTX) or refined before they join (HunyuanVideo), encoder_hidden_states
-    has one row per document in both layouts. Each row has one timestep, but if tokens may have separate timesteps (Wan,
-    LTX), a packed row also accepts one timestep per document. A transformer that cuts patches itself accepts images of
-    mixed sizes from ``pack_latents``.
+    If texts are used in cross-attention (Wan, LTX) or refined before they join the images (HunyuanVideo),
+    encoder_hidden_states has one row per document in both layouts. Each row has one timestep, but if tokens may have
+    separate timesteps (Wan, LTX), a packed row also accepts one timestep per document. A transformer that cuts patches
+    itself accepts images of mixed sizes from ``pack_latents``.
 
     Call diffusers' ``enable_parallelism`` after ``patch``; every rank then takes the whole inputs and the whole table.
     A context-parallel rank that splits inputs itself passes the table's ``shard`` and the tokens at ``shard_indices``.
@@ -134,7 +134,7 @@ def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if settings.second_rotary is not None:
-        raise InvalidInputError("rotary: got a Rotary, want None: the two channels of a pair have different rotations")
+        raise InvalidInputError("rotary: got a Rotary, want None because the channels of a pair rotate differently")
     for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
@@ -226,7 +226,7 @@ def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kw
 def _after_rope(
     anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
 ) -> object:
-    """Replace the output of the rotary module, already split among ranks, by the rows of this rank's tokens."""
+    """Replace the output of the rotary module, already split among ranks, with the rows of this rank's tokens."""
     streams = _STREAMS.get()
     if streams is None:
         return None

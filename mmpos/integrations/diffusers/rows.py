@@ -29,7 +29,9 @@ TEXT, IMAGE = "encoder_hidden_states", "hidden_states"
 """Names of the token streams, which are also the names of their arguments."""
 
 Attention = Callable[..., Tensor]
-"""Function that takes q, k and v (batch, seq, heads, head_dim) and options such as attn_mask; returns this shape."""
+"""Function that takes q, k and v (batch, seq, heads, head_dim) and options such as attn_mask; its result has the shape
+of q.
+"""
 
 
 class PackedDocuments(NamedTuple):
@@ -209,8 +211,8 @@ class Streams:
         positions: table with one document per row, or with all documents in one row.
         rotaries: rotations of q and k; see Rows.
         batch: number of rows.
-        lengths: number of tokens per row of each stream; None uses the number of tokens in positions. A stream that is
-            missing here must have no tokens in positions.
+        lengths: number of tokens per row of each stream; None uses the number of tokens in positions. A stream that
+            this mapping omits must have no tokens in positions.
         text_mask: (documents, tokens) text mask for cross-attention, or None.
         device: device of q and k.
     """

@@ -1,4 +1,4 @@
-"""mmpos positions for the models and processors of Transformers.
+"""mmpos positions for Transformers models and processors.
 
 Shapes used throughout:
 

@@ -64,7 +64,7 @@ class CanvasRopeIndex:
             input_ids: (batch, seq); only the marker tokens are used.
             mm_token_type_ids: (batch, seq) 0 for text and markers, 1 for images, 2 for videos.
             target_sizes: (crops, 2) height and width, before merging, of the thumbnails and slices of images, in order;
-                sizes at the end without tokens are ignored.
+                trailing sizes without tokens are ignored.
             target_sizes_videos: (crops, 2) the same for video frames.
             downsample_mode: "16x" merges 4×4 patches and "4x" merges 2×2; None uses the mode in the config.
             attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.

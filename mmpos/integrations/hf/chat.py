@@ -47,7 +47,9 @@ def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[st
         return [(f"{kind}[{i}]", image) for i, image in enumerate(images)], None
     if not all(nested):
         i = nested.index(not nested[0])
-        raise InvalidInputError(f"{kind}[{i}]: got {type(images[i]).__name__}, want all {kind} in lists, or none")
+        raise InvalidInputError(
+            f"{kind}[{i}]: got {type(images[i]).__name__}, want all {kind} in lists, or none in lists"
+        )
     if texts is not None and len(images) != texts:
         raise InvalidInputError(f"{kind}: got {len(images)} lists, want {texts}, one per text")
     named = [(f"{kind}[{i}][{n}]", image) for i, each in enumerate(images) for n, image in enumerate(each)]
@@ -57,7 +59,7 @@ def flatten(kind: str, images: object, texts: int | None) -> tuple[list[tuple[st
 def process(
     named: list[tuple[str, Any]], images: ImageProcessor, temporal_patch_size: int | None, read_files: bool
 ) -> list[ProcessedImage]:
-    """Process each image; errors contain its name."""
+    """Process each image; errors contain the image's name."""
     processed = []
     for name, image in named:
         source = read_image(name, image, read_files) if isinstance(image, str) else image
@@ -84,9 +86,9 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
     got = f"{name}: got the text {text[:80]!r}"
     scheme, slashes, _ = text.partition("://")
     if slashes and scheme.lower() != "file":
-        raise InvalidInputError(f"{got}, a URL, which is never fetched, want the path of a file, {other}")
+        raise InvalidInputError(f"{got}, want the path of a file, {other}; URLs are never fetched")
     if not read_files:
-        raise InvalidInputError(f"{got}, want {other}: read_files=False forbids paths")
+        raise InvalidInputError(f"{got}, want {other}; read_files=False forbids paths")
     path = url2pathname(urlsplit(text).path) if slashes else text
     if not os.path.isfile(path):
         raise InvalidInputError(f"{got}, want the path of an existing file, {other}")
@@ -94,11 +96,11 @@ def local_path(name: str, text: str, read_files: bool, other: str) -> Path:
 
 
 FRAMES = "a list of frames, or an array of (frames, height, width, 3)"
-"""Description, in error messages, of videos that need no decoder."""
+"""Description of videos that need no decoder, for error messages."""
 
 
 class Frames:
-    """Frames of one video; the class distinguishes them from a list of videos.
+    """Frames of one video; this class distinguishes frames from a list of videos.
 
     This is not a dataclass, because Transformers converts dataclasses in a chat to mappings.
 
@@ -128,7 +130,7 @@ def is_chat(text: object) -> TypeGuard[Sequence[Any]]:
 
 
 def read_conversations(conversation: object, read_files: bool, *, videos: bool) -> Messages | list[Messages]:
-    """Copy one or more conversations, and replace text that refers to an image or video by bytes or a path.
+    """Copy one or more conversations, and replace each text that refers to an image or video with bytes or a path.
 
     Args:
         conversation: in the format of Transformers or of the OpenAI API.
@@ -149,10 +151,10 @@ def read_conversations(conversation: object, read_files: bool, *, videos: bool) 
 
 
 def separate_images(conversation: Sequence[Any], images: object) -> list[object]:
-    """Return images that were passed separately from a chat as a list; for several chats, as one list per chat.
+    """Return a list of the images that were passed separately from a chat; for several chats, one such list per chat.
 
     Raises:
-        InvalidInputError: the chats already contain images, or there is not one list of images per chat.
+        InvalidInputError: the chats already contain images, or images does not contain one list per chat.
     """
     is_single = isinstance(conversation[0], Mapping)
     chats = [conversation] if is_single else conversation

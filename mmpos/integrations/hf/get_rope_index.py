@@ -95,7 +95,7 @@ class RopeIndex:
         Args:
             input_ids: (batch, seq); only the shape, dtype and device are used.
             mm_token_type_ids: (batch, seq) 0 for text, 1 for images, 2 for videos.
-            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
+            image_grid_thw: (images, 3) frames, height, width before merging; trailing grids without tokens are
                 ignored.
             video_grid_thw: (videos, 3) the same for videos.
             attention_mask: (batch, seq); tokens whose mask is 0 are not counted and have the id 0.
@@ -178,7 +178,7 @@ class TimedRopeIndex(RopeIndex):
 
 
 def _intervals(seconds: Tensor | Sequence[float | Tensor] | None, rate: int, videos: int) -> Tensor:
-    """Return the (videos,) distance between frames in ids, with the dtype in which Transformers computes it."""
+    """Return the (videos,) distances in ids between frames, with the dtype in which Transformers computes them."""
     if seconds is None:
         return torch.full((videos,), rate)
     if isinstance(seconds, Tensor):
@@ -260,7 +260,7 @@ Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | Generatin
 
 @dataclass(frozen=True, eq=False)
 class _FrameTimes(MRopeTransformers):
-    """M-RoPE of Transformers with precomputed frame ids, because their rounding depends on the float dtype.
+    """Transformers' M-RoPE with precomputed frame ids, because their rounding depends on the float dtype.
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.
@@ -280,7 +280,7 @@ class _FrameTimes(MRopeTransformers):
 
 @dataclass(frozen=True)
 class _Still(MRopeTransformers):
-    """M-RoPE of Transformers that places all frames of a grid at the time of its first frame."""
+    """Transformers' M-RoPE, but with all frames of a grid at the time of the grid's first frame."""
 
     by_shape = True
 
@@ -294,15 +294,16 @@ _STILL = _Still()
 def rope_index(config: object) -> Function:
     """Return a replacement for ``get_rope_index`` of a Transformers model, based on its config.
 
-    The ids and deltas that it returns equal those of the method bit for bit, in the same dtype and on the same device.
-    It also supports valid input for which the method fails: adjacent images or frames without text between them.
+    The ids and deltas that the replacement returns equal those of the method bit for bit, in the same dtype and on the
+    same device. The replacement also supports valid input for which the method fails: adjacent images or frames without
+    text between them.
 
     Args:
         config: the complete config object of a model, the contents of its config.json as a mapping, or the path of that
             file or its folder.
 
     Returns:
-        A function with the parameters of the method, without self. It holds no reference to the model and no state.
+        A function with the method's parameters, except self. It holds no reference to the model and no state.
 
     Raises:
         UnsupportedError: mmpos has no such function for the model type.
@@ -354,7 +355,7 @@ def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
 
 
 def install(model: Model) -> Model:
-    """Replace ``get_rope_index`` of a model, and of every model inside it, by a function from ``rope_index``.
+    """Replace ``get_rope_index`` on a model, and on every model inside it, with a function from ``rope_index``.
 
     The function is set on the instances, not on their classes. Copies and pickles of the model keep the function.
     Repeated calls are allowed.
@@ -366,8 +367,8 @@ def install(model: Model) -> Model:
         The model itself.
 
     Raises:
-        UnsupportedError: no model inside has the method, rope_index does not support the type of one of them, or
-            another function is already set on an instance. In these cases, nothing is changed.
+        UnsupportedError: no model inside has ``get_rope_index``, ``rope_index`` does not support the type of one of the
+            models, or another function is already set on an instance. In these cases, nothing is changed.
     """
     modules = [module for module in model.modules() if callable(getattr(type(module), _METHOD, None))]
     if not modules:
@@ -385,7 +386,7 @@ def install(model: Model) -> Model:
 
 
 def uninstall(model: Model) -> Model:
-    """Remove the functions that ``install`` set; leave a model without them unchanged.
+    """Remove the functions that ``install`` set; a model without such functions is left unchanged.
 
     Args:
         model: as for install.

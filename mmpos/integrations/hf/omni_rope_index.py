@@ -58,7 +58,7 @@ class OmniRopeIndex:
         audio_start_token_id: token id of the marker before audio; in a video with audio, it follows the video marker.
         tokens_per_chunk: ids per chunk in Qwen2.5-Omni; the frames of a chunk come before its audio. None for
             Qwen3-Omni.
-        audio_chunk: number of audio frames that the encoder of Qwen3-Omni processes at once; None for Qwen2.5-Omni.
+        audio_chunk: number of audio frames per chunk of the Qwen3-Omni encoder; None for Qwen2.5-Omni.
     """
 
     placeholders: Placeholders
@@ -83,14 +83,14 @@ class OmniRopeIndex:
 
         Args:
             input_ids: (batch, seq). If it is None or there are no grids, the tokens in the mask are counted instead.
-            image_grid_thw: (images, 3) frames, height, width before merging; grids at the end without tokens are
+            image_grid_thw: (images, 3) frames, height, width before merging; trailing grids without tokens are
                 ignored. If it is None, placeholders without a marker before them are treated as text.
             video_grid_thw: (videos, 3) the same for videos.
             attention_mask: (batch, seq); tokens whose mask is not 1 are not counted and have the padding id.
             use_audio_in_video: whether a video's audio may be interleaved with its frames.
-            audio_seqlens: (audios,) number of frames in each audio before the encoder, to be compared with the tokens;
-                or None. ``ModelSettings.audio_tokens`` converts frames to tokens.
-            second_per_grids: (videos,) seconds between frames, multiplied in float32.
+            audio_seqlens: (audios,) number of frames of each audio at the encoder's input, compared with the number of
+                audio tokens; None to skip the comparison. ``ModelSettings.audio_tokens`` converts frames to tokens.
+            second_per_grids: (videos,) seconds between frames; all times are computed in float32.
 
         Returns:
             (3, batch, seq) position ids and (batch, 1) deltas. A delta is the highest id plus one, minus the number of
@@ -183,7 +183,7 @@ def _compute(
 
 
 def _check_audio(segments: SegmentTable, frames: IntArray, audio_chunk: int | None) -> None:
-    """Compare the audio tokens, in clips and alone, with the frames that the caller gives to the encoder."""
+    """Compare the numbers of audio tokens, in clips and alone, with the numbers of frames passed to the encoder."""
     lengths = audio_tokens("audio_seqlens", frames, audio_chunk)
     audios = np.flatnonzero(lengths > 0)
     tokens = np.where(segments.kind == AUDIO, segments.lengths, 0)
@@ -207,7 +207,7 @@ def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
     types = tokens.types.ravel()
     at = np.flatnonzero(types == kind)
     if not at.size or (types[at[at > 0] - 1] >= _VISION_START).any():
-        return tokens  # segments() refuses these placeholders
+        return tokens  # segments() rejects these placeholders
     return replace(tokens, types=np.where(tokens.types == kind, 0, tokens.types))
 
 
@@ -244,7 +244,7 @@ Floats = npt.NDArray[np.float32]
 _TEXT, _MARKERS, _CONTENT, _LAST, _AFTER, _LAST_AFTER, _NEXT = range(7)
 """Columns of ``_Contents._sums``: the first id of the text before a content, the first id of its start markers, the
 first and the highest id of its tokens, the first and the last id of its end markers, and the first id of the text after
-it. Each is the previous one plus a number, summed in float32."""
+it. Each column is the previous column plus an increment, summed in float32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +252,7 @@ class _Contents:
     """Images, videos, audio and videos with audio in a packed batch, in token order.
 
     Args:
-        document: (contents,) index of the document that contains it.
+        document: (contents,) index of the document that contains each content.
         first: (contents,) index in the batch of the first token after the start markers.
         markers: (contents,) number of start markers, which equals the number of end markers.
         frames: (contents,) number of frames, 0 for audio.
@@ -363,7 +363,7 @@ class _Contents:
 
 
 def _since_first(lengths: IntArray, owner: IntArray) -> IntArray:
-    """Sum the lengths from the first entry of an owner to each entry of that owner; owners ascend."""
+    """Sum the lengths from an owner's first entry to each of its entries; the owners are in ascending order."""
     before = lengths.cumsum() - lengths
     return np.asarray(before - before[np.searchsorted(owner, owner)])
 

@@ -46,14 +46,14 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation: Implementation = "auto") -> Model:
     """Add the argument ``mm_position_ids`` to ``forward`` and ``generate`` of a Llama-like model.
 
-    Without this argument, the outputs of the model stay bit-identical. With it, every layer uses ``rotary`` to rotate q
+    Without this argument, the model's outputs stay bit-identical. With it, every layer uses ``rotary`` to rotate q
     and k by these positions, and ``position_ids`` affects only masks. Weights and everything else stay unchanged.
 
     Args:
         model: a PreTrainedModel with or without a head; changed in place.
         rotary: a Rotary with the head_dim, rotary_dim, pairing and attention factor of the model. Models whose layer
             types have different rotations (Gemma 3) require a mapping from each layer type to a Rotary.
-        implementation: "reference" passes cos and sin to the model's own function; "triton" replaces this function by
+        implementation: "reference" passes cos and sin to the model's own function; "triton" replaces this function with
             ``mmpos.rotary.apply_rotary``; "auto" selects "triton" for CUDA tensors if triton is installed and supports
             the attention modules, else "reference".
 
@@ -140,7 +140,7 @@ def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary]
 
 
 class Rotations:
-    """Rotations that a call passes to the attentions: per layer type, either cos and sin or positions and a Rotary."""
+    """Rotations for attention modules: for each layer type, either cos and sin or positions and a Rotary."""
 
     def __init__(self, pairs: Mapping[str | None, tuple[Any, Any]]) -> None:
         self.pairs = pairs
@@ -148,7 +148,7 @@ class Rotations:
 
 
 class ModelHook:
-    """Forward pre-hook of the model below the head; it replaces positions in the arguments by rotations for the layers.
+    """Forward pre-hook of the model below the head; it replaces positions in the arguments with the layers' rotations.
 
     Args:
         rotaries: a Rotary for each layer type; the key None means all layers.
@@ -188,7 +188,7 @@ class ModelHook:
 
 
 class AttentionHook:
-    """Forward pre-hook of an attention module; it replaces the model's own cos and sin by the rotations of the call."""
+    """Forward pre-hook of an attention module; it replaces the model's own cos and sin with the call's rotations."""
 
     def __init__(self, layer_type: str | None) -> None:
         self.layer_type = layer_type
@@ -223,7 +223,7 @@ def _check_reached(base: nn.Module, args: tuple[object, ...], kwargs: Arguments,
 
 
 class FusedForward:
-    """Forward of an attention's class with an ``apply_rotary_pos_emb`` that also takes positions and a Rotary.
+    """The ``forward`` of an attention class, with an ``apply_rotary_pos_emb`` that also accepts positions and a Rotary.
 
     It runs the same code with a copy of the globals, so no other model is affected.
 
@@ -252,7 +252,7 @@ class FusedForward:
 
 
 def _with_positions(original: Callable[..., object], implementation: Implementation) -> Callable[..., object]:
-    """Wrap a model's ``apply_rotary_pos_emb`` so that it rotates by positions if it receives them instead of cos."""
+    """Wrap a model's ``apply_rotary_pos_emb`` so that it also rotates by positions, passed instead of cos."""
 
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor | DevicePositions, sin: Tensor | Rotary, *args: object, **kwargs: object

@@ -85,7 +85,8 @@ def separating_arguments(
 ) -> dict[str, object]:
     """Return arguments that make Transformers separate the documents of a packed row.
 
-    Its masks detect documents by ``position_ids`` that restart at 0, but only if there is no cache and no other mask.
+    When Transformers builds masks, it detects documents by ``position_ids`` that restart at 0, but only if there is no
+    cache and no other mask.
 
     Args:
         ids: positions; a table contains the document boundaries, but DevicePositions only show whether there are
@@ -124,8 +125,8 @@ def _check_boundaries(arguments: Mapping[str, object]) -> None:
     unseparated = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     if unseparated and arguments.get("position_ids") is None and not _caches(arguments):
         raise InvalidInputError(
-            "mm_position_ids: got DevicePositions of several documents, which have no boundaries, "
-            "want position_ids that restart with each document in addition, or the PositionTable"
+            "mm_position_ids: got DevicePositions of several documents, which contain no boundaries, "
+            "want position_ids that restart at each document as well, or the PositionTable instead"
         )
 
 
@@ -141,7 +142,7 @@ def _restarts(table: PositionTable, tokens: Tensor, arguments: Mapping[str, obje
     if mask is not None:
         return {}
     if arguments.get("use_cache"):
-        raise UnsupportedError("use_cache: got True for packed documents, want False: a cache does not separate them")
+        raise UnsupportedError("use_cache: got True for packed documents, want False; a cache does not separate them")
     if arguments.get("position_ids") is not None:
         return {"use_cache": False}
     first = torch.from_numpy(table.cu_seqlens[:-1].repeat(table.lengths)).to(tokens.device, torch.int64)
@@ -165,7 +166,7 @@ def _check_table(ids: DevicePositions, tokens: Tensor, axes: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Ids of prompts and of the tokens after them. This is not a tensor, so ``generate`` passes it on unchanged.
+    """Ids of prompts and of the tokens after them. A Prompt is not a tensor, so ``generate`` passes it on unchanged.
 
     Args:
         ids: (axes, batch, seq) ids, starting at the first token in the cache.
@@ -226,7 +227,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
     if len(lengths) != batch or (lengths != lengths[0]).any():
         raise InvalidInputError(
             f"mm_position_ids: got {counted(len(lengths), 'document')} of {lengths.tolist()} tokens, "
-            f'want {batch} of one length: pad the table with side="left"'
+            f'want {batch} of one length; pad the table with side="left"'
         )
     last = table.cu_seqlens[1:][nonempty] - 1
     ends_padded = table.is_padding[np.searchsorted(table.offset, last, side="right") - 1]
@@ -234,7 +235,7 @@ def _from_table(table: PositionTable, batch: int, device: torch.device) -> tuple
         row = int(ends_padded.argmax())
         raise InvalidInputError(
             f"mm_position_ids: got padding after prompt {row}, want it before the prompt, because generation "
-            'continues from the last token: pad the table with side="left"'
+            'continues from the last token; pad the table with side="left"'
         )
     ids = torch.from_numpy(table.dense().reshape(table.axes, batch, -1))
     return ids.to(device), torch.from_numpy(table.next_positions[nonempty]).to(device)

@@ -48,15 +48,15 @@ _NOT_TENSORS = [
     "positions",
     "offset_mapping",
     "video_metadata",
-]  # accessed per token; tensors would be too slow
+]  # accessed token by token; tensors would be too slow
 
 
 class MMPosProcessor(ProcessorMixin):
     """Transformers processor that returns positions with the tokens. It is saved and loaded like any other processor.
 
     In text, the patch marker is the placeholder for an image, and ``video_token`` is the placeholder for a video; each
-    is replaced by the tokens of its image or video. Chats contain their images and require a chat template that writes
-    placeholders.
+    is replaced with the tokens of its image or video. Chats contain their images and require a chat template that
+    writes placeholders.
 
     Args:
         tokenizer: tokenizer from Transformers.
@@ -68,9 +68,9 @@ class MMPosProcessor(ProcessorMixin):
         temporal_patch_size: None returns ``patches``, uint8 for the model to normalise; a number of frames per patch
             returns ``pixel_values``, as the vision encoders in Transformers expect.
         chat_template: Jinja template; None uses the tokenizer's template.
-        return_positions: whether calls return positions in addition to the keys of Transformers, unless a call sets the
+        return_positions: whether calls return positions in addition to Transformers' keys, unless a call sets the
             option of the same name. With False, ``model.generate(**batch)`` of a Transformers model accepts the batch.
-        read_files: whether text may be the path of a file; use False for chats from untrusted users.
+        read_files: whether a string may be a file path; use False for chats from untrusted users.
         video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
         video_token: placeholder for a video and for each of its patches, as text or token id.
         timestamp: format string, with the field ``seconds``, of the text before each grid of frames, as in Qwen3-VL;
@@ -168,8 +168,8 @@ class MMPosProcessor(ProcessorMixin):
             config: config of the model, or the path of its config.json or its folder; see ``mmpos.from_hf_config``.
             tokenizer: tokenizer of the model; None loads it from the folder.
             images: None reads preprocessor_config.json in the folder.
-            video_processor: None loads a supported one from the folder; if there is none, videos are refused. For
-                Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
+            video_processor: None loads a supported video processor from the folder; if the folder has none, videos are
+                refused. For Qwen-VL models, preprocessor_config.json is sufficient, as in Transformers.
             settings: other arguments of the processor, such as ``return_positions=True`` or ``chat_template``.
 
         Raises:
@@ -204,7 +204,7 @@ class MMPosProcessor(ProcessorMixin):
         if video_processor is not None:
             if not takes_videos:
                 raise UnsupportedError(
-                    f"video_processor: got one for {model.model_type!r}, want None: its videos are not supported"
+                    f"video_processor: got one for {model.model_type!r}, want None; its videos are unsupported"
                 )
             arguments["video_processor"] = video_processor
             arguments["video_token"] = model.placeholders.video
@@ -224,7 +224,7 @@ class MMPosProcessor(ProcessorMixin):
 
     @property
     def image_processor(self) -> ImagesOfProcessor:
-        """Image processor with the interface of Transformers, whose limits can be changed by assignment."""
+        """Image processor with Transformers' interface; its limits can be changed by assignment."""
         return ImagesOfProcessor(self._images, self.temporal_patch_size, self.read_files, self._assigned)
 
     @property
@@ -281,8 +281,8 @@ class MMPosProcessor(ProcessorMixin):
                 ``mmpos.integrations.hf.texts.TextOptions``; for images, ``min_pixels``, ``max_pixels``, ``max_tokens``,
                 ``size``, ``do_rescale``, ``rescale_factor``, ``do_normalize``, ``image_mean`` and ``image_std``, which
                 can also be passed in ``images_kwargs``; for videos, the options of the video_processor, which can also
-                be passed in ``videos_kwargs``. An option that exists for images and for videos applies to both, and is
-                refused if images do not support it.
+                be passed in ``videos_kwargs``. An option that exists for both images and videos applies to both, and is
+                refused if it is not supported for images.
 
         Returns:
             A BatchFeature of new arrays: (batch, seq) ``input_ids``, ``attention_mask`` and ``mm_token_type_ids`` (1
@@ -305,7 +305,9 @@ class MMPosProcessor(ProcessorMixin):
         if is_chat(text):
             return self._process_chat(text, images, videos, arguments)
         if text_options.add_generation_prompt:
-            raise InvalidInputError("add_generation_prompt: got True with text, want a chat, whose template writes it")
+            raise InvalidInputError(
+                "add_generation_prompt: got True with text, want a chat, whose template writes the prompt"
+            )
         texts = _texts(text, images, videos)
         count = None if texts is None else len(texts)
         pixels: dict[str, Any] = {}
@@ -318,12 +320,12 @@ class MMPosProcessor(ProcessorMixin):
 
     def _check_media(self, videos: object, audio: object) -> None:
         if audio is not None:
-            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None: audio is not supported")
+            raise UnsupportedError(f"audio: got {type(audio).__name__}, want None; audio is not supported")
         if videos is not None and self._videos is None:
             raise UnsupportedError("videos requires a processor with video_processor and video_token")
 
     def _process_chat(self, chat: object, images: object, videos: object, arguments: dict[str, Any]) -> Any:
-        """Return the batch for a chat passed as text."""
+        """Return the batch for a chat passed as ``text``."""
         if videos is not None:
             raise InvalidInputError("videos cannot be combined with a chat: pass them in its blocks of type 'video'")
         prompt = arguments.pop("add_generation_prompt", False)
@@ -332,16 +334,16 @@ class MMPosProcessor(ProcessorMixin):
             chat, tokenize=True, return_dict=True, add_generation_prompt=prompt, processor_kwargs=arguments
         )
 
-    def apply_chat_template(  # type: ignore[override]  # other arguments only by name, to find them in kwargs
+    def apply_chat_template(  # type: ignore[override]  # the others are keyword-only, to find them in kwargs
         self, conversation: object, chat_template: str | None = None, **kwargs: Any
     ) -> Any:
         """Render one or more chats as text, or as a batch with ``tokenize=True, return_dict=True``.
 
-        This method takes the arguments of Transformers by name, but differs from it in four ways. Images and videos are
-        passed as objects, bytes, paths or base64, and are never fetched. Audio is refused. The tokenizer adds no
-        special tokens, because templates write them. Special tokens and placeholders that users spell out remain text,
-        unless ``sanitize_control_tokens=False`` is passed or the mask of the assistant's tokens is requested, because
-        Transformers cannot combine that mask with sanitizing.
+        This method takes the arguments of Transformers' method by name, but differs from that method in four ways.
+        Images and videos are passed as objects, bytes, paths or base64, and are never fetched. Audio is refused. The
+        tokenizer adds no special tokens, because templates write them. Special tokens and placeholders that users spell
+        out remain text, unless ``sanitize_control_tokens=False`` is passed or the mask of the assistant's tokens is
+        requested, because Transformers cannot combine that mask with sanitizing.
 
         Raises:
             InvalidInputError: as for a call; the message contains the index of the content block.
@@ -641,7 +643,7 @@ def video_processor_of(source: Any) -> VideoProcessor:
     """Return a Transformers video processor unchanged, or create one from its JSON fields.
 
     Raises:
-        InvalidInputError: the source has another type, or does not name a video processor of Transformers.
+        InvalidInputError: the source has another type, or does not name a Transformers video processor.
     """
     processor = source
     if isinstance(source, Mapping):

@@ -1,4 +1,4 @@
-"""Options for calls to a processor, and the expansion of placeholders to the tokens of images and videos."""
+"""Options for calls to a processor, and the expansion of placeholders into image and video tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ FIXED_OPTIONS: Mapping[str, object] = MappingProxyType(
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size")),
     }
 )
-"""Image options of Transformers, each with the only value accepted here; the last three must equal the processor's."""
+"""Transformers' image options, each with the only value accepted here; the last three must equal the processor's
+settings.
+"""
 
 
 def sort_options(
@@ -115,15 +117,15 @@ class TextOptions:
         padding: True or "longest", "max_length", or False.
         padding_side: "left" or "right"; None uses the tokenizer's side.
         pad_to_multiple_of: the length of padded rows is rounded up to a multiple of this number.
-        truncation: whether to truncate rows to max_length, on the tokenizer's side. Special tokens added by the
-            tokenizer are kept, and images are never cut. None means True if max_length is set and padding is False.
-        max_length: number of tokens to which rows are truncated or padded; None uses model_max_length of the tokenizer;
+        truncation: whether to truncate rows to max_length, on the side set in the tokenizer. Special tokens added by
+            the tokenizer are kept, and images are never cut. None means True if max_length is set and padding is False.
+        max_length: number of tokens to which rows are truncated or padded; None uses the tokenizer's model_max_length;
             if that is not set either, rows are neither truncated nor padded to a maximum length.
         add_special_tokens: whether the tokenizer adds special tokens around each text; chat templates write their own.
         sanitize_control_tokens: whether user text has been marked; ``apply_chat_template`` sets this option when it
             marks user text.
         return_mm_token_type_ids: whether to return token types: text, image or video.
-        return_positions: whether to return positions in addition to the keys of Transformers; None uses the processor's
+        return_positions: whether to return positions in addition to Transformers' keys; None uses the processor's
             setting.
         return_offsets_mapping: whether to return each token's range of characters in the text; the tokens of an image
             have the range of its placeholder.
@@ -184,7 +186,7 @@ class TextOptions:
             return_attention_mask=False,
             return_offsets_mapping=self.return_offsets_mapping,
             return_special_tokens_mask=truncates,
-            verbose=not truncates,  # would warn about texts longer than the model's limit
+            verbose=not truncates,  # otherwise warns about texts longer than the model's limit
             **marked,
         )
         if self.return_offsets_mapping and "offset_mapping" not in encoded:
@@ -205,7 +207,7 @@ class TextOptions:
         return self._max_length(tokenizer) if truncates else None
 
     def _max_length(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
-        """Return max_length, or model_max_length of the tokenizer; None if neither is set."""
+        """Return max_length, or the tokenizer's model_max_length; None if neither is set."""
         length = tokenizer.model_max_length if self.max_length is None else self.max_length
         return int(length) if length <= INT32_MAX else None
 
@@ -239,7 +241,7 @@ class VideoTokens:
     """Tokens of the videos in a batch.
 
     Args:
-        token_id: token id of the placeholder for a video, and for each of its patches.
+        token_id: token id of the placeholder for a video, and of each video patch.
         grid_thw: (grids, 3) frames, height and width after merging; one grid per video, or one per frame.
         per_row: (rows,) number of videos passed for each row; None if they are passed as one list for all rows.
         unexpanded: token ids of each video, with one placeholder per grid.
@@ -261,8 +263,8 @@ class TextRows:
         input_ids: (tokens,) token ids of all rows.
         lengths: (rows,) number of tokens in each row.
         source: (tokens,) index, before expansion, of the token from which each token was expanded.
-        first: (images,) first token of each image, including a start marker.
-        stop: (images,) one past the last token of each image, including an end marker.
+        first: (images,) first token of each image, counting its start marker.
+        stop: (images,) one past the last token of each image, counting its end marker.
         document: (images,) row of each image.
         grid_thw: (images, 3) frames, height and width after merging.
         markers: marker tokens inserted around and inside images.
@@ -300,8 +302,8 @@ class TextRows:
             added: (rows, 2) number of tokens to keep at the start and at the end of each row.
 
         Raises:
-            InvalidInputError: an image token would be removed although the pixels remain, or more than ``length``
-                tokens must be kept.
+            InvalidInputError: an image token would be removed although the image's pixels remain, or more than
+                ``length`` tokens must be kept.
         """
         is_long = self.lengths > length
         least = int((added.sum(axis=1) * is_long).max())
@@ -319,7 +321,7 @@ class TextRows:
             row = int(self.document[i])
             raise InvalidInputError(
                 f"max_length: got {length}, which removes tokens of image {i} from text[{row}] of {self.lengths[row]} "
-                "tokens, want more, or truncation=False"
+                "tokens, want a larger value or truncation=False"
             )
         token = np.arange(self.input_ids.size)
         kept = (token < begin.repeat(self.lengths)) | (token >= end.repeat(self.lengths))
@@ -335,7 +337,7 @@ class TextRows:
 
 
 def added_tokens(encoded: BatchEncoding) -> IntArray:
-    """Count the special tokens that a tokenizer added before and after each text, (rows, 2)."""
+    """Return (rows, 2) counts of the special tokens that a tokenizer added before and after each text."""
     runs = [
         (mask.index(0), mask[::-1].index(0)) if 0 in mask else (len(mask), 0)
         for mask in encoded.get("special_tokens_mask", [[0]] * len(encoded["input_ids"]))
@@ -350,7 +352,7 @@ def expand(
     markers: MarkerIds,
     videos: VideoTokens | None = None,
 ) -> TextRows:
-    """Replace each placeholder by the tokens of its image or video.
+    """Replace each placeholder with the tokens of its image or video.
 
     Args:
         texts: token ids of each row, with one placeholder per image and per video.
@@ -417,7 +419,7 @@ def _merge_grids(
 
 
 def _insert_videos(ids: IntArray, row: IntArray, rows: int, videos: VideoTokens) -> tuple[IntArray, IntArray]:
-    """Replace the placeholder of each video by its unexpanded tokens; return all ids and the source of each id."""
+    """Replace the placeholder of each video with its unexpanded tokens; return all ids and the source of each id."""
     at = ids == videos.token_id
     _check_counts("video", row[at], rows, len(videos.unexpanded), videos.per_row)
     counts = np.ones(ids.size, np.int64)

@@ -108,7 +108,7 @@ class TokenTypes:
     """Token types of a batch.
 
     Args:
-        types: (batch, seq) types, 0 for padding; or, if the mask has holes, the (tokens,) types that it keeps.
+        types: (batch, seq) types, 0 for padding; or, if the mask has holes, the (tokens,) types that the mask keeps.
         videos: whether there are types above IMAGE.
         real: (batch, seq) mask, flattened to (batch · seq,) if it has holes; None if it keeps every token.
         cu_seqlens: (batch + 1,) first token of each row, then the total, if the types are packed; else None.
@@ -144,7 +144,7 @@ class TokenTypes:
     def used(
         self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
     ) -> IntArray | None:
-        """Merge the grids of one kind, and drop grids at the end without tokens.
+        """Merge the grids of one kind, and drop trailing grids without tokens.
 
         With ``frames_apart``, a video becomes one grid per frame, and no grid if it has 0 frames.
         """
@@ -239,7 +239,7 @@ def merge_grids(
 ) -> IntArray | None:
     """Divide (grids, sizes) patch counts by ``merge`` (sizes,); a size whose ``merge`` is 0 becomes 1.
 
-    If ``room``, the number of tokens, is set, drop the grids at the end without tokens, whatever their sizes.
+    If ``room``, the number of tokens, is set, drop trailing grids without tokens, whatever their sizes.
     With ``frames_apart``, allow grids of 0 frames.
     """
     if grid_thw is None:

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int = 1) -> ImageProcessor:
-    """Return the image processor with the options of a call applied.
+    """Return the image processor with a call's options applied.
 
     Args:
         images: the image processor.
@@ -60,14 +60,16 @@ def with_options(images: ImageProcessor, options: Mapping[str, Any], frames: int
         limits = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
         for edge, value in edges.items():
             if frames > 1 and integer(f"size: {edge}", value) % frames:
-                raise InvalidInputError(f"size: {edge}: got {value}, want a multiple of {frames}, frames in a patch")
+                raise InvalidInputError(
+                    f"size: {edge}: got {value}, want a multiple of {frames}, the frames in a patch"
+                )
             changes[limits[edge]] = value if frames == 1 else value // frames
     images = replace(images, **changes) if changes else images
     return _normalised(images, options) if options.keys() & set(PIXEL_OPTIONS) else images
 
 
 def _normalised(images: ImageProcessor, options: Mapping[str, Any]) -> ImageProcessor:
-    """Return the image processor with the mean and std that result from the options of a call."""
+    """Return the image processor with the mean and std that result from a call's options."""
     values: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
     if boolean("do_normalize", options.get("do_normalize", True)):
         values = {name: options.get(f"image_{name}", getattr(images, name)) for name in values}
@@ -92,7 +94,7 @@ class ImagesOfProcessor:
     Args:
         images: processor that reads the images.
         temporal_patch_size: frames in a patch of pixel_values; None for uint8 patches.
-        read_files: whether text may be the path of a file.
+        read_files: whether a string may be a file path.
         assigned: assignable values, which several objects can share; an empty dictionary is filled from ``images``.
     """
 
@@ -153,7 +155,7 @@ class ImagesOfProcessor:
 
     @property
     def merge_size(self) -> int:
-        """Number of side, in patches, of the square merged into one token."""
+        """Side, in patches, of the square merged into one token."""
         return self._images.spatial_merge_size
 
     @property
@@ -168,12 +170,12 @@ class ImagesOfProcessor:
 
     @property
     def size(self) -> dict[str, int]:
-        """Minimum and maximum number of pixels, under the names in Transformers; GLM-V counts all frames in a patch."""
+        """Minimum and maximum number of pixels, as named in Transformers; for GLM-V, summed over a patch's frames."""
         return cast("dict[str, int]", self._assigned["size"])
 
     @property
     def image_mean(self) -> list[float]:
-        """Mean of red, green and blue, from 0 to 1."""
+        """Mean of red, green and blue, on a scale from 0 to 1."""
         return cast("list[float]", self._assigned["image_mean"])
 
     @property
@@ -244,7 +246,7 @@ class ImagesOfProcessor:
         return grid.height * grid.width * self.merge_size**2
 
     def _with_options(self, options: Mapping[str, Any]) -> ImageProcessor:
-        """Return the ImageProcessor with the options of a call applied.
+        """Return the ImageProcessor with a call's options applied.
 
         Raises:
             InvalidInputError: an option is unknown, or a fixed option has another value.
@@ -293,8 +295,8 @@ class VideoSettings:
     Args:
         processor: video processor from Transformers.
         token_id: token id of the placeholder for a video, and for each of its patches.
-        timestamp: format string, with the field ``seconds``, of the text before each grid of frames; None if all frames
-            form one grid.
+        timestamp: format string, with the field ``seconds``, for the text before each grid of frames; None if all
+            frames form one grid.
         seconds: whether the scheme places frames by time.
     """
 
@@ -330,7 +332,7 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Return the mean time, in seconds, of each grid's first and last frame, in floats as in Transformers."""
+        """Return the mean, in seconds, of each grid's first and last frame times, in floats as in Transformers."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)
@@ -363,14 +365,14 @@ def process_videos(
     options: Mapping[str, Any],
     read_files: bool,
 ) -> Videos:
-    """Process each video; errors contain its name.
+    """Process each video; errors contain the video's name.
 
     Args:
         named: paths, arrays or Frames with their names.
         settings: video settings of the processor.
         images: processor that reads frames from files.
-        options: video options, with the names of Transformers.
-        read_files: whether text may be the path of a file.
+        options: video options, by their Transformers names.
+        read_files: whether a string may be a file path.
     """
     size = options.get("temporal_patch_size") or settings.processor.temporal_patch_size
     processing = {name: value for name, value in options.items() if name not in ("video_metadata", "return_metadata")}

@@ -48,15 +48,15 @@ def from_hf_config(
             config class without arguments in Transformers.
         engine: implementation whose video ids are used where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
             PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
-            the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL, it also selects
-            the rotation, and whether images are numbered across the batch.
+            the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL, the engine also
+            determines the rotation and whether images are numbered across the batch.
         layer_type: layer type, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
         UnsupportedError: the model type is unknown (the message suggests the most similar type), or no scheme computes
             its positions.
         InvalidInputError: a field of the config is missing or contradicts another, or a file in the folder is missing
-            or not JSON; the message contains the name of the field or file.
+            or not JSON; the message names the field or file.
     """
     one_of("engine", engine, ("transformers", "serving"))
     whole, folder = Fields.of(config), config_folder(config)
@@ -144,7 +144,9 @@ def _check_actions(whole: Fields, fields: Fields, rotary: Rotary) -> None:
     """Raise UnsupportedError if the rotations of the action expert and the language model differ (pi0)."""
     actions = whole.part("dit_config")
     if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
-        raise UnsupportedError(f"{actions.name} must have the rotation of {fields.name}, whose keys it attends to")
+        raise UnsupportedError(
+            f"{actions.name} must have the same rotation as {fields.name}, because it attends to the latter's keys"
+        )
 
 
 def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> Placeholders:
@@ -208,7 +210,7 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
 
 
 def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
-    """Return the rotations of the first and the second channels of pairs of HunYuan-VL in Transformers.
+    """Return Transformers' HunYuan-VL rotations of the first and the second channels of pairs.
 
     Transformers doubles the section sizes and applies them to channels instead of pairs.
     """
@@ -232,7 +234,7 @@ def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, in
 
 
 def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
-    """Read the sizes of an encoder, and read its scheme and rotation if it rotates by rows and columns."""
+    """Read an encoder's sizes, and its scheme and rotation if the encoder rotates by rows and columns."""
     settings: dict[str, Any] = {"patch_size": vision.integer("patch_size", minimum=1)}
     if not known.merges_frames:  # in models that merge frames, each patch covers one frame
         settings["temporal_patch_size"] = vision.integer("temporal_patch_size", minimum=1)

@@ -28,7 +28,7 @@ IMAGE_TYPES: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "PaddleOCRVLImageProcessor": {"shortest_edge": 384**2, "longest_edge": 1536**2, "temporal_patch_size": 1},
     }
 )
-"""Image processors in Transformers that resize as ImageProcessor does, with the defaults of their classes."""
+"""Image processors in Transformers that resize as ImageProcessor does, with the default values of their classes."""
 
 _SMALL_IMAGES = {
     "Glm46VImageProcessor": "glm-v",
@@ -87,7 +87,7 @@ class ImageFile:
         """Return mean, std, min_pixels, max_pixels and small_images for ImageProcessor.
 
         Args:
-            sizes: patch_size, merge_size and temporal_patch_size in the config; None for sizes that it does not
+            sizes: patch_size, merge_size and temporal_patch_size in the config; None for sizes that the config does not
                 contain.
 
         Raises:

@@ -20,7 +20,7 @@ TEXT_TYPES = _names("""
     cohere cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3_text glm4 gpt_oss granite hyperclovax lfm2 lfm3 llama
     ministral3 mistral mistral4 mixtral olmo2 persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2
 """)
-"""Language models with one id per token, from zero, on their own or as parts of other models."""
+"""Language models with one id per token, from zero, used on their own or as parts of other models."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ModelType:
         text: permitted types of the language model. If empty, the type that the model's class defines is permitted, or
             any of TEXT_TYPES if the class defines none.
         markers: config fields with the token ids before and after an image.
-        video_markers: config fields with the token ids around a video, if videos use the placeholders of images.
+        video_markers: config fields with the token ids around a video, if videos use the same placeholders as images.
         timed: whether frames are placed by time in seconds, at vision_config.tokens_per_second.
         frames_apart: whether every frame of a video is a separate grid.
         timestamps: whether the text before each frame is its time, as in Qwen3-VL.
@@ -46,9 +46,9 @@ class ModelType:
             each row ends with a separate token.
         row_separator: whether each row of an image ends with an extra placeholder, and each image begins and ends with
             one.
-        generates: whether the model generates images; their grids follow those of the prompt.
+        generates: whether the model generates images; the grids of generated images follow the grids in the prompt.
         start: id of the first token in a document.
-        crop_markers: config fields with the ids of CropMarkers, if images are split into thumbnails and tiles; their
+        crop_markers: config fields with the ids of CropMarkers, if images are split into thumbnails and tiles; the
             patches are then merged 4×4, or 2×2 if downsample_mode is "4x".
     """
 
@@ -72,7 +72,7 @@ class ModelType:
 
     @property
     def has_rope_index(self) -> bool:
-        """Whether the class in Transformers has ``get_rope_index``, as is the case for more than two axes."""
+        """Whether the class in Transformers has ``get_rope_index``, as it does if the model has more than two axes."""
         return get_scheme(self.scheme).axes > 2
 
 
@@ -221,10 +221,10 @@ UNSUPPORTED_TYPES: Mapping[str, str] = by_name(
     {
         "dots3_note": OTHER_ROTATIONS["dots3_note_text"],
         "mistral_large4": OTHER_ROTATIONS["mistral_large4_text"],
-        "blip florence2 git pp_formulanet": "its positions are a learned table, not a rotation",
-        "kosmos-2 kosmos-2.5": "its positions are sinusoids added to the input, not a rotation",
-        "pix2struct udop": "its positions are T5's distance buckets, not a rotation",
-        "inkling2 inkling_mm_model": "its positions are learned biases of distances, not a rotation",
+        "blip florence2 git pp_formulanet": "the positions are a learned table, not a rotation",
+        "kosmos-2 kosmos-2.5": "the positions are sinusoids added to the input, not a rotation",
+        "pix2struct udop": "the positions are T5's distance buckets, not a rotation",
+        "inkling2 inkling_mm_model": "the positions are learned biases of distances, not a rotation",
         "glm5_next nemo_speechlm nemotron_h_omni": "its language model has no positions",
         "t5gemma2": f"encoder and decoder have separate sequences: {_PASS_ONE}",
         "vision-encoder-decoder": "images are not in the sequence of the text: pass the config of its decoder",

@@ -48,18 +48,19 @@ class ModelSettings:
             there are no tokens between rows.
         opening_token_id: id of the token that, at the start of an image, is followed by one placeholder without a patch
             (NeoMME), or None.
-        video_markers: token ids around a video whose frames use the placeholders of images, or None.
+        video_markers: token ids around a video whose frames use the same placeholders as images, or None.
         spatial_merge_size: side, in patches, of the square merged into one token.
         temporal_merge_size: number of frames of video_grid_thw merged into one.
         patch_size: side of an encoder patch in pixels; None if it is not in the config.
         temporal_patch_size: frames per patch; None if it is not in the config.
         frames_apart: whether every frame of a video is a separate grid, with text between frames.
-        generates: whether the model generates images; their grids follow those of the prompt (see ``generated``).
+        generates: whether the model generates images; the grids of generated images follow the grids in the prompt (see
+            ``generated``).
         start: id of the first token in a document: 1 for PaliGemma, 0 for all others.
         second_rotary: rotation of the second channel of every pair if its axis differs from that of the first channel,
-            else None. If it is set, rotate the first channels by rotary and the second channels by second_rotary.
+            else None. If it is set, rotate the first channels with rotary and the second channels with second_rotary.
         image_file: image processor settings from the model's folder; None unless a folder was read.
-        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames at once.
+        audio_chunk: audio frames per chunk of the encoder; None if the encoder processes all frames together.
     """
 
     model_type: str
@@ -103,7 +104,7 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of a batch that was tokenised by the model's processor.
 
-        In models with one axis, placeholders have the ids of text; without grids, they become text segments.
+        In models with one axis, placeholders are numbered like text; without grids, placeholders become text segments.
 
         Args:
             input_ids: (tokens,) one document, or packed documents with cu_seqlens; or (batch, seq).
@@ -116,7 +117,7 @@ class ModelSettings:
             rows: ids of row_markers, as in ``Placeholders``; for NeoMME, None selects the token after the first row.
             audio_lengths: (audios,) tokens of each audio after the encoder, to be checked against input_ids; or None.
             images_per_sample: (documents,) number of rows of image_grid_thw per document, including images to generate,
-                which come last and are ignored; None if there are none.
+                which come last and are ignored; None if there are no images to generate.
 
         Raises:
             InvalidInputError: see ``SegmentTable.from_input_ids``.
@@ -154,7 +155,7 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        To compute the ids of decoding in advance, place the table at ``start=settings.place(prompt).next_positions``.
+        To compute the ids for decoding in advance, place the table at ``start=settings.place(prompt).next_positions``.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:
@@ -259,7 +260,7 @@ class ModelSettings:
     def _sources(
         self, batch: PackedIds, image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike
     ) -> IntArray:
-        """Return the grids of the images that are complete in each prompt, counted by the end markers."""
+        """Return the grids of each prompt's complete images, which are counted by their end markers."""
         if not self.generates:
             raise UnsupportedError(
                 f"images_per_sample must be None for {self.model_type!r}, a model that generates no images"
@@ -293,7 +294,8 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
     first_bad(name, lengths, minimum=0, maximum=INT32_MAX)
     if chunk is None:
         return ((lengths - 1) // 2 - 1) // 2 + 1
-    # Every whole chunk becomes 13 tokens, whatever its length; three convolutions each halve the rest.
+    # Every whole chunk becomes 13 tokens, whatever its length; for the remaining frames, three convolutions each halve
+    # the length.
     rest = lengths % chunk
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -303,7 +305,7 @@ def audio_tokens(name: str, frames: npt.ArrayLike, chunk: int | None) -> IntArra
 def per_sample(
     image_grid_thw: npt.ArrayLike | None, images_per_sample: npt.ArrayLike, documents: int
 ) -> tuple[IntArray, IntArray]:
-    """Check and return the grids (images, 3) and the number of grids per document (documents,)."""
+    """Check and return the grids, (images, 3), and the number of grids per document, (documents,)."""
     grids = int_array("image_grid_thw", () if image_grid_thw is None else image_grid_thw, (None, 3))
     counts = int_array("images_per_sample", images_per_sample, (documents,))
     first_bad("images_per_sample", counts, minimum=0, maximum=INT32_MAX)
@@ -347,7 +349,7 @@ def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, 
 
 
 def _without_openings(batch: PackedIds, opening: int, image: int) -> tuple[IntArray, int | None]:
-    """Return ids with the placeholders without a patch at the start of images replaced by the opening token.
+    """Return ids in which placeholders without a patch, at the start of images, are replaced by the opening token.
 
     Source: get_placeholder_mask of NeoMME in Transformers: a placeholder directly after the opening token has no patch.
 

@@ -35,7 +35,7 @@ ROWS = ((0, 0, 0), (0, 0, 1), (0, 1, 2))
 
 
 def pair_order(rotary: Rotary) -> IntArray:
-    """Return the indices (pairs,) of a stable sort of pairs by axis: for two interleaved axes, the even, then the odd.
+    """Return the indices (pairs,) of a stable sort of pairs by axis: for two interleaved axes, the even pairs first.
 
     >>> pair_order(Rotary(head_dim=12)).tolist()
     [0, 2, 4, 1, 3, 5]
@@ -121,7 +121,7 @@ class Sections:
 
     @property
     def mrope_section(self) -> tuple[int, int, int]:
-        """Number of pairs that each row of ids rotates, as in the engine's config; for two axes, the first is 0."""
+        """Numbers of pairs that the rows of ids rotate, as in the engine's config; with two axes, the first is 0."""
         counts = np.bincount(_axes(self.rotary), minlength=self.rotary.axes).tolist()
         first, second, third = {1: (*counts, 0, 0), 2: (0, *counts)}.get(self.rotary.axes, counts)
         return first, second, third
@@ -133,7 +133,7 @@ class Sections:
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """Config fields of the checkpoint from which an engine builds matching modules; a new dict."""
+        """Fields of the checkpoint's config from which an engine builds matching modules; a new dict."""
         theta, head_dim = self.rotary.theta, self.rotary.head_dim
         factor = self.rotary.rotary_dim / head_dim
         if int(head_dim * factor) < self.rotary.rotary_dim:  # engines truncate this product
@@ -189,8 +189,8 @@ def request_positions(
     If token i of the request, counted from 0, comes after the prompt, the engine assigns it the id i + delta.
 
     Args:
-        positions: one document: the prompt, or the rest of it after a cached prefix, placed with ``start`` equal to the
-            cursor of the prefix.
+        positions: one document: the prompt, or the rest of the prompt after a cached prefix, placed with ``start``
+            equal to the cursor of the prefix.
         sections: layout of the engine's rotation.
         max_new_tokens: maximum number of generated tokens, including drafts.
         computed: number of tokens in the request before this document.
@@ -282,11 +282,11 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
         )
     if positions.fractional:
         raise UnsupportedError(
-            f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers: an id is a row of "
+            f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers; an id is a row of "
             "the engine's cos/sin cache, and each generated token uses the next row"
         )
     if positions.is_padding.any():
-        raise InvalidInputError("positions: got padding, want none: engines pack requests")
+        raise InvalidInputError("positions: got padding, want none; engines pack requests")
 
 
 def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray) -> IntArray:
@@ -305,7 +305,7 @@ def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sect
     if low.min() < 0:
         w = int((low < 0).argmax())
         raise InvalidInputError(
-            f"documents[{owners[w]}]: got id {low[w]}, want >= 0: ids are rows of the cos/sin cache"
+            f"documents[{owners[w]}]: got id {low[w]}, want >= 0; ids are rows of the cos/sin cache"
         )
     w = int((high >= sections.max_position).argmax())
     raise LimitExceededError(

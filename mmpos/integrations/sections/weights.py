@@ -253,7 +253,7 @@ def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
 
 
 def _sorted_heads(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """Return 1 for each head of q and k in a fused qkv, and 0 for each head of v, (heads,)."""
+    """Return a (heads,) array with 1 for each head of q and k in a fused qkv, and 0 for each head of v."""
     one_of("fused", fused, ("stacked", "grouped"))
     if num_heads is None and num_kv_heads is None:
         return None
@@ -329,7 +329,7 @@ def _check(module: _EngineRotary, sections: Sections) -> None:
         if got != want:
             raise InvalidInputError(f"{type(module).__name__}.{name}: got {got}, want {want} as in sections")
     if getattr(module, "mrope_interleaved", False):
-        raise InvalidInputError(f"{type(module).__name__}.mrope_interleaved: got True, want False: sections are blocks")
+        raise InvalidInputError(f"{type(module).__name__}.mrope_interleaved: got True, want False; sections are blocks")
     rows = module.cos_sin_cache.shape[0]
     if rows != sections.max_position:
         raise InvalidInputError(f"max_position: got {sections.max_position}, want {rows}, the rows of cos_sin_cache")

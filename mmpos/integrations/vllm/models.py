@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs, TimingContext
 
 NO_DRAFT_MODEL = ("ngram", "suffix")
-"""Methods of speculative decoding without a draft model; vLLM derives the cache slots of a draft model from ids."""
+"""Speculative decoding methods without a draft model; vLLM derives the cache slots of draft models from ids."""
 
 
 class _Placed:
@@ -60,7 +60,7 @@ class _Placed:
 
 
 def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
-    """Replace the rotation of all layers, because vLLM shares rotations among models and gives them fewer rows."""
+    """Replace the rotation of all layers: vLLM shares rotations among models and gives their caches fewer rows."""
     rotary = sections.rotary
     new = MRotaryEmbedding(
         rotary.head_dim,
@@ -90,12 +90,12 @@ def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(
-            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}: vLLM derives "
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}; vLLM derives "
             "the cache slots of a draft model from ids, but ids are not token indices here"
         )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False: video embeddings would bypass the limits")
+        raise UnsupportedError("enable_mm_embeds: got True, want False; video embeddings would bypass the limits")
     if multimodal.is_multimodal_pruning_enabled():
         raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
     if permute and vllm_config.lora_config is not None:

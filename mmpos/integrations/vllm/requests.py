@@ -46,9 +46,10 @@ def request_segments(
 ) -> SegmentTable:
     """Build the segment table of one request from the spans and grids of its images and videos.
 
-    A feature is vLLM's MultiModalFeatureSpec, or any object with its fields: ``modality``, ``data`` with the grid, and
-    ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the patches of a span, a single
-    run of patches is a whole grid, and one run per frame is a video with text between frames (Qwen3-VL).
+    A feature is vLLM's MultiModalFeatureSpec, or any object with the same fields: ``modality``, ``data``, which
+    contains the grid, and ``mm_position`` with ``offset``, ``length`` and ``is_embed``. If ``is_embed`` marks the
+    patches of a span, a single run of patches is a whole grid, and one run per frame is a video with text between
+    frames (Qwen3-VL).
 
     Args:
         num_tokens: number of tokens in the prompt.
@@ -200,7 +201,7 @@ def mrope_input_positions(
         sections: layout of vLLM's rotation.
         spatial_merge_size: side, in patches, of the square merged into one token.
         max_new_tokens: maximum number of generated tokens.
-        strict: whether two images without text between them are an error; None uses the default of the scheme.
+        strict: whether to raise an error for two images without text between them; None uses the scheme's default.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span.
 
     Returns:

@@ -26,7 +26,7 @@ KEYS = ("scheme", "allocation", "precision", "permuted")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from its config.
+    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from the model's config.
 
     Args:
         scheme: scheme of the model.
@@ -109,4 +109,4 @@ def _check_sections(config: object, sections: Sections) -> None:
     if got is None or list(got) != want:
         raise InvalidInputError(f"rope_parameters.mrope_section: got {got}, want {want} for config.mmpos")
     if read_field(rope, "mrope_interleaved"):
-        raise InvalidInputError("rope_parameters.mrope_interleaved: got True, want False: sections are contiguous")
+        raise InvalidInputError("rope_parameters.mrope_interleaved: got True, want False; sections are contiguous")

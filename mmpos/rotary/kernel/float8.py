@@ -132,7 +132,7 @@ def largest_of(first, second, rest, CHANNELS: tl.constexpr):
 
 @triton.jit
 def divisor_of(largest, scale, mask, FORMAT: tl.constexpr):
-    """Return the scales of heads: one that is read, or (rows, 1) computed from the largest magnitudes and written.
+    """Return the scales of heads: one scale that is read, or (rows, 1) scales computed from magnitudes and written.
 
     Args:
         largest: (rows,) largest magnitudes; unused if the scale is read.

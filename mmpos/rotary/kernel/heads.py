@@ -11,7 +11,7 @@ from mmpos.rotary.kernel.float8 import codes_of_heads
 
 @triton.jit
 def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
-    """Return (1, width) indices of channels or pairs, or (rows, width) if each row contains one piece of its token."""
+    """Return (1, width) indices of channels or pairs, or (rows, width) if each row contains one piece of a token."""
     column = tl.arange(0, width)[None, :]
     if CHANNELS.pieces > 1:
         column += (tl.arange(0, rows) % CHANNELS.pieces)[:, None] * width
@@ -70,7 +70,7 @@ def store_rest(target, step, valid, values, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, offset, CHANNELS: tl.constexpr):
-    """Load float32 weights: (1, pairs_padded) each for the first and second channels, (1, rest_padded) for the rest."""
+    """Load float32 weights: (1, pairs_padded) each for first and second channels; (1, rest_padded) for the others."""
     source = weight + tl.zeros([1, 1], tl.int64)
     mask = tl.full([1], 1, tl.int1)
     first, second = load_pairs(source, 1, mask, CHANNELS)

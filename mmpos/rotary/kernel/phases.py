@@ -158,7 +158,7 @@ def _ids_of_pairs(
 
 @triton.jit
 def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load float32 cos and sin from an engine's cache; they are NaN for ids without a row."""
+    """Load float32 cos and sin from an engine's cache; they are NaN for ids that have no row in the cache."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     mask = valid[:, None] & (pair < CHANNELS.pairs)
     known = mask & (whole >= 0) & (whole < ANGLES.cache_rows)

@@ -115,7 +115,7 @@ ROTATED = (0, 1, 2, 3, 4, 7, 8)
 """Indices of q, k, q_out, k_out, positions and both weights among the arguments of ``rotary_kernel``."""
 
 STORED = (0, 1, 2, 3, 5, 6, 10, 11, 14, 15)
-"""Indices of q, k, v, q_out, both caches, slots, positions and both weights among those of ``store_kernel``."""
+"""Indices of q, k, v, q_out, both caches, slots, positions and both weights among the arguments of ``store_kernel``."""
 
 
 def launch_rotate(

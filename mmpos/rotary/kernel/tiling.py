@@ -190,17 +190,17 @@ LEAST_PIECE = 4
 """Minimum number of pairs per piece: 8 bytes of each half of a bfloat16 head."""
 
 MOST_HEADS = 16
-"""Maximum number of heads that a program processes in sequence; with more, the last programs would run alone for
-long.
+"""Maximum number of heads that a program processes in sequence; with more, the last programs would run alone for a long
+time.
 """
 
 
 def tiles(tokens: int, heads: int, pairs: int) -> tuple[int, int, int]:
     """Choose tokens per program, programs that share the heads of a block of tokens, and warps per program.
 
-    A program computes its phases once, which takes as many instructions as six or seven heads, so it should have many
-    heads. But a few thousand warps are needed to fill a device (fewer for small inputs, where the latency of the phases
-    dominates). A thread holds eight pairs of a head, which are two loads of 16 bytes.
+    A program computes its phases once. This takes as many instructions as rotating six or seven heads, so a program
+    should process many heads. But a few thousand warps are needed to fill a device (fewer for small inputs, where the
+    latency of the phases dominates). A thread holds eight pairs of a head, which it reads in two 16-byte loads.
     """
     warps, wanted = (4, 4096) if tokens >= 2048 else (1, 2048)
     block = max(1, 32 * warps * 8 // pairs)

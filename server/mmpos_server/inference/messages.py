@@ -121,7 +121,7 @@ def _range(where: str, parameters: Mapping[str, pb.InferParameter], regions: Reg
 
 
 _MAX_AXES = 64
-"""Maximum number of axes in a shape that an error quotes; every tensor has fewer."""
+"""Maximum number of axes in a shape that an error quotes; every tensor has fewer axes."""
 
 
 @dataclass(frozen=True)

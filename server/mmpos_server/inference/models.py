@@ -106,7 +106,7 @@ class Positions:
         self._service, self._limits = service, limits
 
     def inputs(self, profile: Profile) -> Sequence[Spec]:
-        """Return spans and input_ids; all are optional because a request contains either kind."""
+        """Return spans and input_ids; all are optional because a request contains only one of the two."""
         ids = ("INT64", "INT32")
         return [
             Spec("lengths", ("INT64",), (-1,), optional=True),

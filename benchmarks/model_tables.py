@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
+from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_config import class_defaults
 from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPORTED_ENCODERS
@@ -37,7 +37,7 @@ def names() -> str:
     rows = []
     for model, (name, *checkpoint) in known.items():
         spelled = re.sub(r"(?<=\d)_(?=\d)", ".", name).replace("_", "-")
-        scheme = f"`{MODEL_TYPES[model].scheme}`" if model in MODEL_TYPES else "refused"
+        scheme = _schemes(MODEL_TYPES[model]) if model in MODEL_TYPES else "refused"
         rows.append(f"| {spelled} | {''.join(checkpoint)} | `{model}` | {scheme} |")
     return (
         "\n".join(["| model | checkpoint | model_type | scheme |", "|---|---|---|---|", *sorted(rows, key=str.lower)])
@@ -93,8 +93,12 @@ def _encoder(model: str) -> str:
 
 def _cells(model: str) -> str:
     model_type = MODEL_TYPES[model]
-    serving = f"; serving: `{model_type.serving}`" if model_type.serving else ""
-    return f"`{model_type.scheme}`{serving} | {rotation(model)} | {model_type.note}"
+    return f"{_schemes(model_type)} | {rotation(model)} | {model_type.note}"
+
+
+def _schemes(model_type: ModelType) -> str:
+    """Name the scheme of a model type in Transformers and, if it differs, in serving engines."""
+    return f"`{model_type.scheme}`" + (f"; serving: `{model_type.serving}`" if model_type.serving else "")
 
 
 def _grouped(texts: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -90,6 +90,8 @@ def hf_arguments(
         arguments |= _axial_layout(fields, head_dim, rotary_dim)
     else:
         arguments |= _text_layout(fields, rope, rotary_dim)
+        if not overrides.keys() & {"allocation", "mrope_section"}:
+            _check_default_section(fields, rope, arguments, rotary_dim // 2)
         if not overrides.keys() & {"scaling", "inv_freq"}:
             arguments["scaling"] = _scaling(fields, rope, kind)
     if "allocation" in overrides:
@@ -135,7 +137,7 @@ def _language_model(config: object, released: bool = False) -> Fields:
         raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
     for name in ("thinker_config", "text_config"):
         if name in fields.parts:
-            raise fields.missing(name, "the config of the language model")  # a composite config without its text part
+            raise fields.missing_part(name, "the language model")  # a composite config without its text part
     if fields.parts and not _known(fields):
         names = ", ".join(sorted(fields.parts))
         raise InvalidInputError(f"{fields.name}: got the config of a whole {model!r}, want one of its {names}")
@@ -372,7 +374,8 @@ def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
         factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
     channels = int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
     if channels % 2:
-        got = f"{factor}, which rotates {channels} channels of head_dim {head_dim}"
+        unset = " (the config has none)" if fields.own("head_dim", "qk_rope_head_dim") is None else ""
+        got = f"{factor}, which rotates {channels} channels of head_dim {head_dim}{unset}"
         raise InvalidInputError(f"{fields.name}.partial_rotary_factor: got {got}, want an even number of channels")
     return channels
 
@@ -428,6 +431,20 @@ def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any
         "allocation": "mrope-interleaved" if interleaved else "sections",
         "mrope_section": list(section),
     }
+
+
+def _check_default_section(fields: Fields, rope: Values, arguments: Values, pairs: int) -> None:
+    """Raise if the mrope_section comes from the class and its sum is not the number of rotated pairs."""
+    section = arguments.get("mrope_section")
+    from_class = fields.rotation.section is not None and rope.get("mrope_section") is None
+    if section is None or not from_class or sum(section) == pairs:
+        return
+    read = ("head_dim", "partial_rotary_factor") if fields.rotation.partial is not None else ("head_dim",)
+    unset = [name for name in read if fields.own(name) is None and rope.get(name) is None]
+    raise InvalidInputError(
+        f"{fields.name}: got no {', '.join([*unset, 'mrope_section'])}, want the values of a checkpoint: the default "
+        f"mrope_section {section} does not sum to the {pairs} rotated pairs"
+    )
 
 
 def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
@@ -517,8 +534,9 @@ def class_defaults() -> Mapping[str, Values]:
 
     ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
     types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested
-    configs, and ``optional_parts`` the nested configs that are absent by default. Model types with a rotation have
-    ``rope_theta``, which is null if their class has no default. tests/helpers/hf_classes.py writes the file.
+    configs, ``absent_parts`` the field values of nested configs that are absent, and ``optional_parts`` the nested
+    configs that are absent by default. Model types with a rotation have ``rope_theta``, which is null if their class
+    has no default. tests/helpers/hf_classes.py writes the file.
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)
@@ -653,9 +671,16 @@ class Fields:
             raise InvalidInputError(f"{self.name}.{name}: got null, want a number; the default is {default}")
         return value
 
+    @property
+    def bare(self) -> bool:
+        """Whether the config is a mapping without fields except model_type, so that its class sets all of them."""
+        return isinstance(self.config, Mapping) and self.config.keys() <= {"model_type"}
+
     def part(self, name: str) -> Fields | None:
-        """Return a nested config, or None if it is missing."""
+        """Return a nested config, or None if it is missing; a bare config has the nested configs of its class."""
         config = self.own(name)
+        if config is None and self.bare and name in self.parts and name not in self.optional_parts:
+            config = self.defaults.get("absent_parts", {}).get(name, {})
         if config is None:
             return None
         if isinstance(config, Mapping):
@@ -684,6 +709,10 @@ class Fields:
     def missing(self, name: str, want: str) -> InvalidInputError:
         """Return the error for a missing field."""
         return InvalidInputError(f"{self.name}.{name}: got none, want {want}")
+
+    def missing_part(self, name: str, whose: str) -> InvalidInputError:
+        """Return the error for a missing nested config."""
+        return self.missing(name, f"the config of {whose}, or {{}} for the defaults of its class")
 
     def _spellings(self, name: str) -> list[str]:
         others = self.defaults.get("names", {})

@@ -98,7 +98,7 @@ def _encoder(
 
 _ADJACENT = RotationType(adjacent=True)
 _PARTIAL = RotationType(partial=1.0)
-_WINDOWS = "some layers attend within windows; the original order is restored after the last layer"
+_WINDOWS = "some layers attend within windows; the original patch order is restored after the last layer"
 _BOTH = ("full_attention", "sliding_attention")
 
 ROTATIONS: Mapping[str, RotationType] = by_name(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -109,58 +109,92 @@ def test_node_receives_the_code_and_message_of_an_error(summary: Any) -> None:
 
 
 PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()
-
-
-def page(server: str, call: str = "Place", *edits: tuple[str, str], secure: bool = False) -> str:
-    """Edit the JavaScript of docs/protocol-clients.md, run it with one of its calls, and return the output."""
-    install()
-    load, expand, credentials, *calls = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
-    (code,) = (block for block in calls if f".{call}(" in block)
-    code = load + expand + (credentials if secure else "") + code
-    for old, new in (("localhost:50051", server), *edits):
-        assert old in code
-        code = code.replace(old, new)
-    environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
-    completed = subprocess.run(
-        [f"{BIN}/node", "-e", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    return completed.stdout
-
-
+FILES = dict(re.findall(r"```js\n(?=// (\S+)\n)(.*?)```", PAGE, re.DOTALL))
+"""The named JavaScript files of the page."""
+(CREDENTIALS,) = re.findall(r"```js\n(?!// )(.*?)```", PAGE, re.DOTALL)
 PRINTED_BY_PLACE, PRINTED_BY_BUILD = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_documented_client_expands_a_table(server: str) -> None:
-    assert page(server) == PRINTED_BY_PLACE
-    assert json.loads(PRINTED_BY_PLACE) == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+class Page(Protocol):
+    def __call__(self, server: str, program: str, *edits: tuple[str, str]) -> str: ...
 
 
-def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path) -> None:
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    """Return a function that edits the files of the page, runs one of them, and returns the output."""
+    install()
+
+    def run(server: str, program: str, *edits: tuple[str, str]) -> str:
+        changes = [("localhost:50051", server), *edits]
+        for name in ("protocol.js", program):
+            code = FILES[name]
+            for old, new in changes:
+                code = code.replace(old, new)
+            (tmp_path / name).write_text(code)
+        assert all(old in FILES["protocol.js"] + FILES[program] for old, _ in changes)
+        environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
+        command = [f"{BIN}/node", str(tmp_path / program)]
+        completed = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        return completed.stdout
+
+    return run
+
+
+def test_the_documented_client_places_a_document(server: str, page: Page) -> None:
+    positions = place(SegmentTable.from_spans([11], [3], [[1, 2, 3]]), "mrope")
+    rows = [*positions.dense().tolist(), ["next:", *positions.next_positions.tolist()]]
+    assert page(server, "place.js") == PRINTED_BY_PLACE == "".join(" ".join(map(str, row)) + "\n" for row in rows)
+
+
+def test_the_documented_client_needs_neither_scheme_nor_profile(server: str, page: Page) -> None:
+    printed = page(server, "place.js", (', scheme: { name: "mrope" }, profile: "default"', ""))
+    assert printed == "0 1 2 6 6 6 10 10 10 14 15\n0 1 2 5 8 11 5 8 11 14 15\nnext: 16\n"
+
+
+def test_the_loader_refuses_a_scheme_that_is_a_string(server: str, page: Page) -> None:
+    assert "object expected" in page(server, "place.js", ('{ name: "mrope" }', '"mrope"'))
+
+
+def test_the_documented_client_lists_profiles_and_schemes(server: str, page: Page) -> None:
+    first, *schemes = page(server, "info.js").splitlines()
+    assert first == "profile default with scheme rope-tie"
+    assert [line.split()[0] for line in schemes] == list(SCHEMES)
+    assert "v2pe 1 stride" in schemes
+
+
+def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path, page: Page) -> None:
     cert, key = make_certificate(tmp_path, "server")
     (tmp_path / "tokens").write_text("alice secret-secret-secret\n")
     (tmp_path / "token").write_text("secret-secret-secret\n")
-    secured = ("grpc.credentials.createInsecure()", "credentials"), ('"ca.pem"', json.dumps(str(cert)))
+    (tmp_path / "token.bad").write_text("secret-secret-secrets\n")
+    block = CREDENTIALS.replace('"ca.pem"', json.dumps(str(cert)))
+    head = 'require("./protocol.js");\n'
+    secured = ("grpc.credentials.createInsecure()", "credentials")
+
+    def with_token(file: str) -> tuple[str, str]:
+        return head, head + block.replace('"token"', json.dumps(str(tmp_path / file)))
+
     with running(listen=Listen(tls=TlsFiles(cert, key), token_file=tmp_path / "tokens")) as address:
-        token = '"token"', json.dumps(str(tmp_path / "token"))
-        assert page(address, "Place", *secured, token, secure=True) == PRINTED_BY_PLACE
-        wrong = "Bearer ${token}", "Bearer ${token}s"
+        assert page(address, "place.js", secured, with_token("token")) == PRINTED_BY_PLACE
         refusal = 'authorization: got no known token, want "Bearer TOKEN"\n'
-        assert page(address, "Place", *secured, token, wrong, secure=True) == refusal
+        assert page(address, "place.js", secured, with_token("token.bad")) == refusal
 
 
-def test_the_loader_drops_a_field_unless_the_documented_option_is_set(server: str) -> None:
-    assert page(server, "Place", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
+def test_the_loader_drops_a_field_unless_the_documented_option_is_set(server: str, page: Page) -> None:
+    assert page(server, "place.js", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
 
 
-def test_the_documented_client_builds_a_sequence_with_two_images(server: str) -> None:
-    assert page(server, "Build") == PRINTED_BY_BUILD
+def test_the_documented_client_builds_a_sequence_with_two_images(server: str, page: Page) -> None:
+    assert page(server, "build.js") == PRINTED_BY_BUILD
 
 
-def test_large_answers_require_the_documented_limit(server: str) -> None:
+def test_large_answers_require_the_documented_limit(server: str, page: Page) -> None:
     ten = ("[{ parts }]", "Array(10).fill({ parts })")
-    assert len(page(server, "Build", ten).splitlines()) == 10
+    assert page(server, "build.js", ten) == 10 * PRINTED_BY_BUILD
     refusal = "RESOURCE_EXHAUSTED Received message larger than max"
-    assert page(server, "Build", ten, (", noLimit", "")).startswith(refusal)
+    assert page(server, "build.js", ten, (", noLimit", "")).startswith(refusal)
 
 
 # buf curl.

@@ -142,8 +142,9 @@ def table() -> dict[str, dict[str, Any]]:
                 if spec.model_type in known or name == "vision_config":
                     fixed = issubclass(spec.config_class, PreTrainedConfig) or _corrected(config, name, spec)
                     row.setdefault("parts" if fixed else "auto_parts", {})[name] = spec.model_type
-                    if merged := _merged(config, name, spec):
-                        row.setdefault("part_defaults", {})[name] = merged
+                    if defaults := _part_defaults(spec.init_kwargs):
+                        kind = "part_defaults" if _merges(config, name, spec, defaults) else "absent_parts"
+                        row.setdefault(kind, {})[name] = defaults
                     if spec.model_type not in rows:
                         rows[spec.model_type] = _fields(CONFIG_MAPPING[spec.model_type], FIELDS)
             if config.model_type in MODEL_TYPES and (optional := _optional(config, row)):
@@ -183,15 +184,20 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
     )
 
 
-def _merged(config: Any, name: str, spec: Any) -> dict[str, Any]:
-    """Collect the defaults that a class sets in its nested configs."""
+def _part_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Collect the fields that mmpos reads from the values that a class sets in a nested config."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
-    defaults = {name: value for name, value in spec.init_kwargs.items() if name in names}
-    if not defaults or config.model_type == "fun_asr_nano":  # its class refuses a part that does not fit the others
-        return {}
+    inside = {name: _part_defaults(value) for name, value in values.items() if name.endswith("_config")}
+    kept = {name: value for name, value in values.items() if name in names}
+    return kept | {name: value for name, value in inside.items() if value}
+
+
+def _merges(config: Any, name: str, spec: Any, defaults: dict[str, Any]) -> bool:
+    """Return whether a class also fills its defaults into a nested config that is given without these fields."""
+    if config.model_type == "fun_asr_nano":  # its class refuses a part that does not fit the others
+        return False
     inside = getattr(config(**{name: {"model_type": spec.model_type}}), name)
-    merges = all(getattr(inside, name, None) == value for name, value in defaults.items() if name != "rope_theta")
-    return defaults if merges else {}
+    return all(getattr(inside, name, None) == value for name, value in defaults.items() if name != "rope_theta")
 
 
 def _rotation(config: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tolerance import EXACT, assert_within
 import mmpos
 import mmpos.rotary
 from mmpos import InvalidInputError
-from mmpos.integrations.models import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES
+from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
@@ -51,19 +51,18 @@ def test_the_mapping_of_a_config_gives_the_same_settings_as_the_object(model: st
 def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config() -> None:
     page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     section = page.partition("## Without a config.json")[2].partition("\n## ")[0]
-    needed = dict.fromkeys(TEXT_TYPES, ("{}", ""))
+    needed: dict[str, tuple[str, str]] = {}
     for models, fields, layer in re.findall(r"^\| (`.*) \| (.*) \| (.*)\|$", section, re.MULTILINE):
         needed |= {model: (fields.strip("`"), layer.strip("` ")) for model in re.findall("`(.*?)`", models)}
-    assert set(needed) <= set(MODEL_TYPES) | set(TEXT_TYPES)
-    empty = '{"text_config": {}, "vision_config": {}}', ""
-    for model in (*MODEL_TYPES, *TEXT_TYPES):
-        fields, layer = needed.get(model, empty)
+    assert set(needed) <= set(MODEL_TYPES)
+    for model in MODEL_TYPES:
+        fields, layer = needed.get(model, ("{}", ""))
         if fields.startswith("{"):
             config = {"model_type": model, **json.loads(fields)}
             assert mmpos.from_hf_config(config, layer_type=layer or None).model_type == model
-        if (fields, layer) != empty:
+        if model in needed:
             with pytest.raises(InvalidInputError):
-                mmpos.from_hf_config({"model_type": model, **json.loads(empty[0])})
+                mmpos.from_hf_config({"model_type": model})
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,10 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
 
 def test_model_names_match_those_of_transformers() -> None:
     assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
-    assert "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers` |" in model_tables.names()
+    assert (
+        "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers`; serving: `mrope-qwen2.5` |"
+        in model_tables.names()
+    )
 
 
 def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> None:
@@ -254,6 +256,15 @@ def test_an_empty_config_json_takes_the_defaults_of_the_class(model: str) -> Non
     assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
+@pytest.mark.parametrize("model", sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"} - ARGUMENTS.keys()))
+def test_a_model_type_alone_gives_the_settings_of_its_class_without_arguments(model: str) -> None:
+    default = mmpos.from_hf_config(CONFIGS[model](), layer_type=LAYER_TYPES.get(model))
+    assert mmpos.from_hf_config({"model_type": model}, layer_type=LAYER_TYPES.get(model)) == default
+    if model == "llava":  # its class has another patch size for an encoder that is absent than for an empty one
+        empty = {"model_type": model, "text_config": {}, "vision_config": {}}
+        assert (default.patch_size, mmpos.from_hf_config(empty).patch_size) == (14, 32)
+
+
 def test_the_encoder_of_cosmos3_omni_is_always_that_of_qwen3_vl() -> None:
     mapping = without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})
     assert mmpos.from_hf_config(mapping) == settings_of("cosmos3_omni")
@@ -377,7 +388,8 @@ class Unreadable:
         raise KeyError("hidden_size")
 
 
-ENCODER = "config.vision_config: got none, want the config of the encoder"
+DEFAULTS = "or {} for the defaults of its class"
+ENCODER = f"config.vision_config: got none, want the config of the encoder, {DEFAULTS}"
 ROPE, SECTION = "config.text_config.rope_parameters.", "mrope_section: got"
 SQUARE = {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -394,7 +406,7 @@ CONFIGS_REFUSED: dict[str, Any] = {
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
     ENCODER: without("llava", "vision_config"),
     f"{ENCODER[:-1]}": without("qwen2_vl", "vision_config"),
-    "config.text_config: got none, want the config of the language model": without("llava", "text_config"),
+    f"config.text_config: got none, want the config of the language model, {DEFAULTS}": without("llava", "text_config"),
     "config.text_config.model_type: got 'llama' in 'qwen2_vl', want one of qwen2_vl_text": without(
         "qwen2_vl", text_config={"model_type": "llama"}
     ),

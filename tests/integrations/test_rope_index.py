@@ -222,10 +222,10 @@ THINKER = "config.thinker_config: got none, want the config of the language mode
             {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 0}},
             "config.vision_config.tokens_per_second: got 0, want >= 1",
         ),
-        ({"model_type": "qwen2_5_omni"}, THINKER),
+        ({"model_type": "qwen2_5_omni", "talker_config": {}}, THINKER),
         ({"model_type": "qwen3_omni_moe", "thinker_config": None}, THINKER),
         (
-            {"model_type": "qwen3_omni_moe", "thinker_config": {}},
+            {"model_type": "qwen3_omni_moe", "thinker_config": {"vision_start_token_id": 1}},
             "config.thinker_config.vision_config: got none, want the config of the encoder",
         ),
         (

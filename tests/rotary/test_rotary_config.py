@@ -519,9 +519,26 @@ def test_the_error_for_an_odd_number_of_rotated_channels_names_the_field() -> No
     with pytest.raises(InvalidInputError) as caught:
         from_hf_config(glm)
     assert str(caught.value) == (
-        "config.text_config.partial_rotary_factor: got 0.5, which rotates 21 channels of head_dim 42, "
-        "want an even number of channels"
+        "config.text_config.partial_rotary_factor: got 0.5, which rotates 21 channels of head_dim 42 (the config has "
+        "none), want an even number of channels"
     )
+
+
+def test_the_error_for_default_sections_that_do_not_fit_names_the_missing_fields() -> None:
+    sums = "want the values of a checkpoint: the default mrope_section"
+    pairs = "does not sum to the 64 rotated pairs"
+    assert refused({"model_type": "glm4v"}) == (
+        f"config.text_config: got no head_dim, partial_rotary_factor, mrope_section, {sums} [8, 12, 12] {pairs}"
+    )
+    text = {"head_dim": 128, "partial_rotary_factor": 1.0}
+    assert refused({"model_type": "glm4v", "text_config": text}) == (
+        f"config.text_config: got no mrope_section, {sums} [8, 12, 12] {pairs}"
+    )
+    assert refused({"model_type": "qwen2_5_vl", "hidden_size": 4096}) == (
+        f"config: got no head_dim, mrope_section, {sums} [16, 24, 24] does not sum to the 32 rotated pairs"
+    )
+    sections = Rotary(128, pairing="adjacent", allocation="sections", mrope_section=[16, 24, 24])
+    assert Rotary.from_hf_config({"model_type": "glm4v"}, mrope_section=[16, 24, 24]) == sections
 
 
 def test_an_unknown_model_type_requires_all_fields_that_its_class_may_set() -> None:
@@ -755,7 +772,10 @@ def test_a_layer_type_must_occur_in_the_config() -> None:
             text_of("my_vision", **UNKNOWN, rope_parameters={"rope_type": "axial"}),
             "model_type: got the unknown type 'my_vision' and a config without allocation, want them as arguments",
         ),
-        (text_of("gemma3"), "config.text_config: got none, want the config of the language model"),
+        (
+            text_of("gemma3", vision_config={}),
+            "config.text_config: got none, want the config of the language model, or {} for the defaults of its class",
+        ),
     ],
 )
 def test_invalid_fields_of_a_config_are_refused_by_name(config: dict[str, Any], want: str) -> None:

@@ -328,7 +328,7 @@ def rope_index(config: object) -> Function:
     language = thinker(fields)
     vision = language.part("vision_config")
     if vision is None:
-        raise language.missing("vision_config", "the config of the encoder")
+        raise language.missing_part("vision_config", "the encoder")
     if known.scheme in (TMRope.name, TMRopeQwen3.name):
         return _omni(language, vision, known)
     names = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}

@@ -44,7 +44,8 @@ def from_hf_config(
     Args:
         config: the whole config object of a model, the contents of its config.json as a mapping, or the path of that
             file or its folder. For a path, preprocessor_config.json in the folder (or image_processor in
-            processor_config.json) is also read, for `image_processor`.
+            processor_config.json) is also read, for `image_processor`. A mapping with only a model_type is read as the
+            config class without arguments in Transformers.
         engine: implementation whose video ids are used where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
             PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
             the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL, the engine also
@@ -63,7 +64,7 @@ def from_hf_config(
     fields = thinker(whole)
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
-        raise fields.missing("vision_config", "the config of the encoder")
+        raise fields.missing_part("vision_config", "the encoder")
     rotary, second = _rotary(fields, known, engine, layer_type)
     _check_actions(whole, fields, rotary)
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
@@ -100,7 +101,7 @@ def thinker(whole: Fields) -> Fields:
     for name in ("thinker_config", "vlm_config"):
         fields = fields.part(name) or fields
         if name in fields.parts:
-            raise fields.missing(name, "the config of the language model and the encoders")
+            raise fields.missing_part(name, "the language model and the encoders")
     return fields
 
 

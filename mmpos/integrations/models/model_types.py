@@ -116,7 +116,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         ),
         "qwen2_5_vl": ModelType(
             "mrope-transformers",
-            "videos in seconds; the encoder attends in windows and restores the order afterwards",
+            "videos in seconds; the encoder attends in windows and restores the patch order afterwards",
             "mrope-qwen2.5",
             markers=_VISION,
             timed=True,

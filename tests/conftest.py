@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import re
@@ -89,25 +88,6 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
-
-
-@pytest.fixture
-def records() -> Iterator[list[logging.LogRecord]]:
-    """Collect the log records of a test that propagate to the root logger.
-
-    pytest's plugin, which is off, attaches two handlers to nearly a hundred loggers of torch for each phase of each
-    test.
-    """
-    collected: list[logging.LogRecord] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            collected.append(record)
-
-    handler, root = Collecting(), logging.getLogger()
-    root.addHandler(handler)
-    yield collected
-    root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -430,7 +429,7 @@ def test_prometheus_metrics_are_converted_to_opentelemetry() -> None:
 
 
 def test_a_failed_collection_is_logged_and_the_next_one_is_exported(
-    collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+    collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Collector):
         collections = 0
@@ -448,7 +447,7 @@ def test_a_failed_collection_is_logged_and_the_next_one_is_exported(
     registry.register(Failing())
     with exported(registry):
         assert eventually(lambda: len(metrics) > 0)
-    assert [record.getMessage() for record in records if record.levelname == "ERROR"] == ["metrics not exported"]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["metrics not exported"]
 
 
 @pytest.mark.parametrize(("variable", "value"), [("OTEL_SDK_DISABLED", "True"), ("OTEL_METRICS_EXPORTER", "none")])

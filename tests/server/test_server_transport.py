@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
         assert status_of(connection, PLACE, REQUEST) == "OK"
 
 
-def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, records: list[logging.LogRecord]) -> None:
+def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     logs = KeptLogs()
     with Connection(serve(options={"logs": logs}).address) as connection:
         for path in (CHECK, WATCH, *REFLECTIONS, PLACE, STREAM):
@@ -46,7 +45,7 @@ def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, reco
                 assert status_of(connection, path, message(raw)) == "INVALID_ARGUMENT", path
         assert [status_of(connection, path, b"") for path in (PLACE, CHECK)] == ["INVALID_ARGUMENT"] * 2
     assert {line["event"] for line in logs.lines()} <= {"request", "stream"}
-    assert records == []
+    assert caplog.records == []
 
 
 def test_reflection_answers_under_both_its_names(serve: Serve) -> None:

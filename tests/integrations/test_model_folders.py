@@ -136,7 +136,7 @@ def test_limits_in_a_glm_call_must_be_multiples_of_the_frames_per_patch(tmp_path
     folder = folder_of(tmp_path, "glm4v", preprocessor_config={"image_processor_type": "Glm4vImageProcessor"})
     ours = ImagesOfProcessor(from_hf_config(folder).image_processor(), 2, read_files=False)
     size = {"shortest_edge": 4096, "longest_edge": 9999}
-    message = "size: longest_edge: got 9999, want a multiple of 2, frames in"
+    message = "size: longest_edge: got 9999, want a multiple of 2, the frames in"
     assert_refused(message, lambda: ours(np.zeros((9, 9, 3), np.uint8), size=size))
 
 

@@ -93,7 +93,7 @@ def test_the_explicit_profile_on_the_page_equals_the_one_read_from_the_folder(fo
     (block,) = re.findall(r"^```toml\n(\[profiles\.qwen3-vl\]\n.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (folder / "tokenizer.json").write_bytes((folder / "model/tokenizer.json").read_bytes())
     written, read = profile(folder, block), profile(folder, '[profiles.a]\nmodel = "model"\n')
-    assert written.builder.marker_ids == read.builder.marker_ids == MarkerIds(5, 6, 7)
+    assert written.builder.marker_ids == read.builder.marker_ids == MarkerIds(5, 6, 7, video=8)
     assert written.builder.images == read.builder.images
     assert written.builder.scheme == read.builder.scheme
     assert written.rotary == read.rotary

@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,9 +30,12 @@ settings.load_profile("any machine")
 def pytest_configure(config: pytest.Config) -> None:
     """Isolate this run from others, both in Ray and in torch.compile's kernel cache, whose key ignores the processor.
 
-    Ray joins any cluster it finds, even one that another test is still stopping.
+    Ray joins any cluster it finds, even one that another test is still stopping. Ctrl-C, which background jobs of a
+    script ignore, must interrupt the tests and the programs that they start.
     """
     os.environ |= {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp()
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -679,11 +679,7 @@ if __name__ == "__main__":
 def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
     """Send Ctrl-C to the process group once the program is ready; return the program's exit code, stdout and stderr."""
     pipe: Any = subprocess.PIPE
-    # A background job in a shell ignores SIGINT by default.
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=listen
-    ) as process:
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         while not ready(process.pid):
             assert process.poll() is None, process.communicate()
             time.sleep(0.005)

@@ -46,7 +46,7 @@ def names() -> str:
 
 
 def refused(reasons: Mapping[str, str]) -> str:
-    """Write a line per reason, with all model types refused for that reason."""
+    """Write one line per reason, with all model types refused for that reason."""
     return "".join(f"- {names}: {reason}.\n" for reason, names in _grouped(reasons))
 
 

@@ -199,7 +199,7 @@ def table(kept: Mapping[str, Any]) -> Rows:
 
 
 def picture(kept: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel per set, with means as points, ranges as lines, and the accuracy of guessing as a dashed line."""
+    """Draw one panel per set, with means as points, ranges as lines, and the accuracy of guessing as a dashed line."""
     schemes = percents(kept)
     with canvas(path, 8.0, 0.26 * len(schemes) + 1.3) as figure:
         panels = figure.subplots(1, len(kept["guess"]), sharey=True)

@@ -44,12 +44,12 @@ def latent_schemes() -> Matrix:
 
 
 def definitions(matrix: Matrix) -> str:
-    """Write a line with each property's definition."""
+    """Write one line per property, with its definition."""
     return "".join(f"- **{prop.title}**: {prop.definition}\n" for prop in matrix.properties)
 
 
 def counterexamples(matrix: Matrix) -> str:
-    """Write a line with a counterexample for each property that does not hold."""
+    """Write one line, with a counterexample, for each property that does not hold."""
     failed = ((name, prop) for name, prop, _ in matrix.reasons if matrix[name, prop.name].value is False)
     return "".join(f"- `{name}`, {prop.title}: {matrix[name, prop.name].why}\n" for name, prop in failed)
 

@@ -1,7 +1,7 @@
 """Train a tiny Qwen3-VL from Transformers on photos with ``rope_index`` instead of its own ``get_rope_index``.
 
 The model learns captions of eight photos in ten seconds on one core, then generates them with a cache. The captions
-equal those generated with the model's own ``get_rope_index``. A single call concerns positions: ``install(model)``.
+equal those generated with the model's own ``get_rope_index``. Only one call concerns positions: ``install(model)``.
 """
 
 from __future__ import annotations

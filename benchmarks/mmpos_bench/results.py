@@ -89,7 +89,7 @@ class SuiteReport:
 
 
 def to_json(reports: Iterable[SuiteReport]) -> str:
-    """Write reports as JSON, with a line per measurement and times rounded to four significant digits."""
+    """Write reports as JSON, with one line per measurement and times rounded to four significant digits."""
     texts = [_report_text(report) for report in reports]
     return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
 
@@ -102,7 +102,7 @@ def from_json(text: str) -> tuple[SuiteReport, ...]:
 
 
 def json_with_rows(content: Mapping[str, object]) -> str:
-    """Write a JSON object with a line per value. The last value is a list, with a line per row."""
+    """Write a JSON object with one line per value. The last value is a list, with one line per row."""
     *head, (name, rows) = content.items()
     lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
     assert isinstance(rows, list)
@@ -154,7 +154,10 @@ def markdown(rows: Rows) -> str:
 
 
 def to_markdown(measurements: Sequence[Measurement]) -> str:
-    """Write a row per comparison and a column per contestant and fact; times include multiples of limit or ours."""
+    """Write a table with one row per comparison and one column per contestant and per fact.
+
+    Each time is also given as a multiple of the limit or of our time.
+    """
     roles = {e.name: e.role for m in measurements for e in m.entries}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""

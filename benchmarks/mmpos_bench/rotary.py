@@ -89,7 +89,7 @@ class Bench:
     toy: bool = False
 
     def layer(self, size: Size, sets: int | None = None) -> Layer:
-        """Create a layer; on a GPU, the default number of sets exceeds the size of the caches."""
+        """Create a layer; on a GPU, the default number of sets is large enough to exceed the caches."""
         shape = SHAPES[size.shape]
         documents = [shape.document(size.tokens // size.documents)] * size.documents
         if self.toy:  # float32, since the interpreter truncates bfloat16 and would fail the proofs

@@ -1,6 +1,6 @@
 """Run servers, including an echo server, and clients in separate processes: loads, floods and random mixes of calls.
 
-python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, for any number of bytes; each
+python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, or any other size; each
                                                 request returns new bytes, so that timing it measures the cost of a
                                                 call without work
 """
@@ -75,7 +75,7 @@ class ServerProcess:
         return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
 
     def memory(self, which: str = "VmRSS") -> float:
-        """Return the process's current memory in MiB, or its peak with VmHWM."""
+        """Return the process's current memory in MiB, or its peak if ``which`` is "VmHWM"."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
@@ -101,7 +101,7 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
     with ExitStack() as stack:
         running = []
         for command in commands:
-            # Discard the log, which has a line per call.
+            # Discard the log, which has one line per call.
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             running.append(stack.enter_context(process))
             stack.callback(process.send_signal, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The commands that find out which positions an engine rotates keys by."""
+"""The commands that find out by which positions an engine rotates keys."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class SharedObject:
             os.posix_fallocate(descriptor, 0, size)
             pages = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if sealed:
-                import fcntl  # other systems do not have it
+                import fcntl  # other systems do not have this module
 
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", path)

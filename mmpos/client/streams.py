@@ -177,7 +177,7 @@ class Unanswered(Generic[Q, T]):
 
 
 def no_answer(timeout: float) -> ServiceTimeoutError:
-    """Return the error for a stream that does not answer."""
+    """Return the error for a stream that does not respond."""
     return ServiceTimeoutError(f"stream: no answer in {timeout:g} seconds")
 
 

@@ -115,7 +115,7 @@ class Quarantine:
 
     Attributes:
         skipped: number of records skipped so far.
-        limit: limit on skipped records; counts the records that are read.
+        limit: limit on skipped records; it counts the records that are read.
     """
 
     def __init__(

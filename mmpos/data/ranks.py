@@ -35,7 +35,7 @@ class RankState(TypedDict):
         steps: number of batches yielded in the epoch.
         repeats: whether the rank has yielded all of its batches and started over.
         over: whether the epoch has ended.
-        loader: state of the loader, or of its dataset if the loader has no state.
+        loader: state of the loader, or of its dataset if the loader has no ``state_dict`` method.
     """
 
     version: int
@@ -140,7 +140,7 @@ class RankLoader(Generic[_Item]):
 
         Raises:
             UnsupportedError: worker processes read the dataset of a DataLoader, or neither the loader nor its dataset
-                has a state.
+                has a ``state_dict`` method.
         """
         state = {"version": _VERSION, "epoch": self._epoch, **asdict(self._progress)}
         return cast(RankState, {**state, "loader": self._stateful.state_dict()})
@@ -216,7 +216,7 @@ class RankLoader(Generic[_Item]):
 
     @property
     def _stateful(self) -> Any:
-        """The loader or its dataset, whichever has a state."""
+        """The loader or its dataset, whichever has a ``state_dict`` method."""
         for candidate in (self.loader, self.dataset):
             if hasattr(candidate, "state_dict"):
                 return candidate

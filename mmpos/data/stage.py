@@ -69,7 +69,7 @@ class Stage:
         Raises:
             InvalidInputError: block is not a batch, or lacks the column ``source``.
             UnsupportedError: the builder lacks a component that a record needs.
-            ServiceError: the service that builds sequences does not answer.
+            ServiceError: the service that builds sequences does not respond.
             Exception: any other error raised by the callable; a note on the error names the record.
         """
         records = _records(block)

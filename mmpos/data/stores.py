@@ -109,7 +109,7 @@ class StorePath:
             the last change.
 
         Raises:
-            OSError: the file does not exist, or the store does not answer; the error names the path.
+            OSError: the file does not exist, or the store does not respond; the error names the path.
         """
         if not self.is_url:
             with named(self.text):

@@ -238,7 +238,7 @@ class NoPE(AttentionBias):
 def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
     """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values.
 
-    This value shows NoPE the position. The formula holds for independent values with mean 0 and variance σ² under
+    This value reveals the position to NoPE. The formula holds for independent values with mean 0 and variance σ² under
     uniform attention, that is, at best before training. When n is large, the value hardly differs between neighbouring
     positions, and a reader of the source normalised it away without any loss in training.
 

@@ -141,8 +141,8 @@ class MultimodalRotaryEmbedding(nn.Module):
             cp_group: group of context-parallel ranks; None uses the module's cp_group.
 
         Returns:
-            In layout "sbhd", the angles of the zig-zag blocks that belong to this rank, one of C, in every row: shape
-            (seq / C, batch, 1, rotary_dim). In layout "thd", the angles of all tokens: shape (tokens, 1, 1,
+            In layout "sbhd", the angles of the zig-zag blocks of every row that belong to this rank, one of C ranks:
+            shape (seq / C, batch, 1, rotary_dim). In layout "thd", the angles of all tokens: shape (tokens, 1, 1,
             rotary_dim); Megatron splits these.
 
         Raises:

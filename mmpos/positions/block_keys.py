@@ -204,7 +204,7 @@ def _contents(
 
 
 def _split(positions: PositionTable) -> tuple[Array, IntArray]:
-    """Split the ids of all tokens into whole numbers and fractions, independent of how the table stores them."""
+    """Split the ids of all tokens into whole numbers and fractions, independently of how the table stores them."""
     if not positions.fractional:
         return positions.dense(), np.zeros((0, positions.num_tokens), np.int64)
     numerators, denominators = positions.rationals()

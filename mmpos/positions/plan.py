@@ -19,7 +19,7 @@ from mmpos.support.checks import IntArray
 __all__ = ["MAX_SHAPES", "Plan", "forget_plans", "place_by_plan", "plan_of"]
 
 MAX_SHAPES = 4096
-"""Maximum number of grid shapes in a plan; a plan with more starts over."""
+"""Maximum number of grid shapes in a plan; a plan that would exceed it starts over."""
 
 _SHAPE, _ROW, _PER_AXIS = 4, 8, 8
 """Number of values per shape, per row before its axes, and per axis, as in csrc/plan.c."""

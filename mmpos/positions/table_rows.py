@@ -82,7 +82,7 @@ class CutColumns:
             self._put(document, column)
 
     def assemble(self, header: IntArray) -> tuple[IntArray, IntArray, int]:
-        """Assemble the arrays of the table, given the (2, documents) next positions and deltas; see ``assemble``."""
+        """Assemble the arrays of the table, given its (2, documents) next positions and deltas."""
         columns = np.stack(self.columns, axis=1) if self.columns else self.table[:, :0].copy()
         return assemble(columns, np.array(self.document, np.int64), header)
 

@@ -45,7 +45,7 @@ def _interleaved(axes: int, pairs: int) -> PairLayout:
 
 
 def _split(axes: int, pairs: int) -> PairLayout:
-    """Split into contiguous blocks of nearly equal size: the first pairs mod axes blocks have one extra pair."""
+    """Split into contiguous blocks of nearly equal size: the first ``pairs % axes`` blocks have one extra pair."""
     return _shared([a for a in range(axes) for _ in range((pairs - a + axes - 1) // axes)], axes)
 
 

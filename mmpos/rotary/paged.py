@@ -170,7 +170,7 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
 
 
 def read(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of slots as a new tensor (n, heads, head_dim); an invalid slot returns those of another slot.
+    """Return the contents of slots as a new tensor (n, heads, head_dim); for an invalid slot, those of another slot.
 
     Args:
         cache: (blocks, block_size, heads, …) with at least one slot and any strides.

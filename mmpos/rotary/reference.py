@@ -311,7 +311,7 @@ class Norm(NamedTuple):
         q_weight: (head_dim,) float32, bfloat16 or float16; with None, q is not normalised.
         k_weight: the same for k.
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
-        offset: added to the weights: 1.0 for Gemma, which stores the factor minus 1.0.
+        offset: added to the weights; 1.0 for Gemma, which stores the factor minus 1.0.
         after: whether to normalise after the rotation instead of before it.
     """
 

@@ -49,7 +49,7 @@ KiB.
 """
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
-# Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do everything.
+# Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do anything.
 _MEANING["PERMISSION_DENIED"] = ServiceUnauthenticatedError
 
 _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {

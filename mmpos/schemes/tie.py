@@ -102,7 +102,7 @@ class RopeTieFractional(_Tie):
 class RopeTieLcm(_Tie):
     """RoPE-Tie with the smallest integer strides that keep the symmetry: lcm(h+1, w+1)/(n+1).
 
-    The number of ids consumed, lcm − 1, varies strongly with the size of the grid: 24 for 24×24, 649 for 24×25.
+    The number of ids consumed, lcm − 1, varies widely with the size of the grid: 24 for 24×24, 649 for 24×25.
     Source: the smallest integer solution of (h+1)s = (w+1)t in kexue.fm 10040.
 
     Args:

@@ -109,14 +109,14 @@ class Audio(_Run):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Grid:
-    """The patches of one image, or of a video with frames, in raster order (column fastest).
+    """The patches of one image, or of all frames of one video, in raster order (column fastest).
 
     Args:
         height: rows of patches after spatial merging, as the language model sees them.
         width: columns of patches after spatial merging.
         frames: frames of a video; 1 for a still image.
         row_separator: whether every row ends in one more token, for models that generate patch by patch.
-        seconds_per_frame: time between two frames in seconds, for schemes that place frames in time;
+        seconds_per_frame: time between two frames in seconds, for schemes that place frames by time;
             a float is rounded to the nearest fraction with a denominator up to 1,000,000.
     """
 

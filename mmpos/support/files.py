@@ -106,7 +106,7 @@ def leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
 
 @contextmanager
 def named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Replace the path in operating-system errors by ``path``."""
+    """Replace the path in operating-system errors with ``path``."""
     try:
         yield
     except OSError as error:

@@ -67,7 +67,7 @@ class Twin:
         response: message type of the answer to an item.
         run: function that writes the answer to an item.
         refuse: function that writes the answer to a failed item from its error.
-        side_by_side: whether items of one stream run in parallel; set this if an item may take long.
+        side_by_side: whether items of one stream run in parallel; set this if an item may take a long time.
         plain: faster path for plain items, or None.
     """
 

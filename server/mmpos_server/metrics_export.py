@@ -1,4 +1,4 @@
-"""Export metrics by OTLP: send the metrics page's registry to the collector of spans at regular intervals."""
+"""Export metrics by OTLP: send the metrics page's registry regularly to the collector that receives the spans."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _UNITS = {"seconds": "s", "bytes": "By"}
 
 _LAST_SECONDS = 2.0
-"""Maximum seconds for the last export, so that a collector that does not answer cannot delay the exit any longer."""
+"""Maximum seconds for the last export, so that a collector that does not respond cannot delay the exit any longer."""
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _metric(family: Family, begun: int, now: int) -> Metric:
 
 
 def _histogram_points(samples: Iterable[Sample], begun: int, now: int) -> list[HistogramDataPoint]:
-    """Return a point per set of labels; Prometheus counts values up to each bound, and OTLP values between bounds."""
+    """Return one point per set of labels; Prometheus counts values up to each bound, and OTLP values between bounds."""
     below: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in samples:

@@ -279,7 +279,7 @@ class Logs:
             self.warning(event, times=times, **values)
 
     def times(self, event: str) -> int:
-        """Count an event; return the count since its last line, or 0 within a second of that line."""
+        """Count an event; return its count since it was last logged, or 0 if that was less than a second ago."""
         now = monotonic()
         with self._counting:
             then, times = self._seldom.get(event, (-math.inf, 0))

@@ -57,7 +57,7 @@ def test_a_kernel_equals_the_scores_of_rotated_queries_and_keys(scheme: str, rot
     q, _ = apply_rotary(x, None, placed, rotary)
     scores = (q[9] * q).sum(-1).mean(1).double().numpy() / 16
     assert computed.query == (1, 0)
-    # A score is the mean over 16 pairs, each the sum of two products of rotated channels below 2.
+    # A score is the mean over 16 pairs, each the sum of two products of rotated channels, which are below 2.
     bound = 8 * float(rotations(q, EXACT).max()) + 2 * gamma(32)
     assert_within(np.concatenate([computed.before[::-1], computed.patches.ravel(), computed.after]), scores, bound)
 

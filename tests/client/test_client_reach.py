@@ -24,7 +24,7 @@ from mmpos_server.testing import running
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 GAP = 2.5
-"""Seconds between two servers: longer than all attempts of one call take."""
+"""Seconds between the end of one server and the start of the next: longer than all attempts of one call take."""
 
 
 def calls(address: str, done: threading.Event) -> Iterator[None]:

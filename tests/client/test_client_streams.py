@@ -195,7 +195,7 @@ def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(kind: str, 
 
 
 def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
-    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the answer counts."""
+    """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the answers per stream."""
     answered: list[int] = []
 
     def stream(

@@ -127,7 +127,7 @@ def test_rotations_agree_with_ligers_mrope_kernel() -> None:
     theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
     assert_close(expected, [x.cpu() for x in theirs], error=0)
     back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
-    # Three times the bound of one rotation: the inputs already differ by that bound.
+    # Three times the bound of one rotation: the inputs already differ by up to that bound.
     restored = apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True)
     assert_within(restored, [x.cpu() for x in back], [3 * rotations(x.cpu()) for x in back])
 

@@ -28,6 +28,6 @@ def by_torchvision(data: bytes) -> Floats:
     """Process a decoded tensor, as the processor does when it loads files."""
     encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchvision warns, recommending torchcodec
+        warnings.simplefilter("ignore")  # torchvision warns and recommends torchcodec
         tensor = decode_image(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     return _PROCESSOR([tensor], return_tensors="pt")["pixel_values"].numpy()

@@ -47,7 +47,7 @@ def transformers(model: nn.Module, *calls: Mapping[str, Any], generate: int = 0)
     """Run a Transformers model and return the rotated keys of every layer.
 
     Attention receives the same hidden state for all tokens, whatever the weights, so that the keys of a layer differ
-    only by their rotation. Keys are read as they enter the cache, wherever they are rotated.
+    only in their rotation. Keys are read as they enter the cache, wherever they are rotated.
 
     Args:
         model: a PreTrainedModel, with or without a head, with or without ``mmpos.integrations.hf.patch``.

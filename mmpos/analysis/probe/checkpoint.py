@@ -1,6 +1,6 @@
 """Checkpoints in which all tokens and all image patches have the same hidden state in every layer.
 
-The keys that an engine caches from such a checkpoint differ only by their rotation, so ordinary requests show the
+The keys that an engine caches from such a checkpoint differ only in their rotation, so ordinary requests show the
 position of every token. The recipe, for a small Transformers model:
 
 - all rows of an embedding are the same vector of signs, and so is every output of the projector for images and clips;

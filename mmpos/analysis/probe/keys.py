@@ -82,7 +82,7 @@ class Keys:
 
     @property
     def exchanged(self) -> bool:
-        """Whether heads differ only by rotations, as tokens should, but tokens do not: the axes may be swapped."""
+        """Whether heads differ only in their rotation, as tokens should, but tokens do not: the axes may be swapped."""
         some = next(self.blocks())[:64]
         by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
 

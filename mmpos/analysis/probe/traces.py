@@ -14,8 +14,9 @@ from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import IntArray
 
 RARE = 0.01
-"""Fraction of tokens that may be exceptions: ids between integers before ids count as fractions, or pairs of other
-lengths."""
+"""Fraction of tokens that may be exceptions, with ids between integers (if more have them, ids count as fractions) or
+with pairs of other lengths.
+"""
 
 MOST = 0.5
 """Fraction of tokens that must fit ids for any id to be trusted; otherwise the rotary is wrong."""

@@ -57,7 +57,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     Raises:
         InvalidInputError: a file does not exist or is listed twice, a pattern matches nothing, no reader supports the
             suffix, or a URL holds credentials.
-        OSError: a store does not answer; the error names the URL.
+        OSError: a store does not respond; the error names the URL.
     """
     entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     patterns = [store_path(f"paths[{i}]", path) for i, path in enumerate(entries)]

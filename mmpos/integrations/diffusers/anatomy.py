@@ -76,7 +76,7 @@ class TransformerAnatomy:
     unsupported: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
-        """Return the modules inside the blocks that have a processor."""
+        """Return the modules with a processor that the blocks contain."""
         lists: list[nn.ModuleList] = [getattr(transformer, name) for name in self.blocks]
         return [module for blocks in lists for module in blocks.modules() if hasattr(module, "processor")]
 

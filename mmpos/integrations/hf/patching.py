@@ -110,7 +110,7 @@ def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:
 def _fused(implementation: Implementation, rotaries: Mapping[str | None, Rotary], anatomy: Anatomy) -> str:
     """Return when layers rotate by positions directly: "never", "always", or only on CUDA ("cuda").
 
-    A model's function takes one cos and sin for all heads, so heads with separate axes must rotate by positions.
+    A model's function takes a single cos and sin for all heads, so heads with separate axes must rotate by positions.
     """
     by_head = any(each.own_heads for each in rotaries.values())
     partial_rotaries = [each for each in rotaries.values() if each.rotary_dim != each.head_dim]
@@ -164,7 +164,7 @@ class ModelHook:
         self.packs = packs
 
     def __call__(self, base: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments if they include positions, else None."""
+        """Return new arguments if the call's arguments include positions, else None."""
         position_ids = kwargs.get("position_ids")
         if isinstance(position_ids, PositionTable | DevicePositions):
             raise InvalidInputError(f"position_ids: got {type(position_ids).__name__}, want it in {ARGUMENT}")
@@ -194,7 +194,7 @@ class AttentionHook:
         self.layer_type = layer_type
 
     def __call__(self, attention: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
-        """Return new arguments if they include rotations, else None."""
+        """Return new arguments if the call's arguments include rotations, else None."""
         if _ROTATIONS not in kwargs:
             return None
         arguments = dict(kwargs)

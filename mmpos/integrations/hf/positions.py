@@ -43,7 +43,7 @@ def checked_positions(ids: object, tokens: Tensor, rotaries: Sequence[Rotary]) -
     """Check that every token has a position, and copy a table to the device of the tokens.
 
     Raises:
-        InvalidInputError: the type or dtype is wrong, or axes, tokens, rows or device differ from those of the call.
+        InvalidInputError: the type or dtype is wrong, or the axes, tokens, rows or device do not match the call.
     """
     if isinstance(ids, PositionTable):
         check_length(ids, rotaries)
@@ -89,7 +89,7 @@ def separating_arguments(
     cache and no other mask.
 
     Args:
-        ids: positions; a table contains the document boundaries, but DevicePositions only show whether there are
+        ids: positions; a table contains the document boundaries, but DevicePositions only reveal whether there are
             several documents.
         tokens: (batch, seq, …) tokens of the call; several rows need no further arguments.
         arguments: the other arguments of the call.

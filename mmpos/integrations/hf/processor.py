@@ -272,7 +272,7 @@ class MMPosProcessor(ProcessorMixin):
 
         Args:
             images: one image, a list of images for all texts, or a list that contains a list of images for each text.
-                Each image is in a form that ImageProcessor accepts, or it is text, a path or a data: URL.
+                Each image is in a form that ImageProcessor accepts, or it is a string with a path or a data: URL.
             text: one or more texts, each with one placeholder per image and per video; or one or more chats.
             videos: one video, a list of videos for all texts, or a list that contains a list of videos for each text.
                 Each video is a file, an array of (frames, height, width, 3) or a list of frames.
@@ -358,7 +358,7 @@ class MMPosProcessor(ProcessorMixin):
             for arguments in (call_options, kwargs):
                 if arguments.get("images") is not None:
                     arguments["images"] = separate_images(conversation, arguments["images"])
-            if "return_tensors" in call_options:  # also applies to the mask of the assistant's tokens
+            if "return_tensors" in call_options:  # this option also applies to the mask of the assistant's tokens
                 kwargs.setdefault("return_tensors", call_options["return_tensors"])
             kwargs["processor_kwargs"] = call_options
             kwargs.setdefault("sanitize_control_tokens", not kwargs.get("return_assistant_tokens_mask", False))

@@ -122,8 +122,8 @@ class TextOptions:
         max_length: number of tokens to which rows are truncated or padded; None uses the tokenizer's model_max_length;
             if that is not set either, rows are neither truncated nor padded to a maximum length.
         add_special_tokens: whether the tokenizer adds special tokens around each text; chat templates write their own.
-        sanitize_control_tokens: whether user text has been marked; ``apply_chat_template`` sets this option when it
-            marks user text.
+        sanitize_control_tokens: whether user text is marked, so that Transformers keeps special tokens in it as text;
+            ``apply_chat_template`` sets this option when it marks user text.
         return_mm_token_type_ids: whether to return token types: text, image or video.
         return_positions: whether to return positions in addition to Transformers' keys; None uses the processor's
             setting.
@@ -170,7 +170,7 @@ class TextOptions:
         for name in arguments.keys() - set(known):
             want = ", ".join([*known, *IMAGE_OPTIONS, "images_kwargs", "videos_kwargs"])
             raise InvalidInputError(f"{name}: got an unknown option, want {want}")
-        initial = tokenizer.init_kwargs  # attributes with the same names may have changed since
+        initial = tokenizer.init_kwargs  # attributes with these names may have changed since then
         defaults = {name: getattr(tokenizer, name, initial[name]) for name in known if name in initial}
         return cls(**defaults | arguments)
 
@@ -186,7 +186,7 @@ class TextOptions:
             return_attention_mask=False,
             return_offsets_mapping=self.return_offsets_mapping,
             return_special_tokens_mask=truncates,
-            verbose=not truncates,  # otherwise warns about texts longer than the model's limit
+            verbose=not truncates,  # otherwise it warns about texts longer than the model's limit
             **marked,
         )
         if self.return_offsets_mapping and "offset_mapping" not in encoded:

@@ -332,7 +332,7 @@ class Videos:
         return [self.temporal_patch_size / each.sampled_fps for each in self.metadata]
 
     def timestamps(self, video: int) -> list[float]:
-        """Return the mean, in seconds, of each grid's first and last frame times, in floats as in Transformers."""
+        """Return the mean time of each grid's first and last frames, in seconds, in floats as in Transformers."""
         data, size = self.metadata[video], self.temporal_patch_size
         indices = list(data.frames_indices)
         indices += indices[-1:] * (-len(indices) % size)

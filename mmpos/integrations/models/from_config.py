@@ -46,10 +46,10 @@ def from_hf_config(
             file or its folder. For a path, preprocessor_config.json in the folder (or image_processor in
             processor_config.json) is also read, for `image_processor`. A mapping with only a model_type is read as the
             config class without arguments in Transformers.
-        engine: implementation whose video ids are used where they differ (Qwen2-VL, Qwen2.5-VL, ERNIE-4.5-VL,
-            PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text continues after
-            the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL, the engine also
-            determines the rotation and whether images are numbered across the batch.
+        engine: implementation whose video ids are used where implementations differ (Qwen2-VL, Qwen2.5-VL,
+            ERNIE-4.5-VL, PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text
+            continues after the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL,
+            the engine also determines the rotation and whether images are numbered across the batch.
         layer_type: layer type, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
@@ -221,7 +221,7 @@ def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
 
 
 def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
-    """Return the token ids of the markers before and after, or None unless the config contains both."""
+    """Return the token ids of the markers before and after an image or a video, or None unless the config has both."""
     if names is None:
         return None
     begin, end = (fields.integer(name, name.replace("_id", "_index")) for name in names)

@@ -48,7 +48,7 @@ class ModelType:
             one.
         generates: whether the model generates images; the grids of generated images follow the grids in the prompt.
         start: id of the first token in a document.
-        crop_markers: config fields with the ids of CropMarkers, if images are split into thumbnails and tiles; the
+        crop_markers: config fields with the ids of CropMarkers, if each image is split into a thumbnail and tiles; the
             patches are then merged 4×4, or 2×2 if downsample_mode is "4x".
     """
 

@@ -155,7 +155,8 @@ class ModelSettings:
     ) -> SegmentTable:
         """Build the segment table of the images to generate after each prompt, last grid first, and the end marker.
 
-        To compute the ids for decoding in advance, place the table at ``start=settings.place(prompt).next_positions``.
+        To compute the ids for decoding in advance, place the table with
+        ``start=settings.place(prompt).next_positions``.
         Source: get_rope_index of GLM-Image in Transformers.
 
         Args:

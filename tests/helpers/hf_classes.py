@@ -185,7 +185,7 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _part_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """From the values that a class sets in a nested config, collect the fields that mmpos reads."""
+    """Select the fields that mmpos reads from among the values that a class sets in a nested config."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     inside = {name: _part_defaults(value) for name, value in values.items() if name.endswith("_config")}
     kept = {name: value for name, value in values.items() if name in names}

@@ -75,7 +75,7 @@ static PyObject *key_of(const Field *query) {
 
 /* Settings of a query, from the Python tuple (plan, strict, fractional, label). */
 typedef struct {
-    PyObject *table; /* a reference */
+    PyObject *table; /* an owned reference */
     int strict, frames, separators, fractional;
     const char *label;
     Py_ssize_t label_bytes;

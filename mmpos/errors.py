@@ -1,4 +1,4 @@
-"""Exceptions of mmpos.
+"""Exceptions that mmpos raises.
 
     MmposError
     ├── InvalidInputError (ValueError)      an argument is invalid

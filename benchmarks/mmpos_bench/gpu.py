@@ -171,7 +171,7 @@ class Part:
             return status, log.read()
 
     def measure(self, what: str, seconds: float) -> None:
-        """Measure in a separate process; if it fails, continue in a new process after the work that made it fail."""
+        """Measure in a separate process; after a failure, continue in a new process with the next piece of work."""
         end = time.monotonic() + min(seconds, self.left)
         while (left := end - time.monotonic()) > 5:
             before = self.path.read_bytes()

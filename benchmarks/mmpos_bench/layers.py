@@ -1,4 +1,4 @@
-"""Model layers as tensors to rotate, and a float64 formula that judges the rotation with ids from a plain loop."""
+"""Model layers as tensors to rotate, and a float64 formula, with ids from a plain loop, that judges the rotation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUNDING = {torch.bfloat16: (1.01 * 2**-8, 2**-6), torch.float32: (1e-6, 2e-6)}
 
 
 def interleaved(tokens: int) -> Document:
-    """Build a document of text with one 16×16 image per 320 tokens, or one 2×2 image per 8 tokens if it is shorter."""
+    """Build a document with a 16×16 image every 320 tokens or, if it is too short, a 2×2 image every 8 tokens."""
     side, every = (16, 320) if tokens >= 320 else (2, 8)
     (document,) = workload(1, tokens, tokens // every, side)
     return document
@@ -45,7 +45,7 @@ def prompted_image(tokens: int) -> Document:
 
 
 def video(tokens: int) -> Document:
-    """Build a document with one video of 21 frames of 30 rows, or the largest divisors of these that fit the tokens."""
+    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that fit the token count."""
     frames = gcd(tokens, 21)
     height = gcd(tokens // frames, 30)
     return [Grid(height, tokens // frames // height, frames=frames)]

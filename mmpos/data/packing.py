@@ -171,7 +171,7 @@ class Packer:
         fits = self._sizes[first] <= self.max_tokens
         chosen = [self._release(first) if fits else self._split(first, _last_cut(self._held[first], self.max_tokens))]
         gap = self.max_tokens - self._size(chosen[0])
-        # One pass from the longest, oldest first among equals, is enough, since the gap only shrinks.
+        # One pass from the longest example, oldest first among equals, is enough, since the gap only shrinks.
         for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
             if size <= gap:
                 chosen.append(self._release(number))

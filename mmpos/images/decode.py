@@ -463,7 +463,7 @@ def resize(pixels: Pixels, height: int, width: int, backend: str) -> Pixels:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Convert decoder errors raised in the block to errors of mmpos.
+    """Convert decoder errors raised in the block to mmpos errors.
 
     Every exception is treated as a damaged file, since decoders raise OSError, SyntaxError, ValueError, struct.error
     and others.

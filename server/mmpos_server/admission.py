@@ -1,4 +1,4 @@
-"""Admit calls: counters that refuse at once, thread pools for long work, and a fair share for each client."""
+"""Admit calls: counters that refuse calls immediately, thread pools for long work, and a fair share for each client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CALM = 1.0
 """Seconds without a refusal after which a pool is no longer overloaded."""
 
 _TURNS = 2
-"""Number of calls that may wait for each thread of a pool while further calls are refused."""
+"""Number of calls that may wait per thread of a pool while the pool is overloaded."""
 
 _MOST_IDLE = 10_000
 """Maximum number of idle clients whose rate is kept, which bounds memory when a caller has many addresses."""

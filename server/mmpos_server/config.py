@@ -44,7 +44,7 @@ class _Settings(BaseModel):
 
 
 class Limits(_Settings):
-    """Limits for one request, checked before the work begins; the fields equal those of the message Limits."""
+    """Limits for one request, checked before the work begins; the fields are those of the message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)

@@ -643,7 +643,7 @@ def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> 
 
 
 def functions_called(work: Callable[[], object]) -> int:
-    """Return how many functions of mmpos a warm call runs, as a measure of how much code a reader has to follow."""
+    """Return how many mmpos functions a warm call runs, as a measure of how much code a reader has to follow."""
     root, seen = str(Path(str(resources.files("mmpos")))), set()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:

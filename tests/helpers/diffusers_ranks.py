@@ -25,7 +25,7 @@ CASES = {"packed": ((0, 2), False), "padded": ((0, 1, 2), True)}
 
 
 def run(rank: int, folder: Path) -> None:
-    """Write the differences between the outputs of two ranks and of one process, relative to the rounding bounds."""
+    """Write by how much the outputs of two ranks differ from those of one process, relative to the rounding bounds."""
     torch.set_num_threads(1)
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     distributed.init_process_group("cpu:gloo", store, rank=rank, world_size=2, timeout=limit)

@@ -5,7 +5,7 @@ round depends only on the seed, the attack's name and the round's number, so tha
 Meanwhile, one client polls the health service, and another requests positions whose values are known. The run fails if
 a status is INTERNAL or UNKNOWN, the log contains a traceback, a known answer is wrong, or a health check is answered
 late. The server's memory, descriptors, threads and processes must return to the values that they had after a first
-period of attacks. Attacks can last an hour as well as a minute; a line on stderr reports the progress every minute.
+period of attacks. Attacks can last a minute or an hour; a line on stderr reports the progress every minute.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mmpos.client import AsyncClient
 from mmpos.errors import MmposError
 
 WARM, REST, SLICE = 60.0, 15.0, 60.0
-"""Limits in seconds on the attacks before the measured ones, the rest after these, and the attacks per progress
-line.
+"""Limits in seconds on the attacks before the measured ones, on the pause after these, and on the attacks between two
+progress lines.
 """
 
 LAZY = 8

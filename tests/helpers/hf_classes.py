@@ -66,7 +66,7 @@ PLAIN = ("default", "axial")
 ROTARY = r"\w*(?:Rotary\w*|Rope)(?:Position)?Embedding"
 
 APART = ("hunyuan_vl_text",)
-"""Model types whose rotation is only read with the settings of the whole model."""
+"""Model types whose rotation is read only with the settings of the whole model."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
 """Model types that rotate with functions instead of a module."""
@@ -185,7 +185,7 @@ def _optional(config: Any, row: dict[str, Any]) -> list[str]:
 
 
 def _part_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Collect the fields that mmpos reads from the values that a class sets in a nested config."""
+    """Select the fields that mmpos reads from among the values that a class sets in a nested config."""
     names = (*FIELDS, *ROTATION_FIELDS, "rope_parameters", "rope_theta")
     inside = {name: _part_defaults(value) for name, value in values.items() if name.endswith("_config")}
     kept = {name: value for name, value in values.items() if name in names}

@@ -14,8 +14,9 @@ from mmpos.support.checks import IntArray
 from mmpos_bench.workloads import Document
 
 RopeIndexes = Callable[[IntArray, int, IntArray], Mapping[str, Callable[[], IntArray]]]
-"""Function of (batch, seq) token ids, the placeholder of patches and (images, 3) grids before merging. It returns calls
-by name, each of which returns (3, batch · seq) ids with the rows of the batch concatenated."""
+"""Function of (batch, seq) token ids, the placeholder id for patches, and (images, 3) grids before merging. It returns
+calls by name, each of which returns (3, batch · seq) ids with the rows of the batch concatenated.
+"""
 
 
 def engine_loop(documents: list[Document]) -> tuple[IntArray, list[int]]:

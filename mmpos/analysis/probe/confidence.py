@@ -54,7 +54,7 @@ class Reading:
             hidden state.
         explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
-            was rotated differently; and for an id between integers if at most 1 in 100 ids is.
+            was rotated differently; and for an id between integers if at most 1 in 100 ids lie between integers.
         reference: the token that ids are relative to; None if ids are absolute.
         row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences that say which ids are unknown, and why.

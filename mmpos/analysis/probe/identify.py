@@ -85,8 +85,9 @@ def identify(
     """Find the rotation that was applied to keys, and say how it differs from the intended one.
 
     If ids are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or direction
-    is found, and so are angles with few bits. Without known ids, a candidate is judged by whether any ids explain the
-    keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated axes.
+    is found, and so are angles computed with few bits. Without known ids, a candidate is judged by whether any ids
+    explain the keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated
+    axes.
 
     Args:
         keys: keys of tokens that share one hidden state, as for ``read``.
@@ -182,7 +183,7 @@ class _Sample:
     def squares(self, suspect: Suspect) -> Float64Array:
         """Return (tokens,) mean squared residuals in rad², with pairs weighted by their lengths.
 
-        Channels that are not rotated count with their relative error.
+        Channels that are not rotated contribute their relative error.
         """
         turned, still = self.turned(suspect.rotary), slice(suspect.rotary.rotary_dim, None)
         off = _wrapped(turned.phases - self.angles(suspect)) if suspect.second is None else self._off_apart(suspect)

@@ -80,9 +80,9 @@ class Chat(_Conversation):
     Args:
         template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
         images: sources of images, including video frames; ``data:`` URLs need none.
-        media: called with a video or audio part, the mapping in the record; returns a Video, a Grid of several frames,
-            a Clip or an Audio, since each model has its own rules for sampling frames and for the number of audio
-            tokens. None refuses such parts except lists of frames.
+        media: called with a video or audio part, the mapping in the record; returns a Video, a Grid with several
+            frames, a Clip or an Audio, since each model has its own rules for sampling frames and for the number of
+            audio tokens. None refuses such parts except lists of frames.
     """
 
     names: ClassVar[str] = "messages"

@@ -79,7 +79,7 @@ class Claim:
         # Ctrl-C must reach the main thread, which may have blocked it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._ended.wait(_BEAT):
-            with suppress(OSError):  # the store may answer at the next heartbeat
+            with suppress(OSError):  # the store may respond at the next heartbeat
                 claims = self._folder.glob(".mmpos-claim-*.json")
                 if self._path not in claims or any(path > self._path for path in claims):
                     self._lost = True

@@ -168,7 +168,7 @@ def write_sequences(
     Raises:
         InvalidInputError: an argument is invalid, an existing output was made from another input or with other
             settings, another run writes to the folder, or more records were skipped than max_skipped allows.
-        RecordError, UnsupportedError: a record, or a part for this builder, cannot be used; finished files stay.
+        RecordError, UnsupportedError: a record is invalid, or has a part that is not supported; finished files stay.
         OSError: a file cannot be read or written; errors while writing name the file.
     """
     one_of("engine", engine, ("local", "ray"))

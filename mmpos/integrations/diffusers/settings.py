@@ -35,8 +35,8 @@ class TransformerSettings:
             references.
         rotary: rotation of q and k. Its head_dim is the size of a head, or of a third of a head if each axis rotates a
             separate third (Allegro).
-        patch_size: frames, rows and columns of latents per token, whether the transformer or the pipeline cuts the
-            patches.
+        patch_size: frames, rows and columns of latents per token, regardless of whether the transformer or the pipeline
+            cuts the patches.
         second_rotary: rotation of the second channel of every pair if its angles differ from the first channel's
             (ERNIE-Image), else None. If it is set, rotary describes only the first channels.
         text_rotary: rotation of text in separate blocks by one id per token, counted from 0 (Kandinsky), or None.

@@ -64,8 +64,8 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
-    for all int32 ids, even negative or fractional; ids that are not multiples of 2⁻³² add at most ω · 2⁻³² to it for a
-    frequency of ω rad per id.
+    for all int32 ids, even negative or fractional; ids not divisible by 2⁻³² add at most ω · 2⁻³² to it at ω rad per
+    id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
@@ -165,8 +165,7 @@ def rotate_and_store(
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        rotated q and k (k is None without ``return_k``), with the dtypes and layout of the inputs, except that q is
-        float8_e4m3fn if q_scale is set.
+        rotated q and k (None without ``return_k``), like the inputs, except that q is float8_e4m3fn if q_scale is set.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.

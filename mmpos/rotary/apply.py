@@ -64,8 +64,7 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
-    for all int32 ids, even negative or fractional; ids not divisible by 2⁻³² add at most ω · 2⁻³² to it at ω rad per
-    id.
+    for all int32 ids, even negative or fractional; ids not divisible by 2⁻³² add up to ω · 2⁻³² to it at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:

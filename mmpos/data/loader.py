@@ -74,8 +74,8 @@ class BatchDataset(IterableDataset[_Item]):
         on_error: "raise" stops at the first unusable record and names it; "skip" writes it to quarantine. For images,
             on_image_error of a Preprocess decides. Configuration errors, such as a builder without an ImageProcessor
             for images, always stop.
-        max_skipped: largest fraction of the first 1,000 records of a worker (of all, if it reads fewer) that may be
-            skipped, 0 to 1; ten may always be skipped.
+        max_skipped: largest fraction of the first 1,000 records of a worker (of all its records, if it reads fewer)
+            that may be skipped, 0 to 1; ten may always be skipped.
         quarantine: folder for skipped records and dropped images, with one file of JSON lines per worker; each record
             is listed once per epoch, even if the epoch is resumed.
         threads: number of threads per worker that preprocess a few records ahead, for a builder that waits for a

@@ -28,7 +28,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
     tokens. However, it resumes a retracted request from the last id of the prompt, so prompts must end with text.
 
     Args:
-        positions: one document, the whole prompt.
+        positions: positions of the whole prompt, as one document.
         sections: layout of the engine's rotation.
         max_new_tokens: maximum number of generated tokens, including drafts.
 
@@ -37,7 +37,7 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
 
     Raises:
         InvalidInputError: positions do not contain exactly one document, contain padding or a negative id, or differ
-            from rotary in the number of axes.
+            from sections in the number of axes.
         UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends with patches.
         LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
     """

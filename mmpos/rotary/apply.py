@@ -64,7 +64,7 @@ def apply_rotary(
 
     Each pair of channels (a, b) with angle φ = position · inv_freq becomes (a·cos φ − b·sin φ, b·cos φ + a·sin φ),
     computed in float32 and rounded once at the end. With ``precision="exact"``, the error of cos and sin is below 2e-7
-    for all int32 ids, even negative or fractional; fractions not divisible by 2⁻³² add ω · 2⁻³² to it at ω rad per id.
+    for all int32 ids, even negative or fractional; ids not divisible by 2⁻³² add up to ω · 2⁻³² to it at ω rad per id.
     Source: kexue.fm 8265 (RoPE), kexue.fm 10040 (RoPE-Tie).
 
     Args:
@@ -164,7 +164,7 @@ def rotate_and_store(
         validate: also check ids, slots and scales on a device; this waits for the device.
 
     Returns:
-        rotated q and, with ``return_k``, rotated k, else None; like the inputs, but float8_e4m3fn q if q_scale is set.
+        rotated q and k (None without ``return_k``), like the inputs, except that q is float8_e4m3fn if q_scale is set.
 
     Raises:
         InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
@@ -212,7 +212,7 @@ def cos_sin(
 
     Raises:
         InvalidInputError: the layout is unknown, or the axes of positions and rotary differ.
-        UnsupportedError: layout "torchtitan" and a rotary with head_axes or kv_heads.
+        UnsupportedError: layout "torchtitan" for a rotary with head_axes or kv_heads.
     """
     one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
     ids = _ids_for_tables(rotary, positions, device)

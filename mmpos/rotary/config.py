@@ -67,9 +67,9 @@ class Rotary:
         allocation: "interleaved" (axis j mod axes), "split" (contiguous blocks of nearly equal size, the first ones
             larger), "sections" (contiguous blocks of mrope_section), "mrope-interleaved" (Qwen3-VL), "axial"
             (consecutive blocks, one per axis, each with a full ladder of rotary_dim/axes or axes_dim channels),
-            "pixtral" (even θ to rows, odd θ to columns, row block first), "heads" (all pairs of a head use its axis in
-            head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not rotated. For
-            example, HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
+            "pixtral" (even-indexed θ to rows, odd-indexed θ to columns, row block first), "heads" (all pairs of a head
+            use its axis in head_axes), or a (pairs,) vector with the axis of each pair, or −1 for a pair that is not
+            rotated. For example, HoPE (arXiv 2505.20444) is [1, 2] * 24 + [-1] * 16 with three axes and 64 pairs.
         pairing: "half" pairs channels (j, j + rotary_dim/2), "adjacent" pairs channels (2j, 2j + 1).
         rotary_dim: number of leading channels that are rotated; even; None means all.
         scaling: a scaling from ``mmpos.rotary.scaling``, which is applied to each ladder before allocation; or a

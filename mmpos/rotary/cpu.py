@@ -41,11 +41,11 @@ FORMS = ((None, 3), (None, 4), ("thd", 3), ("bshd", 4), ("bhsd", 4))
 def rotated_at_once(
     q: Tensor, k: Tensor | None, positions: object, rotary: Rotary, layout: str | None, inplace: bool, conjugate: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Rotate q and k in one C call that includes all checks; this is fast for small inputs such as a decoding step.
+    """Rotate q and k in one C call that includes all checks; fast for small inputs, such as in a decoding step.
 
     Returns:
-        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken, as it must be
-        for all errors.
+        the results of ``apply_rotary``, or None, with nothing written, if the general path must be taken; only that
+        path raises errors.
     """
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
@@ -83,7 +83,7 @@ def rotated_at_once(
 
 
 def _source_at_once(positions: object, constants: bytes, batched: Tensor | None) -> Source | None:
-    """Return the source argument of the extension if it can check the positions itself, else None.
+    """Return the extension's source argument if the extension can check the positions itself, else None.
 
     Args:
         positions: positions as the caller passed them.

@@ -78,7 +78,7 @@ class DevicePositions:
         return cls(table, tokens, row_length_of(positions), positions.fractional)
 
     def refresh(self, positions: PositionTable) -> None:
-        """Write another table with as many tokens to the same memory; this is allowed between CUDA graph replays.
+        """Write a table with the same number of tokens to the same memory; allowed between CUDA graph replays.
 
         Raises:
             InvalidInputError: the axes, the value of fractional, the token count or the document length differ.

@@ -85,7 +85,7 @@ class Exact(Arithmetic):
 
 
 def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
-    """Compute correctly rounded float32 base**exponents; float32 powers of other libraries may be off by one ulp."""
+    """Compute correctly rounded float32 base**exponents; float32 powers from other libraries may be off by one ulp."""
     return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
 
 

@@ -195,7 +195,7 @@ def _by_layer(rope: Values) -> bool:
 
 
 def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
-    """Return the rope parameters of a layer type, also from configs that predate entries per layer type."""
+    """Return the rope parameters of a layer type, even from configs that predate per-layer-type entries."""
     rotation, defaults = fields.rotation, fields.defaults.get("rope_parameters", {})
     older = bool(rotation.layer_theta)
     entries = {**defaults, **parameters} if older else parameters or defaults

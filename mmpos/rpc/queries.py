@@ -122,8 +122,8 @@ class Spans:
 class InputIds:
     """Documents as token ids with placeholders; the arguments of SegmentTable.from_input_ids.
 
-    If the client names a profile, the server takes spatial_merge_size from the profile if it is unset and, if there is
-    no image token, also takes the unset placeholders.
+    If the client names a profile, the server takes an unset spatial_merge_size from the profile and, if no image token
+    is given, the unset placeholders as well.
     """
 
     input_ids: npt.ArrayLike

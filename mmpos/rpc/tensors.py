@@ -120,7 +120,7 @@ def integer_lists(message: Message, *fields: str) -> list[IntArray]:
     """Read repeated fields, (n,) int64 each, from the bytes of the message, without creating an object per number.
 
     Args:
-        message: message with little other content, since it is serialized again.
+        message: message with little other content, since the whole message is serialized again.
         fields: names of the fields.
     """
     if native.core is not None:
@@ -224,7 +224,7 @@ def get_tensor(
         message: message to read.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
-        memory: shared memory of tensors that are not in messages.
+        memory: shared memory for tensors that are not in messages.
 
     Raises:
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.

@@ -224,7 +224,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
-        """Return the number of ids that each grid consumes, (grids,): how far the grid moves the cursor."""
+        """Return the number of ids that each grid consumes, (grids,): how far each grid moves the cursor."""
 
     @abstractmethod
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -235,7 +235,7 @@ class Scheme(ABC):
 
         Fractional schemes override this method. If the unit is not None, ``advance`` returns numerators over it;
         ``place``, ``place_text`` and ``next_after`` receive cursors over the common denominator of their document, and
-        next positions are over the same denominator.
+        next positions have the same denominator.
         """
         return None
 
@@ -252,7 +252,7 @@ class Scheme(ABC):
         return runs.lengths
 
     def place_text(self, runs: TextRuns, cursor: IntArray) -> Placement:
-        """Return the placement of text: the same id on every axis, one more per token."""
+        """Return the placement of text: the same id on every axis, increasing by one per token."""
         unit = 1 if runs.units is None else runs.units[runs.document]
         return Placement(origin=[cursor] * self.axes, step_col=[unit] * self.axes, denominator=unit)
 

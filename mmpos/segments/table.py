@@ -177,7 +177,7 @@ class SegmentTable:
             offsets: (spans,) first token of each span, counted from its document's first token,
                 ascending within a document.
             grid_thw: (spans, 3) frames, height, width after spatial merging.
-            documents: (spans,) ascending document of each span; optional for one document.
+            documents: (spans,) index of each span's document, ascending; optional for one document.
             seconds_per_frame: one per span, or None.
             row_separator: whether the rows of all grids end in one more token.
             kind: (spans,) GRID, AUDIO, CLIP, THUMBNAIL or TILE; spans of the last three kinds include their markers
@@ -252,14 +252,14 @@ class SegmentTable:
             placeholders: token ids that stand for patches and audio.
             image_grid_thw: (images, 3) frames, height, width **before** spatial merging, as in Transformers.
             video_grid_thw: (videos, 3) frames, height, width, also before merging.
-            spatial_merge_size: patches merged along each side; divides heights and widths.
+            spatial_merge_size: patches merged along each side; must divide heights and widths.
             cu_seqlens: (documents + 1,) first token of each packed document, then the total.
             attention_mask: (batch, seq) of 0 and 1, padded left or right; tokens whose mask is 0 become PAD segments,
                 even if they have the id of a placeholder.
             seconds_per_frame: one per video (Transformers' second_per_grid_ts), or None.
-            frames_apart: whether each frame of a video is a separate grid, with text between them (Qwen3-VL).
-            audio_lengths: (audios,) number of tokens of each audio input after the encoder, including clips, to compare
-                with the runs of placeholders; or None.
+            frames_apart: whether each frame of a video is a separate grid, with text between frames (Qwen3-VL).
+            audio_lengths: (audios,) number of tokens of each audio input after the encoder, including audio in clips,
+                to compare with the runs of placeholders; or None.
 
         Raises:
             InvalidInputError: a grid does not fit its run of placeholders (the message gives both counts), grids are

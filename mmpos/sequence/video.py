@@ -42,9 +42,9 @@ class Video:
             width, channels) or tensor (frames, channels, height, width).
         times: time of each frame in seconds, at least 0 and never decreasing. A float becomes the nearest fraction with
             a denominator up to 1,000,000.
-        seconds_per_frame: interval instead of times: frame k is exactly at k · seconds_per_frame.
-        timestamp: text before a frame: a format with the field seconds, rounded from the exact time with halves to
-            even, or a function from a Fraction to text. The default is the format of Qwen3-VL.
+        seconds_per_frame: interval between frames, instead of times: frame k is at exactly k · seconds_per_frame.
+        timestamp: text before a frame: a format with the field seconds, rounded half to even from the exact time, or a
+            function from a Fraction to text. The default is the format of Qwen3-VL.
 
     Raises:
         InvalidInputError: there are no frames, a frame is not an image, or the times do not fit; the message names
@@ -160,7 +160,7 @@ def timestamps(name: str, timestamp: Timestamp, times: Sequence[Fraction]) -> tu
     Args:
         name: name of the timestamp for error messages.
         timestamp: format such as "<{seconds:.1f} seconds>", "{seconds:05.2f} s" or "", or a function. The digits are
-            rounded directly from the exact rational, halves to even.
+            rounded half to even, directly from the exact rational.
         times: exact seconds.
 
     Raises:

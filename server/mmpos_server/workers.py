@@ -139,7 +139,7 @@ class _Supervisor:
         return self._ends < float("inf")
 
     def run(self) -> None:
-        """Show the metrics page and keep the workers running until a signal, then drain them.
+        """Serve the metrics page and keep the workers running until a signal, then drain them.
 
         Raises:
             InvalidInputError: a worker could not start.

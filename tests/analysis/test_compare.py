@@ -1,4 +1,4 @@
-"""Compare measured properties of schemes and encodings with a handwritten matrix; measure schemes that break one."""
+"""Compare measured properties of schemes and encodings with a handwritten matrix; measure schemes that violate one."""
 
 from __future__ import annotations
 

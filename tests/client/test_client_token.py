@@ -1,4 +1,4 @@
-"""Test client tokens: which connections may carry a token, token files, and that a token is never shown."""
+"""Test client tokens: which connections may carry a token, token files, and that a token is never revealed."""
 
 from __future__ import annotations
 

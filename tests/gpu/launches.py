@@ -271,7 +271,7 @@ LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROT
 
 
 def documents(tokens: int, count: int = 1) -> list[list[Text | Grid]]:
-    """Build documents of equal length with a 16×16 image every 320 tokens or, if shorter, a 2×2 one every 8 tokens."""
+    """Build equally long documents with a 16×16 image every 320 tokens or, if they are too short, a 2×2 one every 8."""
     length = tokens // count
     side, every = (16, 320) if length >= 320 else (2, 8)
     parts: list[Text | Grid] = [Text(every - side * side), Grid(side, side)] * (length // every)

@@ -1,4 +1,4 @@
-"""Hostile images: files whose decoding would cost far more than their size suggests are refused or stay cheap."""
+"""Hostile images: files whose decoding would cost far more than their size suggests are refused or decoded cheaply."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ COLUMNS_FIRST = ("muse_glimmer_vision", "muse_spark_vision", "sam3_vit_model")
 """Encoders whose modules take columns before rows."""
 
 WITHOUT_IDS = ("gemma4_vision", "llama4_vision_model")
-"""Encoders whose modules take no ids, or rotate each half of a head; test_encoders.py covers them."""
+"""Encoders whose modules take no ids, or rotate each half of a head separately; test_encoders.py covers them."""
 
 LAYERS = ("full_attention", "sliding_attention")
 RELEASED: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""NeoMME: ids equal those of its processor, and both give the same logits."""
+"""NeoMME: mmpos ids equal those of its processor and give the same logits."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def test_ids_without_grids_depend_only_on_the_mask(function: Any, dtype: torch.d
 
 
 def test_seconds_of_qwen_omni_are_multiplied_in_float32() -> None:
-    """At 1.64 seconds per frame, the exact product of the fifth frame is below 164, but the float32 product is 164."""
+    """At 1.64 seconds per frame, the exact product for the fifth frame is below 164, but the float32 product is 164."""
     seconds = torch.tensor([1.64], dtype=torch.float64) - 1e-9
     got, _ = OMNI_25(
         torch.tensor([[VISION, *[FRAME] * 5]]), **tensors(video_grid_thw=[[5, 2, 2]]), second_per_grids=seconds

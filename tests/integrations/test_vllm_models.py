@@ -110,7 +110,7 @@ class Causal(nn.Module):
 
 
 class Reference(nn.Module):
-    """The rotation of mmpos with two axes, which replaces vLLM's."""
+    """mmpos's rotation with two axes, which replaces vLLM's."""
 
     def __init__(self, rotary: Rotary, positions: mmpos.PositionTable) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def phases(ids: Ids, rotary: Rotary) -> Real:
 
 @cache
 def _phase(position: Fraction | int, omega: Any) -> float:
-    """Return one angle, reduced modulo one turn; tests ask for the same ones for every dtype, pairing and tensor."""
+    """Return one angle, reduced modulo one turn; tests ask for the same angles for every dtype, pairing and tensor."""
     value = Fraction(position)
     return float(mp.fmod(mp.mpf(value.numerator) / value.denominator * omega, 2 * mp.pi))
 
@@ -171,7 +171,7 @@ def assert_rotated(
     assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
 
 
-# Positions: every view of a table, and tables of arbitrary ids.
+# Positions: every view of a table, and tables with arbitrary ids.
 
 SCHEMES = {
     "flatten": 1, "v2pe": 1, "rope-tie": 2, "rope-tie-v2": 2, "rope-tie-fractional": 2, "rows": 2,

@@ -1,4 +1,4 @@
-"""Tokenizers: the byte-level default and the adapters of other libraries."""
+"""Tokenizers: the byte-level default and the adapters for other libraries."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_a_transformers_object_encodes_without_adding_tokens() -> None:
 
 
 def words() -> Any:
-    """Build a tokenizer of six words and the special tokens for images, with ids in the order listed."""
+    """Build a tokenizer with six words and the special tokens for images, whose ids follow the order listed."""
     names = ["an", "old", "dog", "of", "my", "town", "[IMG]", "[/IMG]", "[PATCH]", "<pad>"]
     tokenizer = Tokenizer(models.WordLevel({name: token for token, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

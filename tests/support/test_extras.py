@@ -1,4 +1,4 @@
-"""The distribution name of mmpos in pip commands, errors and pages, and beside others with the same import name."""
+"""The distribution name of mmpos in pip commands, errors and pages, and beside projects with the same import name."""
 
 import re
 import runpy

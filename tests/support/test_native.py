@@ -1,4 +1,4 @@
-"""The extension returns the same numbers as numpy or declines, Python words the errors, and every build works."""
+"""The extension returns the same numbers as numpy or declines, Python raises the errors, and every build works."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Images:
         base: folder that paths are relative to. Relative and absolute paths must lead to a file inside it once all
             ``..`` and links are resolved. None refuses every path, so that records cannot choose files to read.
         resolver: called first with every name, including URLs; returns an image that SequenceBuilder accepts (the bytes
-            of a file, a pathlib.Path to any place, a Pillow image, an array, an ImageSize …), or None for an unknown
+            of a file, a pathlib.Path to any location, a Pillow image, an array, an ImageSize …), or None for an unknown
             name. Its exceptions become RecordErrors.
         fetcher: called with http and https URLs that the resolver does not know; returns the bytes of the file.
 

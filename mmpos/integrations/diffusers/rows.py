@@ -199,7 +199,7 @@ class _Stream(NamedTuple):
     document: IntArray
 
     def sorted_by_row(self) -> _Stream:
-        """Return the segments in a stable sort by row."""
+        """Return the segments, sorted stably by row."""
         by_row = np.argsort(self.row, kind="stable")
         return _Stream(self.columns[:, by_row], self.row[by_row], self.document[by_row])
 

@@ -124,7 +124,7 @@ class OmniRopeIndex:
 
 @dataclass(frozen=True, eq=False)
 class _OmniTimes(TMRope):
-    """TMRoPE of Transformers with precomputed frame ids.
+    """Transformers' TMRoPE with precomputed frame ids.
 
     Args:
         times: (frames of all grids,) id of each frame minus the id of its grid's first frame.

@@ -1,4 +1,4 @@
-"""Permute weights of q and k to the order of an engine's sections and back, and install the cos/sin cache."""
+"""Permute the weights of q and k into the order of an engine's sections and back, and install the cos/sin cache."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def permute_qk(
 
     Within each head, this sorts the rows of q_proj, of k_proj, and of q and k in qkv_proj, together with their biases,
     the weights of the norms of q and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and
-    LoRA's B. Some other tensors may hold channels of q or k, judging by their names or because they are next to q_proj
-    and not a known part of attention. They are refused unless ``norms`` or ``leave`` matches them. All other tensors
-    are passed through unchanged. A checkpoint does not show whether it is sorted, so permute it once and save the
-    result under another name.
+    LoRA's B. Other tensors that may hold channels of q or k, judging by their names or because they are next to q_proj
+    and not a known part of attention, are refused unless ``norms`` or ``leave`` matches them. All other tensors are
+    passed through unchanged. A checkpoint does not show whether it is sorted, so permute it once and save the result
+    under another name.
 
     Args:
         weights: mapping from names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
@@ -156,7 +156,7 @@ class _Permutation:
         seen.check()
 
     def _record(self, name: str, tensor: Tensor, seen: _Seen) -> None:
-        """Record a tensor that is passed through; raise an error if its name is one of q or k."""
+        """Record a tensor that is passed through; raise an error if its name belongs to q or k."""
         if output := OUTPUT.fullmatch(name):
             seen.outputs[f"{output['layer']}q_proj.weight"] = tensor.shape[-1]
         shape = tuple(getattr(tensor, "shape", ()))  # a state_dict may hold values that are not tensors
@@ -209,7 +209,8 @@ class _Seen:
         rows: number of rows of each tensor of q and k.
         blocks: names of the modules that hold tensors of q and k, with a trailing dot.
         outputs: number of columns of o_proj, by the name of the q_proj in the same module.
-        others: shapes, by name, of the tensors that are passed through although a size is a multiple of head_dim.
+        others: shapes, by name, of the tensors that are passed through although one of their sizes is a multiple of
+            head_dim.
     """
 
     counterparts: dict[str, str] = field(default_factory=dict)
@@ -287,7 +288,7 @@ def install_cache(model: nn.Module, sections: Sections) -> int:
         The number of changed modules.
 
     Raises:
-        InvalidInputError: there is no such module, or a module differs from sections.
+        InvalidInputError: there is no such module, or a module does not match sections.
     """
     modules = [module for module in model.modules() if _is_rotary(module)]
     if not modules:

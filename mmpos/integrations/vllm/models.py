@@ -86,7 +86,7 @@ def _check_same(old: object, new: MRotaryEmbedding) -> None:
 
 
 def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
-    """Raise UnsupportedError for configs that vLLM would serve silently with wrong ids, weights or limits."""
+    """Raise UnsupportedError for configs that vLLM would silently serve with wrong ids, weights or limits."""
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
         raise UnsupportedError(

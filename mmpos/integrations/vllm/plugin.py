@@ -18,7 +18,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 
 
 def register() -> None:
-    """Register the architectures with vLLM, which may call this function more than once in every process."""
+    """Register the architectures with vLLM, which may call this function more than once per process."""
     from vllm import ModelRegistry
 
     for architecture, path in ARCHITECTURES.items():

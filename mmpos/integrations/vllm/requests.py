@@ -190,8 +190,8 @@ def mrope_input_positions(
 ) -> tuple[Tensor, int]:
     """Return the ids and the delta for a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
 
-    vLLM slices the ids for chunks and cached prefixes, and assigns the id i + delta to token i after the prompt. An
-    exception in a vLLM worker stops the engine and all its requests. To refuse a request safely, call this function
+    vLLM slices the ids for chunks and cached prefixes, and assigns the id i + delta to each token i after the prompt.
+    An exception in a vLLM worker stops the engine and all its requests. To refuse a request safely, call this function
     with ``max_new_tokens`` when the request arrives.
 
     Args:

@@ -1,4 +1,4 @@
-"""Keys of tokens with one hidden state as phasors: the rotation of every pair relative to a reference."""
+"""Keys of tokens with the same hidden state, as phasors: the rotation of every pair relative to a reference."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Keys:
 
     @property
     def exchanged(self) -> bool:
-        """Whether heads differ only by rotations, as tokens should, but tokens do not: the axes may be swapped."""
+        """Whether the heads differ only in rotation and the tokens, which should, do not: the axes may be swapped."""
         some = next(self.blocks())[:64]
         by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
 

@@ -306,7 +306,7 @@ def _check(answer: bytes, order: Order) -> None:
 
 
 def _by(seconds: Callable[[LoadTurn], float]) -> Timer:
-    """Return a timer for loads, which measure their own seconds; the first turn of each load is a warm-up."""
+    """Return a timer for loads, which time themselves; the first turn of each load is a warm-up."""
 
     def turn(call: Call) -> float:
         result = call()

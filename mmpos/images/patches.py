@@ -22,7 +22,7 @@ __all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "va
 ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
-"""Factors and summands of the normalisation, each with one number per colour."""
+"""Factors and offsets of the normalisation, each with one number per colour."""
 
 
 def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:

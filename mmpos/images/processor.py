@@ -283,7 +283,7 @@ class ImageProcessor:
 
     @property
     def _factors(self) -> Factors:
-        """Factor and summand per colour that compute (x / 255 - mean) / std."""
+        """Factor and offset per colour that compute (x / 255 - mean) / std."""
         mean, std = np.array(self.mean), np.array(self.std)
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 

@@ -154,7 +154,7 @@ class Markers:
             If set, every image has row separators; None for no separators.
         last_row: token after the last row, in place of ``row``; None uses ``row``.
         video: token for each patch of a Clip and of a Grid with several frames; None uses patch.
-        audio: token for each audio token; None if the builder does not support audio.
+        audio: placeholder for each audio token; None if the builder does not support audio.
         audio_begin: token before a run of audio, or None.
         audio_end: token after a run of audio, or None.
     """

@@ -20,7 +20,7 @@ _MISSING = "not installed"
 
 
 def info() -> dict[str, str]:
-    """Report the versions of mmpos and its packages, and whether its C extension was built.
+    """Report the versions of mmpos and its dependencies, and whether its C extension was built.
 
     The packages are not imported. Without the extension, everything works through numpy and produces the same numbers.
 

@@ -124,7 +124,7 @@ class WorkPool:
         self._overloaded_until = -math.inf
 
     def enter(self, client: str) -> None:
-        """Take a slot for a call of a client.
+        """Take a slot for a client's call.
 
         Raises:
             ServiceOverloadedError: no slot is free; the error contains the seconds after which to retry.

@@ -206,7 +206,7 @@ class Call:
             waiting = set(tasks)
             while waiting:
                 waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
-                # An error references the frames through which it was raised. These frames must not reference the tasks:
+                # An error references the frames that it propagated through. These frames must not reference the tasks:
                 # otherwise objects of the work, such as open files, would live until the next garbage collection.
                 list(map(Future.result, filter(_failed, tasks)))
                 if waiting:

@@ -57,7 +57,7 @@ def check(name: str, got: float, limits: Limits) -> None:
 
 
 def check_views(got: int) -> None:
-    """Check the number of views of a query."""
+    """Check the number of views in a query."""
     if got > MAX_VIEWS:
         _refuse("views", got, MAX_VIEWS)
 
@@ -106,7 +106,7 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
     check("documents", segments.num_documents, limits)
     check("images", images, limits)
-    # A scheme may split a grid at every frame, a clip at every audio token too, thumbnails and tiles at their markers
+    # A scheme may split a grid at every frame, a clip also at every audio token, thumbnails and tiles at their markers
     # and the tokens after them, and a thumbnail with tiles at every patch.
     check("segments", segments.extents[0].sum(), limits)
     detailed = counts[THUMBNAIL] + counts[TILE]

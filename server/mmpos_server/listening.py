@@ -158,7 +158,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         # from any client, so one client that opens calls and ends them immediately could shut out the others.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),
-        # This limit is per connection; further calls of a client wait until one ends.
+        # This limit is per connection; a client's further calls wait until one ends.
         ("grpc.max_concurrent_streams", 256),
         # Clients may ping every 10 s, even between calls; the server pings every minute.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -171,7 +171,7 @@ def test_a_bug_in_pos_embed_is_identified(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_ernie_image_rotates_the_two_channels_of_a_pair_differently(known: bool) -> None:
-    """Its angles are repeated side by side, but its pairs are halves; comparing with a rotation of pairs shows it."""
+    """Its angles are repeated side by side, but its pairs are halves; comparing with a plain Rotary reveals it."""
     transformer = transformer_of("ErnieImageTransformer2DModel")
     call = {"hidden_states": torch.zeros(1, 4, 5, 8), "timestep": torch.ones(1)}
     (layer,) = keys_of(transformer, {**call, "text_bth": torch.zeros(1, 6, 8), "text_lens": torch.tensor([6])})

@@ -1,6 +1,6 @@
 """Probe llama.cpp by the recipe in docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
 
-These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp in PYTHONPATH.
+These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ class Engine:
         """Generate tokens for one request.
 
         Returns:
-            the (layers, tokens, kv_heads, head_dim) keys in the cache at the end, zero where nothing was written, of
-            all tokens except the last, which never passes through forward; and the number of prompt tokens that were
-            already cached.
+            the (layers, tokens, kv_heads, head_dim) keys of all tokens except the last (which never passes through
+            forward), as left in the cache, with zeros where nothing was written; and the number of prompt tokens that
+            were already cached.
         """
         data = {"multi_modal_data": {"image": [Image.new("RGB", size) for size in sizes]}} if sizes else {}
         sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)

@@ -218,7 +218,7 @@ def document_of_parts(start: int, parts: Iterable[Segment]) -> Json:
 
 
 def scheme_batch(case: Case, documents: Iterable[tuple[int, list[Any]]]) -> Batch:
-    placed = [(start if case.resumable else 7, parts) for start, parts in documents]  # without a cursor all start alike
+    placed = [(start if case.resumable else 7, parts) for start, parts in documents]  # without a cursor, all start at 7
     truths = [place_document(parts, case.name, start, **case.params) for start, parts in placed]
     return Batch(
         [document_of_parts(start, parts) for start, parts in placed],
@@ -686,7 +686,7 @@ OTHERS: Mapping[str, Callable[[str], list[Batch]]] = {
 
 
 def released_config(model: str) -> Any:
-    """Return the config with released values where its class has another time unit, no marker or no sections."""
+    """Return the config with released values where its class has a different time unit, no marker or no sections."""
     config = config_of(model)
     inner = getattr(config, "thinker_config", config)
     if not isinstance(config, dict):

@@ -67,7 +67,7 @@ def jpeg_of_scans(count: int) -> bytes:
 
 @lru_cache
 def deep_png(side: int) -> bytes:
-    """Encode ``side`` x ``side`` black pixels with four 16-bit channels as a PNG of a thousandth of their size."""
+    """Encode ``side`` x ``side`` black pixels with four 16-bit channels as a PNG about a thousandth of their size."""
     squeeze = zlib.compressobj(1)
     rows = b"".join(squeeze.compress(bytes(1 + 8 * side)) for _ in range(side)) + squeeze.flush()
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 16, 6, 0, 0, 0))

@@ -144,7 +144,7 @@ class Connection:
         data = self.socket.recv(65_536)
         if not data:
             return False
-        with suppress(H2Error):  # the server may answer malformed frames with malformed frames
+        with suppress(H2Error):  # the server may respond to malformed frames with malformed frames
             for event in self.h2.receive_data(self._without_goaway(data)):
                 self._take(event)
         with suppress(ConnectionError):  # the next read reports that the connection has ended

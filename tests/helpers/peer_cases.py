@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The device of all tensors: a GPU runs the kernel, a CPU the extension or plain torch."""
 
 SIDE = sqrt(2) * LIBRARY * unit(torch.float32) + gamma(3)
-"""Error of one rotation in float32, relative to the length of its pair: cos and sin of a library, three roundings."""
+"""Error of one rotation in float32, relative to its pair's length: a library's cos and sin, and three roundings."""
 
 
 class Tolerance(NamedTuple):

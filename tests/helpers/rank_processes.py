@@ -37,7 +37,7 @@ def _fork(run: Run, ranks: int, folder: Path) -> None:
 
 @contextmanager
 def _started(*processes: BaseProcess) -> Iterator[tuple[BaseProcess, ...]]:
-    """Start processes, and kill those that still run at the end."""
+    """Start processes, and kill those that are still running at the end."""
     for process in processes:
         process.start()
     try:

@@ -305,7 +305,7 @@ def like_glm_image(random: Random, model: str) -> Request:
 
 
 def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
-    """Draw a thumbnail, mostly followed by rows of slices, which mostly have one size and the same number per row."""
+    """Draw a thumbnail, mostly followed by rows of slices; slices mostly have one size, and rows equally many."""
     markers, side = settings.placeholders.crops, settings.spatial_merge_size
     assert markers is not None
 

@@ -91,7 +91,7 @@ def test_device_positions_of_packed_documents_require_position_ids(lengths: tupl
 MIXERS: dict[str, dict[str, Any]] = {
     "afmoe": {},  # its masks ignore position_ids
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # so do its masks
-    "falcon_h1": {  # a convolution and a state run beside each attention
+    "falcon_h1": {  # a convolution and a state-space layer run in parallel with each attention layer
         "mamba_d_ssm": 64,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,

@@ -157,7 +157,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by the processor of GLM-4V
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # raised by GLM-4V's processor
 @pytest.mark.parametrize("model", OTHERS)
 def test_glm_and_paddleocr_folders_give_the_same_batches_as_their_own_processors(tmp_path: Path, model: str) -> None:
     """The video processor in the GLM-4V folder is ignored, since GLM-4V videos are not supported."""

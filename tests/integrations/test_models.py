@@ -260,7 +260,7 @@ def test_an_empty_config_json_takes_the_defaults_of_the_class(model: str) -> Non
 def test_a_model_type_alone_gives_the_settings_of_its_class_without_arguments(model: str) -> None:
     default = mmpos.from_hf_config(CONFIGS[model](), layer_type=LAYER_TYPES.get(model))
     assert mmpos.from_hf_config({"model_type": model}, layer_type=LAYER_TYPES.get(model)) == default
-    if model == "llava":  # its class has another patch size for an encoder that is absent than for an empty one
+    if model == "llava":  # its class uses different patch sizes for an absent encoder and for an empty one
         empty = {"model_type": model, "text_config": {}, "vision_config": {}}
         assert (default.patch_size, mmpos.from_hf_config(empty).patch_size) == (14, 32)
 

@@ -144,7 +144,7 @@ def test_an_adapter_for_q_alone_is_sorted_like_its_base() -> None:
     got = permute_qk(adapter, ROTARY)
     assert got[f"{name}lora_A.weight"] is a
     sorted_b = got[f"{name}lora_B.default.weight"]
-    # The two sides compute the rows in different orders.
+    # The two sides of the comparison compute the rows in different orders.
     bound = 2 * gamma(4, torch.float64) * sorted_rows(abs(base) + abs(b) @ abs(a))
     assert_within(sorted_rows(base) + sorted_b @ a, sorted_rows(base + b @ a), bound)
     assert torch.equal(got[f"{name}lora_B.default.bias"], sorted_b[:, 0])

@@ -48,7 +48,7 @@ def decoded(model: TinyVLM, batch: object, table: mmpos.PositionTable, steps: in
     """Generate with a cache; return the (rows, steps) tokens and their (rows, steps, vocabulary) logits."""
     output = model.language.generate(
         inputs_embeds=model.embed(batch),
-        attention_mask=batch["attention_mask"],  # type: ignore[index]  # a batch of the processor
+        attention_mask=batch["attention_mask"],  # type: ignore[index]  # a batch from the processor
         mm_position_ids=table,
         do_sample=False,
         max_new_tokens=steps,

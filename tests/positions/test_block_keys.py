@@ -1,4 +1,4 @@
-"""Block keys are equal if and only if everything up to the end of the block is equal, as a loop over tokens finds."""
+"""Block keys are equal if and only if everything up to the end of the block is, as a loop over tokens finds."""
 
 from __future__ import annotations
 

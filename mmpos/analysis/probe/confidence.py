@@ -50,8 +50,8 @@ class Reading:
             unexplained; NaN if the token is unlike the reference.
         confidence: (axes, tokens) float64 lower bound on the probability that no other id within ±262,144 explains the
             keys.
-        alike: (tokens,) whether the token's pairs are as long as the reference's, as they are if all tokens have one
-            hidden state.
+        alike: (tokens,) whether the token's pairs have the same lengths as the reference's, which is the case if all
+            tokens share one hidden state.
         explained: (tokens,) whether the token's key is the reference rotated by some id, given the noise of other
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
             was rotated differently; and for an id between integers if at most 1 in 100 ids lie between integers.

@@ -1,4 +1,4 @@
-"""Keys of tokens with one hidden state as phasors: the rotation of every pair relative to a reference."""
+"""Keys of tokens with the same hidden state, as phasors: the rotation of every pair relative to a reference."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Phasors = npt.NDArray[np.complex64]
 Flags = npt.NDArray[np.bool_]
 
 REACH = 2**18
-"""Largest difference of ids that is searched, for ids within ±131,072."""
+"""Largest difference between ids that is searched, for ids within ±131,072."""
 
 SPAN = 512
 """Number of ids in a span: all spans share one table of phases, and a span is searched or skipped as a whole."""
@@ -27,7 +27,7 @@ STEP_PAIRS = 10
 """Number of fastest pairs, from which steps between neighbours are estimated."""
 
 NEAR_STEPS = 64
-"""Largest step that is known from the beginning; longer ones are learned."""
+"""Largest step that is known from the beginning; larger ones are learned."""
 
 FITS = 0.8
 """Smallest mean cosine of the residual angles for an id to explain its phases."""
@@ -53,7 +53,7 @@ TRUSTED = 0.15
 """Largest noise in rad at which an id needs no search: with fast pairs, an error of one id has this residual."""
 
 LEAST_NOISE = 1e-6
-"""Noise of float32 keys in rad, which includes the rounding of the phases here."""
+"""Noise of float32 keys in rad, which includes the rounding of the phases in this module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +307,7 @@ class Follower:
     Args:
         ladder: the pairs of the axis.
         last: (pairs,) phasors of the last token that was read.
-        known: steps that are tried.
+        known: the steps to try.
         last_id: id of the last token that was read.
         searches: number of tokens whose ids were searched for.
         successes: number of searches that led to an id with no residual beyond the noise.

@@ -437,7 +437,7 @@ class MMPosProcessor(ProcessorMixin):
         video_sizes: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> MultiModalData:
-        """Compute the token and patch counts of images and videos from their sizes, for engines without pixels.
+        """Compute the token and patch counts of images and videos from their sizes, for engines that lack the pixels.
 
         Args:
             image_sizes: (height, width) of each image.

@@ -59,8 +59,8 @@ def sort_options(
     An option that exists for images and for videos is passed to both.
 
     Args:
-        arguments: arguments by name; ``images_kwargs`` and ``videos_kwargs`` contain options only for images or only
-            for videos.
+        arguments: arguments by name; ``images_kwargs`` and ``videos_kwargs`` contain the options that apply only to
+            images and only to videos, respectively.
         video_options: names of the options that the video processor accepts.
 
     Raises:

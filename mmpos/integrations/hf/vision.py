@@ -104,7 +104,7 @@ class ImagesOfProcessor:
     _images: ImageProcessor
     _read_files: bool
     _assigned: dict[str, Any]
-    _frames: int  # number of frames whose pixels are counted together in size
+    _frames: int  # number of frames whose total pixel count is limited by ``size``
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class PackedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """Collate examples, or those of one or several Packs, into one batch.
+        """Collate examples, or the examples of one or more Packs, into one batch.
 
         Raises:
             InvalidInputError: an example is incompatible with the first, or the batch exceeds length.
@@ -86,7 +86,7 @@ class PaddedCollator:
         _check(self.multiple_of, self.length, self.pad_token_id)
 
     def __call__(self, examples: Examples) -> Batch:
-        """Collate examples, or those of one or several Packs, into one batch.
+        """Collate examples, or the examples of one or more Packs, into one batch.
 
         Raises:
             InvalidInputError: an example is incompatible with the first, or longer than length.

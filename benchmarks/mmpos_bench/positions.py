@@ -44,7 +44,7 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 
 def small(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield single requests and operations on their tables, where calls cost more than tokens."""
+    """Yield single requests and operations on their tables, where call overhead outweighs the cost of tokens."""
     groups: list[tuple[str, LineUp]] = [
         ("small, from lists to dense ids", partial(from_lists, options=options)),
         ("small, from token ids to dense ids", partial(from_ids, options=options)),

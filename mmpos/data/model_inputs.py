@@ -194,10 +194,10 @@ class ModelCollator:
                     raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
 
     def __call__(self, examples: Examples | Batch) -> dict[str, Any]:
-        """Collate examples, or those of one or several Packs, into the arguments of the model.
+        """Collate examples, or the examples of one or more Packs, into the arguments of the model.
 
         Args:
-            examples: examples, one or several Packs, or a collated Batch on any device.
+            examples: examples, one or more Packs, or a collated Batch on any device.
 
         Returns:
             use_cache, input_ids, labels and position_ids (from the position table, or text positions for models with

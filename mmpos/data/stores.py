@@ -192,8 +192,8 @@ class StorePath:
         Storage uses ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
 
         Args:
-            data: the content, which must be unique to this caller: after a lost response, the caller recognises its
-                own bytes.
+            data: the content, which must be unique to this caller, so that the caller can recognise its own bytes if a
+                response is lost.
 
         Returns:
             True if the file has this content, written by this call or an earlier one; False if it has other content.

@@ -264,7 +264,7 @@ class ImageProcessor:
         return to_rgb(self._read(image)[0], self.background)
 
     def pixel_values(self, patches: Patches, *, temporal_patch_size: int = 2) -> Patches:
-        """Normalise patches for vision encoders in Transformers, as the Qwen-VL processors do if order is "merged".
+        """Normalise patches for vision encoders in Transformers; order "merged" matches the Qwen-VL processors.
 
         Args:
             patches: (n, patch_size, patch_size, 3) uint8, a numpy array, or a torch tensor on any device. Moving uint8

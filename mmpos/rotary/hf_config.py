@@ -68,7 +68,7 @@ def hf_arguments(
 
     Raises:
         UnsupportedError: the rotation of this rope type or model type is not supported.
-        InvalidInputError: a field of the config is required but missing, or invalid.
+        InvalidInputError: a required config field is missing, or a field is invalid.
     """
     fields = _language_model(config, released)
     rope = _rope_parameters(fields, layer_type)

@@ -59,7 +59,7 @@ class Clips(NamedTuple):
         patches: (clips,) patches per frame.
         audio: (clips,) number of audio tokens.
         step: (clips,) numerator of the ids between two frames.
-        per: (clips,) denominator of the ids between two frames.
+        per: (clips,) denominator of the id step between consecutive frames.
     """
 
     grid: IntArray

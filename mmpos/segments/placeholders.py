@@ -312,7 +312,7 @@ def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int
 def _check_row_ends(
     batch: PackedIds, row_ends: IntArray, name: str, spans: FoundSpans, owner: IntArray, ends: tuple[int, int]
 ) -> None:
-    """Raise an error for the first row of a grid that does not end with the right token at the right place."""
+    """Raise an error for the first row of a grid whose end token is wrong or in the wrong place."""
     frames, height, width = spans.grid_thw.T
     grid, row = ragged_arange(frames * height)
     want = np.where(row == (frames * height)[grid] - 1, ends[1], ends[0])

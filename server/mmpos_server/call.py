@@ -184,7 +184,7 @@ class Call:
         return self.map(pool, partial(function, *arguments), [()])[0]
 
     def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
-        """Run a function for all tuples of arguments in parallel in a thread pool; the first error ends all runs.
+        """Call a function with each tuple of arguments, in parallel in a thread pool; the first error ends all calls.
 
         Raises:
             MmposError, GoneError: see ``run``.

@@ -216,7 +216,7 @@ async def answered(
         answer: the endpoint's method.
         request: the serialized request.
         context: Serve's context, which receives the metadata and the status of the call.
-        threads: the threads for calls.
+        threads: thread pool that runs the calls.
     """
     with _Context(context) as caller:
         try:
@@ -239,7 +239,7 @@ async def answers(
         answer: the endpoint's method.
         requests: the serialized items.
         context: Serve's context, which receives the metadata and the status of the stream.
-        threads: the threads for calls.
+        threads: thread pool that runs the calls.
     """
     loop = asyncio.get_running_loop()
 

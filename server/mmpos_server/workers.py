@@ -152,7 +152,7 @@ class _Supervisor:
             raise InvalidInputError(self._failure)
 
     def _step(self, signals: int) -> None:
-        """Start workers, wait for a moment, and handle signals, messages and ended processes."""
+        """Start workers, wait briefly, and handle signals, messages and exited processes."""
         now = self._last_step = monotonic()
         for worker in self._workers:
             if worker.process is None and worker.due <= now and not self._stopping:

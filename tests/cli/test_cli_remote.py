@@ -41,7 +41,7 @@ def test_positions_are_printed_as_in_process(server: str, run: Run) -> None:
         assert here[0] == 0
 
 
-def test_errors_are_printed_as_in_process(server: str, run: Run) -> None:
+def test_remote_errors_are_printed_like_errors_in_process(server: str, run: Run) -> None:
     here = run("positions", "2x2,2x2")
     assert run("remote", "positions", "2x2,2x2", "--server", server) == here
     assert here[0] == 2

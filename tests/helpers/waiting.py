@@ -30,7 +30,8 @@ def without_torch(folder: Path) -> dict[str, str]:
 def free_port() -> int:
     """Find an unused port below the range from which Linux assigns ports itself, so that the port stays free."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)  # not ``random``, which pytest plugins seed alike in all workers
+        # not ``random``, which pytest plugins seed identically in every worker
+        port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port

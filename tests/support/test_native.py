@@ -229,7 +229,7 @@ MASK = np.array([[0, 1, 1], [1, 1, 1]])
 
 
 class Recorder:
-    """The extension, wrapped to record its answers."""
+    """The extension, wrapped to record its return values."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, Any]] = []

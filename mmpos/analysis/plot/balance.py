@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def plot_balance(
     rank_costs: npt.ArrayLike, labels_per_step: npt.ArrayLike, path: str | PathLike[str] | None = None
 ) -> Picture:
-    """Draw each step's slowest and fastest rank relative to its mean, and its labels relative to the mean of all steps.
+    """Draw each step's slowest and fastest ranks relative to the step's mean, and its label count relative to the mean.
 
     The path, the result and the errors are as for ``plot_positions``.
 

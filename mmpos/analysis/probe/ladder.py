@@ -1,4 +1,4 @@
-"""Search for the id behind the phases of one axis: the angles between its pairs and those of a reference."""
+"""Search for the id that explains the phases of one axis, the angles between the axis's pairs and a reference's."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     """Open a reader for each file in the given order; files that match a pattern are sorted by name.
 
     Args:
-        paths: one or several paths, URLs, or patterns of either with ``*``, ``?``, ``[…]`` or ``**``; the name of an
+        paths: one or more paths, URLs, or patterns of either with ``*``, ``?``, ``[…]`` or ``**``; the name of an
             existing file is not treated as a pattern. A folder whose name ends in .lance is a dataset with one reader
             per fragment.
 

@@ -265,7 +265,7 @@ def generate(
     mm_next_positions: Tensor | None = None,
     **kwargs: object,
 ) -> object:
-    """Call ``generate`` of the model's class with the positions of the prompt.
+    """Call the model class's ``generate`` method with the prompt's positions.
 
     Args:
         model: the model.

@@ -73,7 +73,7 @@ class MMPosProcessor(ProcessorMixin):
         read_files: whether a string may be a file path; use False for chats from untrusted users.
         video_processor: video processor from Transformers, or its fields as JSON values; with None, videos are refused.
         video_token: placeholder for a video and for each of its patches, as text or token id.
-        timestamp: format string, with the field ``seconds``, of the text before each grid of frames, as in Qwen3-VL;
+        timestamp: format string for the text before each grid of frames, with the field ``seconds``, as in Qwen3-VL;
             None if all frames of a video form one grid.
 
     Raises:

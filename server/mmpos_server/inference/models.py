@@ -1,4 +1,4 @@
-"""Implement the models "positions" and "sequences" of the Open Inference Protocol, whose versions are the profiles."""
+"""Serve the models "positions" and "sequences" over the Open Inference Protocol; their versions are the profiles."""
 
 from __future__ import annotations
 

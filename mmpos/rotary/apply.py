@@ -318,7 +318,7 @@ def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device |
 
 def _check_heads_turn_alike(what: str, rotary: Rotary) -> None:
     if rotary.own_heads:
-        raise UnsupportedError(f"{what}: got a rotary with {rotary.told_by}, want one whose heads all rotate alike")
+        raise UnsupportedError(f"{what}: got a rotary with {rotary.varies_by}, want one whose heads all rotate alike")
 
 
 def _per_head(x: Tensor, rotary: Rotary) -> Tensor:

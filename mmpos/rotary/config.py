@@ -188,7 +188,7 @@ class Rotary:
         return self.kv_heads or len(self.head_axes or ())
 
     @property
-    def told_by(self) -> str:
+    def varies_by(self) -> str:
         """Name of the argument that makes heads rotate differently: "head_axes" or "kv_heads"."""
         return "head_axes" if self.kv_heads is None else "kv_heads"
 

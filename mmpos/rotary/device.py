@@ -198,7 +198,7 @@ def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -
     heads, want = x.shape[-2], rotary.own_heads
     if want and heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
-        raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as {rotary.told_by} in rotary")
+        raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as {rotary.varies_by} in rotary")
 
 
 def frequencies_of(rotary: Rotary) -> tuple[Tensor, Tensor]:

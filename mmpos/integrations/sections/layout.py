@@ -73,7 +73,7 @@ def _check_rotary(rotary: Rotary) -> None:
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
     if rotary.own_heads:
         want = "one rotation for all heads, as in the kernels of engines"
-        raise UnsupportedError(f"rotary: got a Rotary with {rotary.told_by}, want {want}")
+        raise UnsupportedError(f"rotary: got a Rotary with {rotary.varies_by}, want {want}")
 
 
 @dataclass(frozen=True)

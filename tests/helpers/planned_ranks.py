@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # otherwise every rank imports it in DistributedDataParallel
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 Run = Callable[[int, Path], None]
 
 SECONDS = 300
@@ -27,6 +29,7 @@ def run_ranks(run: Run, ranks: int, folder: Path) -> None:
 
 def _fork(run: Run, ranks: int, folder: Path) -> None:
     """Fork the ranks, and exit with 1 if one of them fails."""
+    torch.compiler.reset()  # imports torch.compile, which every rank would import in DistributedDataParallel
     context = multiprocessing.get_context("fork")
     with _started(*(context.Process(target=run, args=(rank, folder)) for rank in range(ranks))) as processes:
         for process in processes:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # otherwise every rank imports it in DistributedDataParallel
 from data_corpus import NumberedShard
 from torch import nn
 from torch.utils.data import DataLoader

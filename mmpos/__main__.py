@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
-from typing import TYPE_CHECKING
+from functools import partial
 
 from mmpos.support.extras import needed_for
 from mmpos.support.info import print_info
 from mmpos.support.program import App, run_program
-
-if TYPE_CHECKING:
-    from typer import Typer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,16 +37,7 @@ def _app(extra: str) -> App:
         os.environ["TERMINAL_WIDTH"] = "10000"
     with needed_for("the command line", extra=extra):
         from mmpos.cli import app
-
-        return _command(app)
-
-
-@cache
-def _command(app: Typer) -> App:
-    """Create the commands once, since this takes longer than most of them run."""
-    from typer.main import get_command
-
-    return get_command(app)
+    return app
 
 
 if __name__ == "__main__":

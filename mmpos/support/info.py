@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from typing import TYPE_CHECKING
 
 from mmpos.support import native
 from mmpos.support.extras import DISTRIBUTION
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
@@ -34,9 +30,9 @@ def info() -> dict[str, str]:
     Warns:
         UserWarning: another distribution also provides ``mmpos``, and the files of both may be mixed.
     """
-    from importlib.metadata import distributions
+    from importlib.metadata import packages_distributions
 
-    owners = sorted({distribution.name for distribution in distributions() if _provides_mmpos(distribution)})
+    owners = sorted(set(packages_distributions().get("mmpos", [])))
     if owners not in ([], [DISTRIBUTION]):
         remedy = f"pip uninstall {' '.join(owners)}, then install {DISTRIBUTION} again"
         warnings.warn(
@@ -49,18 +45,6 @@ def info() -> dict[str, str]:
         "machine": f"{platform.system()} {platform.machine()}",
         **{name: version_of(name) or _MISSING for name in _PACKAGES},
     }
-
-
-def _provides_mmpos(distribution: Distribution) -> bool:
-    """Return whether a distribution installs the import name mmpos.
-
-    ``importlib.metadata.packages_distributions`` parses the file list of every distribution, which takes longer than
-    all other commands of the program.
-    """
-    declared = distribution.read_text("top_level.txt")
-    if declared:
-        return "mmpos" in declared.split()
-    return "\nmmpos/" in f"\n{distribution.read_text('RECORD') or ''}"
 
 
 def print_info() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True, scope="package")
+def commands() -> Iterator[None]:
+    """Create typer's commands once, since this takes longer than most of them run."""
+    main = pytest.importorskip("typer.main")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "get_command", cache(main.get_command))
+        yield
 
 
 @pytest.fixture

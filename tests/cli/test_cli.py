@@ -463,8 +463,8 @@ def test_incompatible_protobuf_versions_are_reported_in_one_line(
     def app(**arguments: object) -> None:
         raise versions.VersionError("Detected incompatible versions when loading health.proto.")
 
-    monkeypatch.setattr("mmpos.__main__._command", lambda _: app)
-    monkeypatch.setattr("mmpos_server.options.app", app)
+    for name in ("mmpos.cli", "mmpos_server.options"):
+        monkeypatch.setattr(importlib.import_module(name), "app", app)
     assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
     remedy = f"Install all packages that need protobuf in one command: {pip_install('server')}"
     assert capsys.readouterr().err == (

@@ -1,8 +1,8 @@
 """Test and measure the kernels on a GPU in parts that can run separately: `make gpu`.
 
 Part 1 runs the tests marked gpu and the tests of rotations. Part 2 measures every launch together with a copy and
-peers. Part 3 measures host time and, if compute-sanitizer is installed, checks every launch with it. Each part finishes
-in less than nine minutes. Test results are written as JUnit XML and figures in the format of `mmpos bench`; report.md
+peers. Part 3 checks every launch with compute-sanitizer if it is installed. Each part finishes in less than nine
+minutes. Test results are written as JUnit XML and figures in the format of `mmpos bench`; report.md
 summarizes all results. Requires numpy and torch with Triton; part 1 also requires pytest, hypothesis and mpmath.
 """
 
@@ -206,12 +206,6 @@ def tests(part: Part) -> None:
             kept.write()
 
 
-def looks(part: Part) -> None:
-    """Measure host time, and check the launches with compute-sanitizer."""
-    part.measure("host", 600.0 if part.options.dry else 120.0)  # a dry run uses no GPU time
-    sanitize(part, SANITIZERS)
-
-
 def sanitize(part: Part, tools: Sequence[str]) -> None:
     """Check all of our launches with compute-sanitizer, with memory caching disabled.
 
@@ -241,7 +235,7 @@ def sanitize(part: Part, tools: Sequence[str]) -> None:
 PARTS: Mapping[int, Callable[[Part], None]] = {
     1: tests,
     2: lambda part: part.measure("speed", SECONDS[2]),
-    3: looks,
+    3: lambda part: sanitize(part, SANITIZERS),
 }
 
 

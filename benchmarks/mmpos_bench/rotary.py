@@ -1,6 +1,6 @@
 """Rotations of q and k (into new tensors or in place, and with gradients, norms or stores), compared with a copy.
 
-To add a launch, add a `Way` to a group in `GROUPS`; timing, host times and sanitizers all use these groups. To add a
+To add a launch, add a `Way` to a group in `GROUPS`; timing and sanitizers use these groups. To add a
 peer, add it to `mmpos_bench.peers.rotations`.
 """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary import cpu, launches, operators, paged, reference
+from mmpos.rotary import cpu, operators, paged, reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import (
     DevicePositions,
@@ -92,19 +92,19 @@ def apply_rotary(
         InvalidInputError: the shapes, dtypes, devices, axes or token counts do not match.
         UnsupportedError: in-place rotation under autograd; forward-mode gradients; gradients of ``cos_sin``.
     """
-    direct = cos_sin is None and validate is False
-    rotated, form = _rotated_directly(q, k, positions, rotary, layout, norm, inplace, conjugate, implementation, direct)
-    if rotated is not None:
-        return rotated
+    if cos_sin is None and norm is None and validate is False and implementation == "auto":
+        rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
+        if rotated is not None:
+            return rotated
     inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
     if inplace:
         check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
-    q_out, k_out = _rotated(q4, k4, checked, rotation, inplace, form)
-    if inplace:
+        operators.call(operators.rotate_, q4, k4, *checked, *rotation)
         return q, k
+    q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
 
 
@@ -171,10 +171,6 @@ def rotate_and_store(
         LimitExceededError: a cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients; an 8-bit cache has no scales or an unsupported 8-bit dtype.
     """
-    direct = cos_sin is None and validate is return_k is False and _by_kernel(q, implementation)
-    form = launches.form_of_store(q, k, v, positions, rotary, norm, cache, layout, inplace) if direct else None
-    if form is not None and (done := launches.stored(form, q, k, v, positions, norm, cache, inplace)):
-        return done
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
     q4, k4 = _views(q, k, layout, stored=True)
@@ -184,9 +180,10 @@ def rotate_and_store(
     stored = _stored(cache, k4, v4, return_k, validate, _query_scale(cache, q, layout, inplace))
     written = ("key_cache", "value_cache", *stored.scales.written, *("qk" if return_k else "q") * inplace)
     check_written(tensors | cache.tensors(), written)
-    q_out, k_out = _rotated_and_stored(q4, k4, stored, checked, rotation, inplace, form)
     if inplace:
+        operators.call(operators.rotate_and_store_, q4, k4, *stored.arguments(), *checked, *rotation)
         return q, k if return_k else None
+    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -258,55 +255,6 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
     rows = ids.as_rows(_per_channel(wrapped, rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
-
-
-def _rotated_directly(
-    q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, layout: Layout | None, norm: Norm | None,
-    inplace: bool, conjugate: bool, implementation: Implementation, direct: bool,
-) -> tuple[tuple[Tensor, Tensor | None] | None, launches.Form | None]:  # fmt: skip
-    """Rotate in one C call or with a learned launch; return q and k or None, and the form to learn a launch for."""
-    if direct and norm is None and implementation == "auto":
-        rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
-        if rotated is not None:
-            return rotated, None
-    if not direct or not _by_kernel(q, implementation):
-        return None, None
-    form = launches.form_of((q, k), positions, rotary, norm, layout, inplace, conjugate)
-    return (None if form is None else launches.rotated(form, q, k, positions, norm, inplace)), form
-
-
-def _rotated(
-    q: Tensor, k: Tensor, norm: Norm, rotation: RotationArguments, inplace: bool, form: launches.Form | None
-) -> tuple[Tensor, Tensor]:
-    """Rotate with the operators and learn the launch for this form."""
-    outs = q, k
-    if inplace:
-        operators.call(operators.rotate_, q, k, *norm, *rotation)
-    else:
-        outs = operators.call(operators.rotate, q, k, *norm, *rotation)
-    if form is not None and rotation.implementation == reference.TRITON:
-        launches.learn_rotation(form, q, k, *outs, rotation, norm)
-    return outs
-
-
-def _rotated_and_stored(
-    q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments, inplace: bool,
-    form: launches.Form | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate and store with the operators and learn the launch for this form."""
-    outs = q, k
-    if inplace:
-        operators.call(operators.rotate_and_store_, q, k, *stored.arguments(), *norm, *rotation)
-    else:
-        outs = operators.call(operators.rotate_and_store, q, k, *stored.arguments(), *norm, *rotation)
-    if form is not None and rotation.implementation == reference.TRITON:
-        launches.learn_store(form, q, k, outs[0], stored, rotation, norm)
-    return outs
-
-
-def _by_kernel(q: object, implementation: object) -> bool:
-    """Return whether a Triton kernel rotates q."""
-    return type(q) is Tensor and (implementation == "triton" or (implementation == "auto" and q.is_cuda))
 
 
 def _ids_for_tables(rotary: Rotary, positions: Positions, device: torch.device | str | None) -> PositionIds:

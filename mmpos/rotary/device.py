@@ -21,7 +21,6 @@ from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.memory import check_no_tangent
-from mmpos.support.cached import cached_property
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
 from mmpos.support.extras import missing
 
@@ -93,13 +92,6 @@ class DevicePositions:
         if self.table.is_cuda:
             fresh = fresh.pin_memory()
         self.table.copy_(fresh.table, non_blocking=True)
-
-    @cached_property
-    def form(self) -> tuple[Any, ...] | None:
-        """Everything that a compiled kernel depends on, except the ids; None if the table is not a plain tensor."""
-        of_table = self.table.dtype, self.table.shape, self.table.stride(), self.table.get_device()
-        known = *of_table, self.num_tokens, self.row_length, self.fractional
-        return known if type(self.table) is Tensor else None
 
     @property
     def axes(self) -> int:

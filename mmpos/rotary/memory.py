@@ -31,14 +31,14 @@ def is_plain(*tensors: Tensor) -> bool:
         return False
 
 
-def is_unseen(*tensors: Tensor | None) -> bool:
+def is_unseen(*tensors: Tensor) -> bool:
     """Return whether all conditions of ``is_plain`` hold, except that tensors need not have allocated storage."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
     if traced or _modes():
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:  # noqa: SIM110  # all(…) is slower
-        if x is None or type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
+        if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
             return False
     return True
 
@@ -53,12 +53,8 @@ def shown(x: Tensor) -> Tensor:
 
 def has_tangent(x: Tensor) -> bool:
     """Return whether x has a forward-mode gradient, which the operators do not support."""
-    return may_have_tangents() and forward_ad.unpack_dual(x).tangent is not None
-
-
-def may_have_tangents() -> bool:
-    """Return whether a forward-mode level is active; without one, no tensor has a forward-mode gradient."""
-    return getattr(forward_ad, "_current_level", 0) >= 0  # if the attribute is missing, assume an active level
+    active = getattr(forward_ad, "_current_level", 0) >= 0  # without a level, no tensor has a forward-mode gradient
+    return active and forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_no_tangent(name: str, x: Tensor) -> None:
@@ -113,34 +109,7 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
                 raise InvalidInputError(f"{name}: got the memory of {other}, want {want or 'separate memory'}")
 
 
-def spans_of(*tensors: Tensor) -> tuple[Span, ...]:
-    """Return the memory extent of each tensor, which depends only on shape, strides and dtype."""
-    return tuple(_steps_of(x.stride(), x.shape, x.element_size()) for x in tensors)
-
-
-def are_apart(tensors: Sequence[Tensor], spans: Sequence[Span], written: int) -> bool:
-    """Return whether no written tensor overlaps itself or another tensor; all must have allocated storage.
-
-    Args:
-        tensors: all tensors that are read or written, the written ones first.
-        spans: the tensors' memory extents.
-        written: number of written tensors.
-    """
-    begins = [x.data_ptr() for x in tensors]
-    for i in range(written):
-        begin, (reach, steps) = begins[i], spans[i]
-        if not _nested(steps):
-            return False
-        for j, other in enumerate(begins):
-            separate = i == j or other + spans[j][0] <= begin or begin + reach <= other
-            if not separate and not _disjoint(_Memory(begin, reach, steps), _Memory(other, *spans[j])):
-                return False
-    return True
-
-
 _Steps = tuple[tuple[int, int], ...]
-Span = tuple[int, _Steps]
-"""Memory extent of a tensor: bytes from its address to its end, and strides and sizes of its dimensions."""
 
 _cached = lru_cache(maxsize=1 << 12)
 """Cache for functions of shapes, strides and distances, which take longer than a kernel launch."""

@@ -253,5 +253,4 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}
     ours = {name: [way.name for way in group.ways] for name, group in {**GROUPS, **GENERATION_GROUPS}.items()}
     assert {name: [e.name for e in m.entries] for name, m in timed.items()} == ours
-    assert [m.name for m in reports[2].group("the host")][:1] == ["in place: mmpos, table"]
     assert sum(path.stat().st_size for path in out.iterdir()) < 200_000

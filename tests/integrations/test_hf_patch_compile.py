@@ -49,7 +49,6 @@ def test_a_forward_pass_compiles_to_one_graph_with_the_logits_of_eager_mode(form
 @pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
 def test_different_lengths_share_graphs(form: str, implementation: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
-    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to bind
     model, counter = patched(implementation, num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
@@ -89,7 +88,6 @@ def test_separately_compiled_layers_give_the_logits_of_eager_mode() -> None:
 @pytest.mark.slow
 def test_compiled_training_gives_the_gradients_of_eager_mode(monkeypatch: Any) -> None:
     monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
-    monkeypatch.setattr("mmpos.rotary.launches.form_of", lambda *_: None)  # there is no kernel to bind
     model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
     patch(model, rotary_of(model), implementation="triton")
     device = DevicePositions.from_table(two_rows())

@@ -3,13 +3,9 @@
 from mmpos.rotary.kernel.backward import launch_backward
 from mmpos.rotary.kernel.phases import launch_dense
 from mmpos.rotary.kernel.rerotate import launch_rerotate
-from mmpos.rotary.kernel.rotate import ROTATED, STORED, launch_rotate, launch_store
-from mmpos.rotary.kernel.tiling import bind
+from mmpos.rotary.kernel.rotate import launch_rotate, launch_store
 
 __all__ = [
-    "ROTATED",
-    "STORED",
-    "bind",
     "launch_backward",
     "launch_dense",
     "launch_rerotate",

@@ -3,9 +3,6 @@
 # mypy: ignore-errors
 # ruff: noqa: N803  (kernel constants are upper case)
 
-from collections.abc import Callable
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -111,17 +108,9 @@ def store_kernel(
         )  # fmt: skip
 
 
-ROTATED = (0, 1, 2, 3, 4, 7, 8)
-"""Indices of q, k, q_out, k_out, positions and both weights among the arguments of ``rotary_kernel``."""
-
-STORED = (0, 1, 2, 3, 5, 6, 10, 11, 14, 15)
-"""Indices of q, k, v, q_out, both caches, slots, positions and both weights among the arguments of ``store_kernel``."""
-
-
 def launch_rotate(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
-    start: Callable[..., Any] | None = None,
-) -> Any:  # fmt: skip
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
+) -> None:  # fmt: skip
     """Rotate q and k into q_out and k_out in one launch, without allocating or waiting.
 
     Args:
@@ -131,15 +120,11 @@ def launch_rotate(
         k_out: output with the shape of k; it may be k.
         rotation: the rotation.
         norm: normalisation of each head before or after the rotation.
-        start: function to call instead of ``tiling.launch``, such as ``bind``.
-
-    Returns:
-        the result of start; None if there are no tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     tokens = batch * seq
     if tokens == 0:
-        return None
+        return
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + k.shape[2], width)
     shares = tiling.shares_of(shares, rotation.head_groups)
@@ -149,7 +134,7 @@ def launch_rotate(
     # Compare both tensors: a tensor without heads has no address.
     separate = q.data_ptr() != q_out.data_ptr() or k.data_ptr() != k_out.data_ptr()
     with tiling.on(q.device):
-        return (start or tiling.launch)(
+        tiling.launch(
             rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
             *map(tiling.heads_of, (q, k, q_out, k_out)),
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
@@ -167,8 +152,7 @@ def launch_store(
     stored: Stored,
     rotation: RotationArguments,
     norm: Norm = NO_NORM,
-    start: Callable[..., Any] | None = None,
-) -> Any:
+) -> None:
     """Rotate q and k and store k and v in one launch, without allocating or waiting.
 
     Args:
@@ -179,22 +163,18 @@ def launch_store(
         stored: v, the caches, slots and scales.
         rotation: the rotation, which is not conjugate.
         norm: normalisation of each head before or after the rotation.
-        start: function to call instead of ``tiling.launch``, such as ``bind``.
-
-    Returns:
-        the result of start; None if there are no tokens.
     """
     batch, seq, q_heads, head_dim = q.shape
     v, key_cache, value_cache, slots, _, scales = stored
     k_heads, value_dim = v.shape[2:]
     tokens = batch * seq
     if tokens == 0:
-        return None
+        return
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none or not scales.are_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     shares = tiling.shares_of(shares, rotation.head_groups)
     with tiling.on(q.device):
-        return (start or tiling.launch)(
+        tiling.launch(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,
             *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
             tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from mmpos.rotary.reference import Norm, RotationArguments
@@ -89,48 +87,6 @@ def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **co
         constants: compile-time constants by name.
     """
     kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
-
-
-class Bound(NamedTuple):
-    """Compiled kernel and its arguments, whose tensors can be replaced by tensors of the same form and alignment.
-
-    Args:
-        run: launches the kernel.
-        arguments: all arguments of a launch, including constants.
-        indices: indices of the tensors among the arguments.
-        strides: strides of the tensors that are ``Heads``, else None.
-    """
-
-    run: Callable[..., object]
-    arguments: list[Any]
-    indices: Sequence[int]
-    strides: Sequence[tuple[int, ...] | None]
-
-    def launch(self, *tensors: Tensor) -> None:
-        """Launch the kernel with these tensors in place of the arguments at ``indices``."""
-        arguments = self.arguments.copy()
-        for index, strides, x in zip(self.indices, self.strides, tensors, strict=True):
-            arguments[index] = x if strides is None else Heads._make((x, *strides))
-        self.run(*arguments)
-
-
-def bind(
-    indices: Sequence[int], kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any
-) -> Bound | None:
-    """Prepare a launch that can be repeated without Triton's argument binding, which costs 30 µs.
-
-    Each repetition replaces the arguments at ``indices``; the other parameters are those of ``launch``.
-
-    Returns:
-        the bound kernel; None in the interpreter and on AMD devices, where compiled kernels depend on memory sizes.
-    """
-    if not isinstance(kernel, triton.JITFunction) or torch.version.hip is not None:
-        return None
-    compiled = kernel.warmup(*arguments, **constants, grid=grid, num_warps=warps, enable_fp_fusion=False)
-    values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
-    present = [index for index in indices if values[index] is not None]
-    strides = [values[index][1:] if isinstance(values[index], Heads) else None for index in present]
-    return Bound(compiled[(*grid, 1)], values, present, strides)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -30,7 +30,6 @@ with needed_for("the rotary suite", extra="all"):
 _BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # maximum tokens for plain torch on a GPU; with more, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, and maximum number of sets
-_SCALE = 0.25  # scale of 8-bit caches
 
 Call = Callable[[int], Any]
 """Function that does the work on the set with the given index and returns the result."""
@@ -248,15 +247,6 @@ def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded:
     values.zero_()
 
 
-def _stored_in_8_bits(layer: Layer, got: Any, before: Pair) -> None:
-    """Check that errors are at most half the e4m3 spacing: 1/16 for normal numbers, 2⁻¹⁰ of the scale for others."""
-    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
-    layer.judge(got[:1], before[:1])
-    error = (got[2][at].double() * _SCALE - layer.values[0][0].double()).abs()
-    at_most = layer.values[0][0].double().abs() / 15.9 + _SCALE * 2**-10
-    holds(bool((error <= at_most).all()), "other values in the cache", "v")
-
-
 def _moved(layer: Layer, got: Any, before: Pair) -> None:
     at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
     layer.judge([layer.caches[0][at][None]], before[1:], angles=layer.angles.flip(0) - layer.angles)
@@ -362,18 +352,6 @@ def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
     return call
 
 
-def _store_in_8_bits(layer: Layer) -> Call:
-    keys, values = (torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in layer.caches)
-    scale = torch.full((1,), _SCALE, device=layer.device)
-
-    def call(i: int) -> tuple[Any, ...]:
-        cache = Cache(keys, values, layer.slots[i], k_scale=scale, v_scale=scale)
-        arguments = *layer.sets[i], layer.values[i], layer.table, layer.rotary, cache
-        return rotate_and_store(*arguments, implementation=layer.how)[0], keys, values
-
-    return call
-
-
 def _move(layer: Layer) -> Call:
     """Rotate stored keys from their positions to the same positions in reverse order."""
     keys, reverse = layer.caches[0], layer.dense.flip(1)
@@ -459,7 +437,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("copy", partial(_copy, tensors="qkv"), role=Role.LIMIT),
             Way("mmpos, one call", _store, _stored),
             Way("without a norm", partial(_store, norm=False), partial(_stored, norm=False), Role.PART),
-            Way("in 8 bits, without a norm", _store_in_8_bits, _stored_in_8_bits, Role.PART),
             Way("norm and rotation, then store", partial(_rotate_then_store, norm=True), _stored, Role.PEER),
             Way("separate operations", _rotate_then_store, partial(_stored, rounded=True), Role.PEER),
         ],

@@ -23,7 +23,7 @@ from mmpos.rotary.device import (
     rotation_of,
 )
 from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written, shown
-from mmpos.rotary.paged import Cache, Scales, Stored
+from mmpos.rotary.paged import Cache, Stored
 from mmpos.rotary.reference import (
     FLOATS,
     NO_NORM,
@@ -154,22 +154,22 @@ def rotate_and_store(
         v: written to the cache; same shape as k, except that its head_dim may differ.
         positions: positions of all tokens, including those that are not stored.
         rotary: the frequencies and their allocation to axes, channels and heads.
-        cache: the paged cache of k and v, with scales if it is an 8-bit cache.
+        cache: the paged cache of k and v.
         layout: layout of q, k and v.
         norm: normalisation of each head of q and k.
         cos_sin: an inference engine's cache of cos and sin.
         return_k: also return the rotated k, for example for attention over the prompt itself.
         inplace: write the rotated q into q and, with ``return_k``, the rotated k into k instead of new tensors.
         implementation: "auto", "triton" or "reference".
-        validate: also check ids, slots and scales on a device; this waits for the device.
+        validate: also check ids and slots on a device; this waits for the device.
 
     Returns:
-        rotated q and k (None without ``return_k``), like the inputs, except that q is float8_e4m3fn if q_scale is set.
+        rotated q and k (None without ``return_k``), with the dtypes and layout of the inputs.
 
     Raises:
-        InvalidInputError: arguments do not match; slots and scales are checked on the host and with ``validate``.
+        InvalidInputError: arguments do not match; slots are checked on the host and with ``validate``.
         LimitExceededError: a cache has at least 2³¹ slots.
-        UnsupportedError: a tensor requires gradients; an 8-bit cache has no scales or an unsupported 8-bit dtype.
+        UnsupportedError: a tensor requires gradients.
     """
     inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
     checked = NO_NORM if norm is None else checked_norm(norm, q, k)
@@ -177,13 +177,13 @@ def rotate_and_store(
     v4 = _values(v, k, k4, layout)
     rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
     check_inference((tensors := {"q": q, "k": k, "v": v}) | checked.named())
-    stored = _stored(cache, k4, v4, return_k, validate, _query_scale(cache, q, layout, inplace))
-    written = ("key_cache", "value_cache", *stored.scales.written, *("qk" if return_k else "q") * inplace)
-    check_written(tensors | cache.tensors(), written)
+    stored = _stored(cache, k4, v4, return_k, validate)
+    tensors |= {"key_cache": cache.key_cache, "value_cache": cache.value_cache}
+    check_written(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     if inplace:
-        operators.call(operators.rotate_and_store_, q4, k4, *stored.arguments(), *checked, *rotation)
+        operators.call(operators.rotate_and_store_, q4, k4, *stored, *checked, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored.arguments(), *checked, *rotation)
+    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
     return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
 
 
@@ -378,27 +378,14 @@ def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
     return v4
 
 
-def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool, q_scale: Tensor | None) -> Stored:
-    """Check a cache, its slots and its scales against (batch, seq, heads, head_dim) k and v."""
+def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool) -> Stored:
+    """Check a cache and its slots against (batch, seq, heads, head_dim) k and v."""
+    instance("cache", cache, Cache, "mmpos.rotary.Cache")
     keys, values = paged.pages_of(cache, "k", k), paged.pages_of(cache, "v", v)
     if keys.shape[:2] != values.shape[:2]:
         raise InvalidInputError(
             f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
             f"want {keys.shape[0]} of {keys.shape[1]} as for key_cache"
         )
-    k_scale, k_computed = paged.scale_of_cache("k_scale", cache.k_scale, cache.key_cache, keys, cache.layout, validate)
-    v_scale, v_computed = paged.scale_of_cache(
-        "v_scale", cache.v_scale, cache.value_cache, values, cache.layout, validate
-    )
     slots = paged.slots_of(cache.slot_mapping, k.shape[0], k.shape[1], keys, validate)
-    return Stored(v, keys, values, slots, return_k, Scales(k_scale, v_scale, k_computed, v_computed, q_scale))
-
-
-def _query_scale(cache: Cache, q: Tensor, layout: Layout | None, inplace: bool) -> Tensor | None:
-    """Check the q_scale of a cache and view it as (batch, seq, heads)."""
-    scale = instance("cache", cache, Cache, "mmpos.rotary.Cache").q_scale
-    if scale is None:
-        return None
-    if inplace:
-        raise InvalidInputError("q_scale cannot be combined with inplace=True: q becomes float8_e4m3fn")
-    return _as_bshd(paged.scale_of_queries(scale, q).unsqueeze(-1), layout).squeeze(-1)
+    return Stored(v, keys, values, slots, return_k)

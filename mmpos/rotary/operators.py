@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
 from mmpos.rotary.memory import is_plain, mark_written
-from mmpos.rotary.paged import NO_SCALES, Scales, Stored
+from mmpos.rotary.paged import Stored
 from mmpos.rotary.reference import AUTO, NO_NORM, TRITON, Norm, RotationArguments
 
 __all__ = [
@@ -42,11 +42,8 @@ _ROTATION = (
 _NORM = "Tensor? q_weight, Tensor? k_weight, float eps, float offset, bool after"
 """Schema of Norm."""
 
-_STORE = (
-    "Tensor v, Tensor({}!) key_cache, Tensor({}!) value_cache, Tensor slots, bool return_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor({}!)? k_computed, Tensor({}!)? v_computed, Tensor({}!)? q_computed"
-)
-"""Schema of Stored and its Scales; caches may have any strides, and slots contains the (n,) int32 or int64 slots of the
+_STORE = "Tensor v, Tensor(c!) key_cache, Tensor(d!) value_cache, Tensor slots, bool return_k"
+"""Schema of Stored; caches may have any strides, and slots contains the (n,) int32 or int64 slots of the
 first n tokens.
 """
 
@@ -177,83 +174,37 @@ def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
 
 
 def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
-    v, key_cache, value_cache, slots, return_k, *others = arguments
-    count = len(NO_SCALES)
-    stored = Stored(v, key_cache, value_cache, slots, return_k, Scales(*others[:count]))
-    return stored, *_norm_and_rotation(others[count:])
+    count = len(Stored._fields)
+    return Stored(*arguments[:count]), *_norm_and_rotation(arguments[count:])
 
 
 def _run_store(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
 ) -> None:
-    scales = stored.scales
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
         kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
-    elif scales.are_none:
+    else:
         k_rotated = k_out if stored.return_k else torch.empty_like(k)
         run(q, k, q_out, k_rotated, norm, rotation)
         paged.write(stored.caches, (k_rotated, stored.v), stored.slots)
-    else:
-        q_rotated, k_rotated = _store_scaled(q, k, stored, norm, rotation)
-        q_out.copy_(q_rotated)
-        if stored.return_k:
-            k_out.copy_(k_rotated)
-    mark_written(
-        *stored.caches, *(x for x in (scales.k_computed, scales.v_computed, scales.q_computed) if x is not None)
-    )
+    mark_written(*stored.caches)
 
 
-def _store_scaled(
-    q: Tensor, k: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
-) -> tuple[Tensor, Tensor]:
-    """Store k and v, rounded once from float32; return rotated q, in 8 bits if scaled, and rotated float32 k."""
-    scales = stored.scales
-    q_out, k_out = rotate(q.to(torch.float32), k.to(torch.float32), *norm, *rotation)
-    rows = []
-    for x, pages, (scale, computed) in zip(
-        (k_out, stored.v), stored.caches, ((scales.k, scales.k_computed), (scales.v, scales.v_computed)), strict=True
-    ):
-        divisor = scale
-        if computed is not None:
-            divisor = paged.computed_scale(x.to(torch.float32), pages.dtype)
-            paged.write((computed,), (divisor,), stored.slots)
-        rows.append(x.to(pages.dtype) if divisor is None else paged.quantised(x, divisor, pages.dtype))
-    paged.write(stored.caches, rows, stored.slots)
-    if scales.q_computed is None:
-        return q_out, k_out
-    scale = scales.q_computed.copy_(paged.computed_scale(q_out, paged.QUERY))
-    return paged.quantised(q_out, scale, paged.QUERY), k_out
-
-
-def _rerotate_in_place(
-    pages: Tensor, scales: Tensor | None, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any
-) -> None:
+def _rerotate_in_place(pages: Tensor, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any) -> None:
     stop = RotationArguments(*arguments)
     start = stop._replace(positions=from_positions, mode=from_mode)
     if stop.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch_rerotate(pages, scales, slots, start, stop)
+        kernel.launch_rerotate(pages, slots, start, stop)
     elif slots.shape[0] and pages.numel():
-        _rerotate_in_torch(pages, scales, slots, start, stop)
-    mark_written(pages, *([] if scales is None else [scales]))
-
-
-def _rerotate_in_torch(
-    pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
-) -> None:
-    keys = paged.read(pages, slots).unsqueeze(0)
-    rotated = keys.to(torch.float32) if keys.dtype in paged.EIGHT_BITS else keys
-    cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
-    reference.rotate(rotated, rotated, reference.head_rotation(cos, sin, stop.adjacent), stop.num_pairs)
-    if rotated is not keys:
-        growth = rotated.new_ones(()) if scales is None else paged.scale_growth(rotated, pages.dtype)
-        rotated = paged.quantised(rotated, growth, pages.dtype)
-        if scales is not None:
-            paged.write((scales,), (paged.read(scales, slots).unsqueeze(0) * growth,), slots)
-    paged.write((pages,), (rotated,), slots)
+        keys = paged.read(pages, slots).unsqueeze(0)
+        cos, sin = (x.unsqueeze(0) for x in reference.cos_sin_between(start, stop, slots.shape[0]))
+        reference.rotate(keys, keys, reference.head_rotation(cos, sin, stop.adjacent), stop.num_pairs)
+        paged.write((pages,), (keys,), slots)
+    mark_written(pages)
 
 
 # Fake implementations for tracing, which return shapes without values.
@@ -272,8 +223,7 @@ def _fake_backward(
 
 def _fake_store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     stored, _, _ = _stored_norm_and_rotation(arguments)
-    q_out = torch.empty_like(q, dtype=q.dtype if stored.scales.q_computed is None else paged.QUERY)
-    return q_out, torch.empty_like(k) if stored.return_k else _without_heads(k)
+    return torch.empty_like(q), torch.empty_like(k) if stored.return_k else _without_heads(k)
 
 
 def _fake_in_place(*_: Any) -> None:
@@ -340,20 +290,19 @@ rotate_backward = define_operator(
 )
 """Compute the gradients of q, k and both weights of a norm; unwanted gradients are empty."""
 rotate_and_store = define_operator(
-    f"rotate_and_store(Tensor q, Tensor k, {_STORE.format(*'abcde')}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
+    f"rotate_and_store(Tensor q, Tensor k, {_STORE}, {_NORM}, {_ROTATION}) -> (Tensor, Tensor)",
     _store,
     _fake_store,
 )
 """Rotate q, and k if return_k, into new tensors, and write rotated k and v to a cache."""
 rotate_and_store_ = define_operator(
-    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE.format(*'cdefg')}, {_NORM}, {_ROTATION}) -> ()",
+    f"rotate_and_store_(Tensor(a!) q, Tensor(b!) k, {_STORE}, {_NORM}, {_ROTATION}) -> ()",
     _store_in_place,
     _fake_in_place,
 )
 """Rotate q in place, and k if return_k, and write rotated k and v to a cache."""
 rerotate_ = define_operator(
-    f"rerotate_(Tensor(a!) pages, Tensor(b!)? scales, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION})"
-    " -> ()",
+    f"rerotate_(Tensor(a!) pages, Tensor slots, Tensor from_positions, int from_kind, {_ROTATION}) -> ()",
     _rerotate_in_place,
     _fake_in_place,
 )

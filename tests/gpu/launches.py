@@ -258,13 +258,7 @@ CACHED = [
     *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
 ]
 
-EIGHT_BITS = [
-    *launches("store in 8 bits", tokens=[1, FEW, SOME, MANY]),
-    *launches("store in 8 bits", norm="qk", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
-    *launches("store in 8 bits", slots=["short", "none"], page=24),
-]
-
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED, *EIGHT_BITS]))
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED]))
 
 
 # Inputs.
@@ -575,9 +569,9 @@ def move(scene: Scene) -> Iterator[Check]:
     keys[at] = scene.k[kept]
     scheme = "rope-tie-fractional" if launch.form == "fractions" else TURNINGS[launch.turning].scheme
     new = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
-    layout: Any = cache.layout
     to_positions = FORMS[launch.form](new)
-    rerotate(cache.key, slots, scene.positions, to_positions, rotary, cache_layout=layout, implementation=TRITON)
+    nhd = cache.key.transpose(1, 2) if cache.layout == "HND" else cache.key
+    rerotate(nhd, slots, scene.positions, to_positions, rotary, implementation=TRITON)
     if len(kept):
         between = angles(_dense(new).double(), rotary) - scene.angle
         yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
@@ -609,32 +603,6 @@ def cached(scene: Scene) -> Iterator[Check]:
         yield name, distance(out, x.double(), scene.angle, scene.rotary) / scene.bound
 
 
-def store_in_8_bits(scene: Scene) -> Iterator[Check]:
-    """Store k and v in e4m3 with a scale for each token and head."""
-    launch, (tokens, heads, dim) = scene.launch, scene.k.shape
-    blocks = -(-tokens // launch.page) + 3
-    keys, values = torch.zeros(2, blocks, launch.page, heads, dim, dtype=torch.float8_e4m3fn, device=DEVICE)
-    k_scale, v_scale = torch.zeros(2, blocks, launch.page, heads, device=DEVICE)
-    slots = _slots(launch, blocks * launch.page)
-    rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, scene.rotary,
-        Cache(keys, values, slots, k_scale=k_scale, v_scale=v_scale), **scene.how,
-    )  # fmt: skip
-    kept = (slots >= 0).nonzero()[:, 0]
-    at = slots[kept].long() // launch.page, slots[kept].long() % launch.page
-    truth = rotated(scene.normed(scene.k, scene.weights[1]), scene.angle, scene.rotary)
-    for name, codes, scale, want in (("keys", keys, k_scale, truth), ("values", values, v_scale, scene.v.double())):
-        error = (codes[at].double() * scale[at][..., None] - want[kept]).abs()
-        # Half the spacing: 1/16 of a normal number; for subnormal numbers, 2⁻¹⁰ of the scale, which is the largest
-        # number / 448.
-        bound = (want[kept].abs() / 16).clamp_min(want[kept].abs().amax(-1, keepdim=True) * 2**-10 / 448)
-        yield name, float((error / (bound * 1.01 + 1e-30)).amax()) if len(kept) else 0.0
-    free = torch.ones(blocks * launch.page, dtype=torch.bool, device=DEVICE)
-    free[slots[kept].long()] = False
-    untouched = [x.flatten(0, 1)[free].float() for x in (keys, values, k_scale, v_scale)]
-    yield same("other cells", not any(bool(x.any()) for x in untouched))
-
-
 def dense(scene: Scene) -> Iterator[Check]:
     """Expand a table to ids on the device, which must be bit-equal to the ids computed on the host."""
     yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
@@ -648,6 +616,5 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "rerotate": move,
     "norm after": norm_after,
     "cached": cached,
-    "store in 8 bits": store_in_8_bits,
 }
 """The function of each kind, which launches it and yields checks of everything that it writes."""

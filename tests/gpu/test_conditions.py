@@ -51,7 +51,6 @@ class Bench:
         heads, dim = self.k.shape[1:]
         caches = torch.zeros(2, tokens // PAGE + 1, PAGE, heads, dim, dtype=self.k.dtype, device=DEVICE)
         self.keys, self.values = caches.unbind(0)
-        self.eight = torch.zeros_like(caches, dtype=torch.float8_e4m3fn)
         self.ids = self.positions.dense()
         self.slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
@@ -81,14 +80,6 @@ class Bench:
         self.k_here.copy_(self.k)
         return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, norm=self.norm)
 
-    def stored_in_8_bits(self) -> Any:
-        """Rotate with rotate_and_store and e4m3 caches, and return q and the bits of the caches."""
-        scale = torch.full((1,), 0.25, device=DEVICE)
-        keys, values = self.eight.unbind(0)
-        cache = Cache(keys, values, self.slots, k_scale=scale, v_scale=scale)
-        q, _ = rotate_and_store(self.q, self.k, self.v, self.positions, self.rotary, cache, implementation=TRITON)
-        return q, self.eight.view(torch.uint8)
-
     def moved(self) -> Any:
         """Rerotate stored keys to the same positions in reverse order."""
         self.keys.flatten(0, 1)[self.slots] = self.k
@@ -116,7 +107,6 @@ CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
     "norm backward": ({"rotate", "rotate_backward"}, lambda bench: bench.gradients(bench.norm)),
     "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
     "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
-    "store in 8 bits": ({"rotate_and_store"}, lambda bench: bench.stored_in_8_bits()),
     "rerotate": ({"rerotate_"}, lambda bench: bench.moved()),
     "dense ids": (set(), lambda bench: (bench.positions.dense(),)),
 }

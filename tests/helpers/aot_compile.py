@@ -28,9 +28,9 @@ from mmpos.rotary.kernel import tiling
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 WORDS = (
-    "rotate", "norm", "backward", "store", "rerotate", "adjacent", "after", "by head", "cached bfloat16", "computed",
-    "scales", "dense", "dense fixed", "e4m3", "e5m2", "few tokens", "fractional", "from ids", "fused", "head_dim 80",
-    "of q", "one token", "other values", "own frequencies", "partial", "q too", "return k",
+    "rotate", "norm", "backward", "store", "rerotate", "adjacent", "after", "by head", "cached bfloat16", "dense",
+    "dense fixed", "few tokens", "fractional", "from ids", "fused", "head_dim 80", "of q", "one token", "other values",
+    "own frequencies", "partial", "return k",
 )  # fmt: skip
 """Words that occur in case names."""
 
@@ -103,17 +103,12 @@ def call(words: set[str]) -> None:
     weight = torch.ones(dim, dtype=torch.bfloat16) if words & {"norm", "backward", "of q"} else None
     norm = Norm(weight, None if "of q" in words else weight, after="after" in words)
     options: Any = {"norm": norm, "implementation": "triton"}
-    dtype = torch.float8_e4m3fn if "e4m3" in words else torch.float8_e5m2 if "e5m2" in words else torch.bfloat16
-    pages, slots = torch.zeros(256, 16, 8, dim, dtype=torch.bfloat16).to(dtype), torch.arange(tokens)
-    scale = torch.ones(256, 16, 8) if words & {"computed", "scales"} else torch.ones(())
+    pages, slots = torch.zeros(256, 16, 8, dim, dtype=torch.bfloat16), torch.arange(tokens)
     if "rerotate" in words:
         start = torch.zeros(2, tokens, dtype=torch.int64) if "from ids" in words else table
-        k_scale = None if dtype == torch.bfloat16 else scale
-        rerotate(pages, slots, start, table, rotary, k_scale=k_scale, implementation="triton")
+        rerotate(pages, slots, start, table, rotary, implementation="triton")
     elif "store" in words:
-        scales: Any = {} if dtype == torch.bfloat16 else {"k_scale": scale, "v_scale": scale.clone()}
-        scales |= {"q_scale": torch.ones(tokens, 32)} if "q too" in words else {}
-        cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16).to(dtype), slots, **scales)
+        cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16), slots)
         rotate_and_store(q, k, v, positions, rotary, cache, return_k="return k" in words, **options)
     elif "backward" in words:
         out = apply_rotary(q.requires_grad_(), k.requires_grad_(), positions, rotary, **options)

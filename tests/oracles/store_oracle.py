@@ -14,10 +14,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The device of caches; without a GPU, kernels run in Triton's interpreter."""
 
 FILL = {torch.float32: 0x7FA1B2C3, torch.bfloat16: 0x7FA1, torch.float16: 0x7DA1}
-FILL |= {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7D}
-"""By dtype, the bits in every untouched cell: a NaN that no computation returns. (e4m3 has only this NaN.)"""
+"""By dtype, the bits in every untouched cell: a NaN that no computation returns."""
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {2: torch.int16, 4: torch.int32}
 """Integer dtypes by itemsize."""
 
 
@@ -30,10 +29,10 @@ class Held(NamedTuple):
     layout: str
     block_size: int
 
-    def with_slots(self, slots: Tensor, **scales: Tensor) -> Cache:
+    def with_slots(self, slots: Tensor) -> Cache:
         """Build the Cache argument of a call."""
         layout: Any = self.layout
-        return Cache(self.key, self.value, slots, layout, **scales)
+        return Cache(self.key, self.value, slots, layout)
 
     def at(self, view: Tensor, slot: int) -> Tensor:
         """Return the (heads, head_dim) values in a slot."""
@@ -131,18 +130,6 @@ def assert_holds(got: Held, want: Held, ulps: int = 0) -> None:
     """Assert that every cell of the tensors behind the caches, including untouched cells, is as expected."""
     for a, b in zip(got.whole, want.whole, strict=True):
         assert_same_bits(a, b, ulps)
-
-
-def nearest(x: Any, dtype: torch.dtype) -> Tensor:
-    """Round float64 numbers to the nearest 8-bit number, ties to even."""
-    finite = torch.arange(128, dtype=torch.uint8).view(dtype).double()
-    finite = finite[finite.isfinite()]
-    x = torch.as_tensor(x, dtype=torch.float64)
-    above = torch.searchsorted(finite, x.abs()).clamp(max=len(finite) - 1)
-    below = (above - 1).clamp(min=0)
-    up, down = finite[above] - x.abs(), x.abs() - finite[below]
-    chosen = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
-    return torch.copysign(finite[chosen], x)
 
 
 def flat(x: Any, layout: str | None) -> Tensor:

@@ -92,13 +92,6 @@ def stores(**changed: Any) -> Callable[[], Any]:
     return lambda: rotate_and_store(cache=Cache(**cache), **arguments)
 
 
-def eights(**changed: Any) -> Callable[[], Any]:
-    """Return a call to rotate_and_store with 8-bit caches."""
-    arguments: dict[str, Any] = {"k_scale": torch.ones(()), "v_scale": torch.ones(2)}
-    arguments |= {name: zeros(4, 16, 2, 12).to(E4M3) for name in ("key_cache", "value_cache")}
-    return stores(**(arguments | changed))
-
-
 def moves(**changed: Any) -> Callable[[], None]:
     """Return a call to rerotate whose arguments are valid, except for the changed ones."""
     arguments: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
@@ -106,20 +99,11 @@ def moves(**changed: Any) -> Callable[[], None]:
     return lambda: rerotate(**(arguments | changed))
 
 
-def scaled_moves(scale: Any, **changed: Any) -> Callable[[], None]:
-    return moves(**{"k_cache": EIGHT, "k_scale": scale, **changed})
-
-
-E4M3 = torch.float8_e4m3fn
-EIGHT = zeros(4, 16, 2, 12).to(E4M3)
 BY_HEAD, BOTH, SAME = zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
-QKV, POOL, ROWS = zeros(13, 7, 12), zeros(64, 7, 12), zeros(4, 16, 2)
-PAGES = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)
-INLINE, INSIDE = PAGES[..., 12:].view(torch.float32)[..., 0], PAGES[..., 8:12].view(torch.float32)[..., 0]
+QKV, POOL = zeros(13, 7, 12), zeros(64, 7, 12)
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
 WANT_V = "want torch.float32 on cpu with 3 as for k"
-WANT_SCALE = "want () or (1,), (2,) with one scale per head, or (4, 16, 2) for output scales per slot and head"
 WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
 WANT_LADDER = "cos_sin requires a rotary whose pair j has the j-th frequency"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
@@ -302,33 +286,8 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)
     ],
     "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
-    "k_scale: got float, want a tensor of float32": [eights(k_scale=0.5)],
-    "v_scale: got torch.float16, want a tensor of float32": [eights(v_scale=torch.ones(2).half())],
-    "k_scale: got a tensor on meta, want cpu as for the cache": [eights(k_scale=torch.ones((), device="meta"))],
-    f"v_scale: got shape (3,), {WANT_SCALE}": [eights(v_scale=torch.ones(3))],
-    "k_scale[0]: got 0.0, want a finite number > 0": [eights(k_scale=torch.zeros(1))],
-    "v_scale[1]: got -1.0, want a finite number > 0": [eights(v_scale=torch.tensor([1.0, -1.0]))],
-    "k_scale: got scales for a cache of torch.float32, want None": [eights(key_cache=torch.zeros(4, 16, 2, 12))],
-    "q_scale cannot be combined with inplace=True: q becomes float8_e4m3fn": [
-        eights(q_scale=torch.ones(13, 3), inplace=True)
-    ],
-    "q_scale: got float, want a tensor of float32": [eights(q_scale=1.0)],
-    "q_scale: got shape (13, 2) on cpu, want (13, 3) on cpu, the shape of q without head_dim": [
-        eights(q_scale=torch.ones(13, 2))
-    ],
-    "k_scale: got the memory of v_scale, want separate memory": [eights(k_scale=ROWS, v_scale=ROWS)],
-    "k_scale: got a tensor whose elements share memory, want separate elements": [
-        eights(k_scale=torch.ones(1, 1, 2).expand(4, 16, 2))
-    ],
-    "key_cache: got the memory of k_scale, want separate memory": [
-        eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INSIDE)
-    ],
-    "cache_layout: got 'NDH', want one of 'NHD', 'HND'": [moves(cache_layout="NDH")],
-    "k_cache: got NoneType, want a tensor": [moves(k_cache=None)],
-    (
-        "k_cache: got torch.float64, want float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; "
-        "reinterpret bytes of 8-bit floats with view(torch.float8_e4m3fn)"
-    ): [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
+    f"k_cache: got NoneType, {WANT_Q}": [moves(k_cache=None)],
+    f"k_cache: got torch.float64, {WANT_Q}": [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
     "k_cache: got a tensor whose elements share memory, want separate elements": [
         moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
@@ -346,11 +305,6 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
     "slots[3]: got 3, the slot of token 0, want a slot for each token": [moves(slots=torch.tensor([3, 5, -1, 3, -1]))],
-    "k_scale: got None for a cache of torch.float8_e4m3fn, want scales: rotated keys may need larger ones": [
-        moves(k_cache=EIGHT)
-    ],
-    "k_scale: got Tensor for a cache of torch.float32, want None": [moves(k_scale=torch.ones(2))],
-    f"k_scale: got shape (4, 2, 16), {WANT_SCALE}": [scaled_moves(torch.ones(4, 2, 16))],
     **{
         f"positions: got dtype {dtype}, want int32, int64 or float64 ids": [calls(packed(), positions=IDS.to(dtype))]
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
@@ -538,21 +492,6 @@ def test_overlap_depends_on_the_distance_between_tensors_with_equal_shapes_and_s
 # Caches.
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_8_bit_caches_require_scales(dtype: torch.dtype) -> None:
-    message = f"key_cache: got {dtype} without k_scale, want k_scale, or torch.float32 as for k"
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
-        stores(key_cache=zeros(4, 16, 2, 12).to(dtype))()
-
-
-@pytest.mark.parametrize("scale", [{}, {"v_scale": torch.ones(())}])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fnuz])
-def test_caches_of_other_8_bit_dtypes_are_not_supported(dtype: torch.dtype, scale: dict[str, Tensor]) -> None:
-    message = f"value_cache: got {dtype}, want torch.float8_e4m3fn or torch.float8_e5m2 with v_scale, "
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message + 'or torch.float32 as for v')}$"):
-        stores(value_cache=zeros(4, 16, 2, 12).to(dtype), **scale)()
-
-
 def storing(name: str, x: Tensor) -> Callable[[], Any]:
     return stores(**{name: x})
 
@@ -598,46 +537,8 @@ def test_tensors_that_are_only_read_may_share_memory() -> None:
     assert stores(k=same, v=same, return_k=True)()[1].shape == same.shape
 
 
-def test_scales_may_be_stored_next_to_the_keys_of_their_page() -> None:
-    eights(key_cache=PAGES[..., :12].view(E4M3), k_scale=INLINE)()
-    assert (INLINE.flatten()[:26] > 0).all()
-    assert (INLINE.flatten()[26:] == 0).all()
-
-
-def test_validate_refuses_scales_that_the_host_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
-    eights(k_scale=torch.zeros(()))()
-    with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
-        eights(k_scale=torch.zeros(()), validate=True)()
-
-
-def test_input_scales_of_k_and_v_may_be_the_same_tensor() -> None:
-    one = torch.ones(())
-    caches = [eights(k_scale=one, v_scale=one), eights(k_scale=one, v_scale=one.clone())]
-    assert len({call()[0].shape for call in caches}) == 1
-
-
-def test_scales_within_keys_are_refused_and_scales_next_to_keys_are_accepted() -> None:
-    pages = torch.zeros(4, 16, 2, 16, dtype=torch.uint8)  # 12 channels, then the 4 bytes of the scale
-    keys, scales = pages[..., :12].view(E4M3), pages[..., 12:].view(torch.float32)[..., 0]
-    scales.fill_(0.5)
-    scaled_moves(scales, k_cache=keys)()
-    inside = pages[..., 8:12].view(torch.float32)[..., 0]
-    with pytest.raises(InvalidInputError, match=r"^k_cache: got the memory of k_scale, want separate memory$"):
-        scaled_moves(inside, k_cache=keys)()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fnuz])
-def test_keys_of_other_8_bit_dtypes_are_not_rerotated(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=f"^k_cache: got {dtype}, want float32, "):
-        moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=dtype))()
-
-
 @pytest.mark.parametrize("way", ["reference", "triton"])
-def test_rerotate_checks_scales_and_slots_on_a_device_with_validate(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rerotate_checks_slots_on_a_device_with_validate(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
-    scaled_moves(torch.zeros(()), implementation="reference")()
-    with pytest.raises(InvalidInputError, match=r"^k_scale: got 0.0, want a finite number > 0$"):
-        scaled_moves(torch.zeros(()), validate=True, implementation=way)()
     with pytest.raises(InvalidInputError, match=r"^slots\[1\]: got 64, want < 64, the number of slots of k_cache$"):
         moves(slots=torch.tensor([3, 64]), validate=True, implementation=way)()

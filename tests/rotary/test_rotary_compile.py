@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rotary_oracle import heads, packed
-from store_oracle import CACHES, DEVICE, Held, assert_holds, filled
+from store_oracle import CACHES, DEVICE, Held, assert_holds
 from tolerance import assert_within, rotations, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -31,14 +31,12 @@ from mmpos.rotary import (
     split_qkv,
 )
 from mmpos.rotary.device import _constants_of, ids_on, rotation_of
-from mmpos.rotary.paged import NO_SCALES
 from mmpos.rotary.reference import AUTO, NO_NORM
 
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
 AS_HF, ADJACENT = Rotary(16, precision="hf"), Rotary(16, pairing="adjacent")
 WIDE = Rotary(20, rotary_dim=12)
 BY_HEAD = Rotary(16, axes=2, allocation="heads", head_axes=[1])
-E4M3 = torch.float8_e4m3fn
 
 # (documents, text tokens before each image, images): batch sizes, lengths and segment counts all vary.
 MIX = [
@@ -138,15 +136,13 @@ def test_refreshed_positions_compile_to_one_graph() -> None:
 class Work:
     """The inputs and outputs of a call: views of one packed tensor with 13 tokens, caches and weights."""
 
-    def __init__(self, cache: str = "NHD", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, cache: str = "NHD") -> None:
         self.positions = DevicePositions.from_table(packed("rope-tie").slice(4, 17), DEVICE)
         self.fused = heads(13, 5, 16).to(DEVICE).requires_grad_(not torch.is_inference_mode_enabled())
         self.weight = torch.linspace(0.5, 2, 16, device=DEVICE).requires_grad_(self.fused.requires_grad)
         self.cos_sin = normal(40, 12).to(DEVICE)
-        self.held = CACHES[cache](4, 16, 1, 16, dtype)
+        self.held = CACHES[cache](4, 16, 1, 16, torch.float32)
         self.slots = torch.arange(13, device=DEVICE).flip(0)
-        self.scales = [filled(*x.shape[:-1], dtype=torch.float32) for x in (self.held.key, self.held.value)]
-        self.q_scale = torch.zeros(13, 3, device=DEVICE)
 
     def apply(self, fused: Tensor, rotary: Rotary = ROTARY, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Rotate, with arithmetic before and after the rotation unless it is in place."""
@@ -159,17 +155,16 @@ class Work:
 
     def store(self, fused: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Rotate and store k and v."""
-        scales = options.pop("scales", {})
-        cache = self.held.with_slots(self.slots, **scales)
+        cache = self.held.with_slots(self.slots)
         q, k, v = fused[:, :3], fused[:, 3:4], fused[:, 4:]
         out, k_out = rotate_and_store(
             q if options.get("inplace") else q * 2, k, v, self.positions, ROTARY, cache, **options
         )
-        return out.float() + 1, k_out
+        return out + 1, k_out
 
     def written(self) -> list[Tensor]:
         """Return the bits of all tensors that a call may write."""
-        tensors = (self.fused.detach(), *self.held.whole, *self.scales, self.q_scale)
+        tensors = (self.fused.detach(), *self.held.whole)
         return [x.contiguous().view(torch.uint8) for x in tensors]
 
 
@@ -208,18 +203,8 @@ SERVING: Mapping[str, tuple[dict[str, Any], Callable[[Work, Tensor], Any]]] = {
     **{f"store, {name}": ({"cache": name}, lambda work, x: work.store(x)) for name in CACHES},
     "store and return k": ({"cache": "HND"}, lambda work, x: work.store(x, return_k=True)),
     "store in place": ({"cache": "k and v by page"}, lambda work, x: work.store(x, inplace=True, return_k=True)),
-    "store in 8 bits": (
-        {"cache": "k and v by page", "dtype": E4M3},
-        lambda work, x: work.store(x, scales=dict.fromkeys(("k_scale", "v_scale"), torch.full((1,), 0.02))),
-    ),
-    "store with scales": (
-        {"dtype": E4M3},
-        lambda work, x: work.store(
-            x, scales={"k_scale": work.scales[0], "v_scale": work.scales[1], "q_scale": work.q_scale}
-        ),
-    ),
 }
-QUICK = ("in place", "packed in place", "rerotate", "store and return k", "store in place", "store in 8 bits")
+QUICK = ("in place", "packed in place", "rerotate", "store and return k", "store in place")
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -378,49 +363,31 @@ def backward() -> tuple[Any, ...]:
     return torch.ones_like(q), torch.ones_like(k), q, k, [True, False, True, True], *rest
 
 
-def store(
-    norm: Norm = NO_NORM, scales: Sequence[Tensor | None] = NO_SCALES, dtype: torch.dtype = torch.float32,
-    return_k: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+def store(norm: Norm = NO_NORM, return_k: bool = False) -> tuple[Any, ...]:
     q, k, v = heads((1, 13), 7, 16).to(DEVICE).split([3, 2, 2], dim=2)
-    pages = [torch.zeros(4, 16, 2, 16, dtype=dtype, device=DEVICE) for _ in "kv"]
+    pages = [torch.zeros(4, 16, 2, 16, device=DEVICE) for _ in "kv"]
     slots, rotation = torch.arange(13, device=DEVICE) - 2, rotations_of(packed("rope-tie").slice(4, 17))
-    return q, k, v, *pages, slots, return_k, *scales, *norm, *rotation
+    return q, k, v, *pages, slots, return_k, *norm, *rotation
 
 
-def scaled(computed: bool, q_scale: bool = False) -> list[Tensor | None]:
-    one, rows = torch.ones((), device=DEVICE).expand(2), [torch.ones(4, 16, 2, device=DEVICE) for _ in "kv"]
-    queries = torch.ones(1, 13, 3, device=DEVICE) if q_scale else None
-    return [None, None, *rows, queries] if computed else [one, one, None, None, queries]
-
-
-def move(scales: Tensor | None = None) -> tuple[Any, ...]:
+def move() -> tuple[Any, ...]:
     old = ids_on(packed("rope-tie", 40).slice(4, 17), ROTARY, DEVICE)
     pages, slots = heads((4, 16), 2, 16).to(DEVICE), torch.arange(13, device=DEVICE)
-    return pages, scales, slots, old.tensor, old.mode, *rotations_of(packed("rope-tie").slice(4, 17))
+    return pages, slots, old.tensor, old.mode, *rotations_of(packed("rope-tie").slice(4, 17))
 
 
-REST = ("test_autograd_registration", "test_faketensor")
-CHECKED: Mapping[str, tuple[Any, Callable[[], tuple[Any, ...]], Any]] = {
-    **{f"rotate: {name}": (operators.rotate, sample, None) for name, sample in SAMPLES.items()},
-    **{f"rotate_: {name}": (operators.rotate_, SAMPLES[name], None) for name in ("table", "fused", "norm", "no k")},
-    "rotate_backward": (operators.rotate_backward, backward, None),
-    "rotate_and_store: return k": (operators.rotate_and_store, lambda: store(return_k=True), None),
-    "rotate_and_store: norm": (operators.rotate_and_store, lambda: store(Norm(weight())), None),
-    # Some checks compute with the results, which torch cannot do in 8 bits, so scales are also tested with 32-bit
-    # caches.
-    "rotate_and_store: scales": (operators.rotate_and_store, lambda: store(scales=scaled(False)), None),
-    "rotate_and_store: computed": (operators.rotate_and_store, lambda: store(scales=scaled(True)), None),
-    "rotate_and_store: 8 bits": (
-        operators.rotate_and_store, lambda: store(scales=scaled(True, True), dtype=E4M3), REST,
-    ),
-    "rotate_and_store_": (operators.rotate_and_store_, lambda: store(Norm(weight())), None),
-    "rerotate_": (operators.rerotate_, move, None),
-    "rerotate_: scales": (operators.rerotate_, lambda: move(torch.ones(4, 16, 2, device=DEVICE)), None),
+CHECKED: Mapping[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
+    **{f"rotate: {name}": (operators.rotate, sample) for name, sample in SAMPLES.items()},
+    **{f"rotate_: {name}": (operators.rotate_, SAMPLES[name]) for name in ("table", "fused", "norm", "no k")},
+    "rotate_backward": (operators.rotate_backward, backward),
+    "rotate_and_store: return k": (operators.rotate_and_store, lambda: store(return_k=True)),
+    "rotate_and_store: norm": (operators.rotate_and_store, lambda: store(Norm(weight()))),
+    "rotate_and_store_": (operators.rotate_and_store_, lambda: store(Norm(weight()))),
+    "rerotate_": (operators.rerotate_, move),
 }  # fmt: skip
 OFTEN = (
     "rotate: table", "rotate: fused", "rotate: norm", "rotate: cos and sin", "rotate_: norm",
-    "rotate_and_store: scales", "rotate_and_store: 8 bits", "rotate_and_store_", "rerotate_",
+    "rotate_and_store: return k", "rotate_and_store_", "rerotate_",
 )  # fmt: skip
 
 
@@ -428,9 +395,8 @@ OFTEN = (
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in OFTEN)) for x in CHECKED])
 def test_operators_pass_torchs_own_checks(name: str) -> None:
-    operator, sample, checks = CHECKED[name]
-    options: Any = {} if checks is None else {"test_utils": checks}
-    torch.library.opcheck(operator, sample(), **options)
+    operator, sample = CHECKED[name]
+    torch.library.opcheck(operator, sample())
     if operator is operators.rotate:
         q, k, q_weight, *rest = sample()
         leaves = (x if x is None else x.detach().requires_grad_() for x in (q, k, q_weight))
@@ -438,7 +404,7 @@ def test_operators_pass_torchs_own_checks(name: str) -> None:
 
 
 def test_every_operator_has_a_check() -> None:
-    assert {operator for operator, _, _ in CHECKED.values()} == {
+    assert {operator for operator, _ in CHECKED.values()} == {
         getattr(operators, name) for name in operators.__all__ if name not in ("call", "define_operator", "run")
     }
 

@@ -16,7 +16,6 @@ from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, pl
 from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, operators, paged, rotate_and_store
 from mmpos.rotary.device import ids_on, rotation_of
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.paged import NO_SCALES
 from mmpos.rotary.reference import NO_NORM, REFERENCE, TRITON
 
 WAYS = ("auto", "triton")
@@ -238,7 +237,7 @@ def store_unchecked(cache: Held, slots: Tensor, implementation: int) -> tuple[Te
     q, k, v = qkv()
     table = packed("rope-tie").slice(4, 17)
     rotation = rotation_of(ids_on(table, ROTARY, DEVICE), ROTARY, implementation=implementation)
-    caches = cache.key, cache.value, slots.to(DEVICE), False, *NO_SCALES
+    caches = cache.key, cache.value, slots.to(DEVICE), False
     operators.rotate_and_store(q[None], k[None], v[None], *caches, *NO_NORM, *rotation)
     return v, apply_rotary(k, None, table, ROTARY, implementation="reference")[0]
 

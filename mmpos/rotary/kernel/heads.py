@@ -6,8 +6,6 @@
 import triton
 import triton.language as tl
 
-from mmpos.rotary.kernel.float8 import codes_of_heads
-
 
 @triton.jit
 def columns_of(rows: tl.constexpr, width: tl.constexpr, CHANNELS: tl.constexpr):
@@ -116,12 +114,8 @@ def rows_of(x, batch, token):
 def rotate_heads(
     x, out, x_rows, out_rows, heads, weight, eps, offset, cos, sin, valid,
     CHANNELS: tl.constexpr, COPY_REST: tl.constexpr, NORM_AFTER: tl.constexpr = False,
-    scales=None, scale_rows=None, FORMAT: tl.constexpr = None,
 ):  # fmt: skip
-    """Rotate this program's share of heads, normalise them if there is a weight, and round once at the end.
-
-    With a FORMAT, heads are divided by their scales and rounded to 8 bits.
-    """
+    """Rotate this program's share of heads, normalise them if there is a weight, and round once at the end."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     if weight is not None:
         weights = load_weight(weight, offset, CHANNELS)
@@ -137,18 +131,11 @@ def rotate_heads(
             scale = inverse_rms(first, second, rest, eps, CHANNELS)
             first, second = first * scale * weights[0], second * scale * weights[1]
             rest = rest * scale * weights[2]
-            if CHANNELS.rest > 0 and FORMAT is None:
+            if CHANNELS.rest > 0:
                 store_rest(target, out.channel, valid, rest, CHANNELS)
         if weight is None or not NORM_AFTER:
             first, second = rotate_pairs(first, second, cos, sin)
-        if FORMAT is not None:
-            if weight is None:
-                rest = load_rest(source, x.channel, valid, 0.0, CHANNELS).to(tl.float32)
-            of_head = scales.data + (scale_rows + head * tl.cast(scales.head, tl.int64))
-            first, second, rest = codes_of_heads(first, second, rest, of_head, valid, CHANNELS, FORMAT)
-            if CHANNELS.rest > 0:
-                store_rest(target, out.channel, valid, rest, CHANNELS)
         store_pairs(target, out.channel, valid, first, second, CHANNELS)
-        if weight is None and FORMAT is None and COPY_REST and CHANNELS.rest > 0:
+        if weight is None and COPY_REST and CHANNELS.rest > 0:
             rest = load_rest(source, x.channel, valid, None, CHANNELS)
             store_rest(target, out.channel, valid, rest, CHANNELS)

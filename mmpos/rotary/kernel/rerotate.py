@@ -8,22 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import codes_of, format_of, heads_of_scales, largest_of, values_of
-from mmpos.rotary.kernel.heads import load_pairs, load_rest, rotate_pairs, rows_of, share_of, store_pairs, store_rest
+from mmpos.rotary.kernel.heads import load_pairs, rotate_pairs, rows_of, share_of, store_pairs
 from mmpos.rotary.kernel.phases import angles_of, cos_sin_of
 from mmpos.rotary.kernel.rotate import slots_of
-from mmpos.rotary.paged import as_bits
 from mmpos.rotary.reference import RotationArguments
-
-
-@triton.jit
-def _grow(scales, row, first, second, rest, kept, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Increase the scales of heads as much as the rotated keys require, and divide the keys by the increase."""
-    growth = tl.maximum(tl.div_rn(largest_of(first, second, rest, CHANNELS), FORMAT.largest), 1.0)
-    scale = tl.load(scales + row, mask=kept, other=1.0)
-    tl.store(scales + row, scale * growth, mask=kept)
-    growth = growth[:, None]
-    return tl.div_rn(first, growth), tl.div_rn(second, growth), tl.div_rn(rest, growth)
 
 
 @triton.jit(
@@ -32,9 +20,9 @@ def _grow(scales, row, first, second, rest, kept, CHANNELS: tl.constexpr, FORMAT
     ]
 )  # fmt: skip
 def rerotate_kernel(
-    pages, scales, slots, from_positions, positions, frequencies, pair_axis,
+    pages, slots, from_positions, positions, frequencies, pair_axis,
     tokens, from_segments, from_row_stride, segments, row_stride, heads, capacity, block_size,
-    CHANNELS: tl.constexpr, FROM: tl.constexpr, ANGLES: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, FROM: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate a share of the heads of a block of tokens in place."""
     first_token = tl.program_id(0) * BLOCK
@@ -58,34 +46,19 @@ def rerotate_kernel(
         cos, sin = cos_sin_of(new - old, False)
     kept, page, slot = slots_of(slots, token, tokens, capacity, block_size)
     rows, head_stride = rows_of(pages, page, slot), tl.cast(pages.head, tl.int64)
-    if scales is not None:
-        scale_rows, scale_head = rows_of(scales, page, slot), tl.cast(scales.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
         pointer = pages.data + (rows[:, None] + head * head_stride)
         first, second = load_pairs(pointer, pages.channel, kept, CHANNELS)
-        if FORMAT is not None:
-            first, second = values_of(first, FORMAT), values_of(second, FORMAT)
         first, second = rotate_pairs(first, second, cos, sin)
-        if scales is not None:
-            rest = values_of(load_rest(pointer, pages.channel, kept, 0, CHANNELS), FORMAT)
-            row = scale_rows + head * scale_head
-            first, second, rest = _grow(scales.data, row, first, second, rest, kept, CHANNELS, FORMAT)
-            if CHANNELS.rest > 0:
-                store_rest(pointer, pages.channel, kept, codes_of(rest, FORMAT), CHANNELS)
-        if FORMAT is not None:
-            first, second = codes_of(first, FORMAT), codes_of(second, FORMAT)
         store_pairs(pointer, pages.channel, kept, first, second, CHANNELS)
 
 
-def launch_rerotate(
-    pages: Tensor, scales: Tensor | None, slots: Tensor, start: RotationArguments, stop: RotationArguments
-) -> None:
+def launch_rerotate(pages: Tensor, slots: Tensor, start: RotationArguments, stop: RotationArguments) -> None:
     """Rotate keys in a cache from old to new positions in one launch, without allocating or waiting.
 
     Args:
         pages: (blocks, block_size, heads, head_dim).
-        scales: (blocks, block_size, heads) float32 scales that grow if necessary; None if scales stay unchanged.
         slots: (tokens,) slots of the tokens.
         start: the rotation at the old positions; its attention factor and conjugate are ignored.
         stop: the rotation at the new positions, with the same frequencies.
@@ -94,16 +67,15 @@ def launch_rerotate(
     tokens = slots.shape[0]
     if not tokens * blocks * heads:
         return
-    form = format_of(pages.dtype, scales is not None) if pages.dtype.itemsize == 1 else None
-    block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, scales is not None))
+    block, shares, warps = tiling.tiles(tokens, heads, tiling.width(head_dim, stop.num_pairs, False))
     shares = tiling.shares_of(shares, stop.head_groups)
     with tiling.on(pages.device):
         tiling.launch(
             rerotate_kernel, (tiling.cdiv(tokens, block), shares), warps,
-            tiling.heads_of(as_bits(pages)), heads_of_scales(None, scales), slots,
+            tiling.heads_of(pages), slots,
             start.positions, stop.positions, stop.frequencies, stop.pair_axis,
             tokens, start.positions.shape[1], start.positions.stride(0),
             stop.positions.shape[1], stop.positions.stride(0), heads, blocks * block_size, block_size,
             CHANNELS=tiling.channels_of(head_dim, stop.num_pairs, stop.adjacent),
-            FROM=tiling.angles_of(start), ANGLES=tiling.angles_of(stop), FORMAT=form, BLOCK=block,
+            FROM=tiling.angles_of(start), ANGLES=tiling.angles_of(stop), BLOCK=block,
         )  # fmt: skip

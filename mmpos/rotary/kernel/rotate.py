@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.kernel.float8 import codes_of, divisor_of, formats_of, heads_of_scales, largest_of, scale_rows
 from mmpos.rotary.kernel.heads import load_rest, rotate_heads, rows_of, share_of, store_rest
 from mmpos.rotary.kernel.phases import phases
-from mmpos.rotary.paged import Stored, as_bits
+from mmpos.rotary.paged import Stored
 from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments
 
 
@@ -49,21 +48,14 @@ def slots_of(slots, token, stored, capacity, block_size):
 
 
 @triton.jit
-def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: tl.constexpr, FORMAT: tl.constexpr):
-    """Copy this program's share of unrotated heads; with a FORMAT, divide them by their scales and round to 8 bits."""
+def _copy_heads(x, out, x_rows, out_rows, heads, kept, CHANNELS: tl.constexpr):
+    """Copy this program's share of unrotated heads."""
     x_head, out_head = tl.cast(x.head, tl.int64), tl.cast(out.head, tl.int64)
     first_head, stop_head = share_of(heads)
     for head in range(first_head, stop_head):
         source = x.data + (x_rows[:, None] + head * x_head)
         target = out.data + (out_rows[:, None] + head * out_head)
-        if FORMAT is None:
-            values = load_rest(source, x.channel, kept, None, CHANNELS)
-        else:
-            values = load_rest(source, x.channel, kept, 0.0, CHANNELS).to(tl.float32)
-            of_head = scales.data + (rows + head * tl.cast(scales.head, tl.int64))
-            divisor = divisor_of(largest_of(values, values, values, CHANNELS), of_head, kept, FORMAT)
-            values = codes_of(tl.div_rn(values, divisor), FORMAT)
-        store_rest(target, out.channel, kept, values, CHANNELS)
+        store_rest(target, out.channel, kept, load_rest(source, x.channel, kept, None, CHANNELS), CHANNELS)
 
 
 @triton.jit(
@@ -72,11 +64,11 @@ def _copy_heads(x, out, x_rows, out_rows, heads, kept, scales, rows, CHANNELS: t
     ]
 )  # fmt: skip
 def store_kernel(
-    q, k, v, q_out, k_out, key_cache, value_cache, q_scales, k_scales, v_scales, slots,
+    q, k, v, q_out, k_out, key_cache, value_cache, slots,
     positions, frequencies, pair_axis, q_weight, k_weight, eps, offset,
     tokens, seq, segments, row_stride, q_heads, k_heads, stored, capacity, block_size, attention_factor,
-    CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr, FORMATS: tl.constexpr,
-    COPY_Q_REST: tl.constexpr, COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
+    CHANNELS: tl.constexpr, VALUE_CHANNELS: tl.constexpr, ANGLES: tl.constexpr, COPY_Q_REST: tl.constexpr,
+    COPY_K_REST: tl.constexpr, BLOCK: tl.constexpr, NORM_AFTER: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens and a share of their heads per program, and store k and v of tokens with slots."""
     token, valid, cos, sin = phases(
@@ -87,18 +79,15 @@ def store_kernel(
     rotate_heads(
         q, q_out, rows_of(q, batch, index), rows_of(q_out, batch, index), q_heads, q_weight, eps, offset,
         cos, sin, valid, CHANNELS, COPY_Q_REST, NORM_AFTER,
-        q_scales, scale_rows(q_scales, batch, index, FORMATS.q), FORMATS.q,
     )  # fmt: skip
     kept, page, slot = slots_of(slots, token, stored, capacity, block_size)
     k_rows = rows_of(k, batch, index)
     rotate_heads(
         k, key_cache, k_rows, rows_of(key_cache, page, slot), k_heads, k_weight, eps, offset,
         cos, sin, kept, CHANNELS, True, NORM_AFTER,
-        k_scales, scale_rows(k_scales, page, slot, FORMATS.k), FORMATS.k,
     )  # fmt: skip
     v_rows, value_rows = rows_of(v, batch, index), rows_of(value_cache, page, slot)
-    v_scale_rows = scale_rows(v_scales, page, slot, FORMATS.v)
-    _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, v_scales, v_scale_rows, VALUE_CHANNELS, FORMATS.v)
+    _copy_heads(v, value_cache, v_rows, value_rows, k_heads, kept, VALUE_CHANNELS)
     if k_out is not None:
         # Rotate k again because tokens without a slot must also be written; k_out may be k itself.
         tl.debug_barrier()
@@ -160,32 +149,29 @@ def launch_store(
         k: the same shape with its own number of heads.
         q_out: output with the shape of q; it may be q.
         k_out: output with the shape of k; it may be k, and it has 0 heads if the rotated k is not returned.
-        stored: v, the caches, slots and scales.
+        stored: v, the caches and slots.
         rotation: the rotation, which is not conjugate.
         norm: normalisation of each head before or after the rotation.
     """
     batch, seq, q_heads, head_dim = q.shape
-    v, key_cache, value_cache, slots, _, scales = stored
+    v, key_cache, value_cache, slots, _ = stored
     k_heads, value_dim = v.shape[2:]
     tokens = batch * seq
     if tokens == 0:
         return
-    width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none or not scales.are_none)
+    width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + 2 * k_heads, width)
     shares = tiling.shares_of(shares, rotation.head_groups)
     with tiling.on(q.device):
         tiling.launch(
             store_kernel, (tiling.cdiv(tokens, block), shares), warps,
-            *map(tiling.heads_of, (q, k, v, as_bits(q_out))), tiling.heads_of(k_out) if k_out.shape[2] else None,
-            tiling.heads_of(as_bits(key_cache)), tiling.heads_of(as_bits(value_cache)),
-            heads_of_scales(None, scales.q_computed), heads_of_scales(scales.k, scales.k_computed),
-            heads_of_scales(scales.v, scales.v_computed), slots,
+            *map(tiling.heads_of, (q, k, v, q_out)), tiling.heads_of(k_out) if k_out.shape[2] else None,
+            tiling.heads_of(key_cache), tiling.heads_of(value_cache), slots,
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k_heads,
             slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1], rotation.attention_factor,
             CHANNELS=tiling.channels_of(head_dim, rotation.num_pairs, rotation.adjacent),
             VALUE_CHANNELS=tiling.channels_of(value_dim, 0), ANGLES=tiling.angles_of(rotation),
-            FORMATS=formats_of(q_out.dtype, key_cache.dtype, value_cache.dtype, scales),
             COPY_Q_REST=q.data_ptr() != q_out.data_ptr(), COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=block,
             NORM_AFTER=norm.after,
         )  # fmt: skip
